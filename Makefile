@@ -1,0 +1,53 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer and a package index.
+
+PYTHON ?= python3
+# One process per core of a small machine. Tests of one file share a process and its compiled programs.
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test parity lint clean
+
+help:
+	@echo "make demo     generate text with the embedded model pair and check it against plain decoding"
+	@echo "make test     lint, types and tests"
+	@echo "make parity   live comparisons with transformers (installs PyTorch)"
+	@echo "make lint     ruff and pyright alone"
+	@echo "make clean    remove the virtual environment and everything built"
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/jetspec-jax generate --check --stats "def read_lines(path):"
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+parity: $(VENV)/.installed-parity
+	$(BIN)/python -m pytest tests/parity
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second run skip the install until pyproject.toml changes.
+$(VENV)/.installed-demo: EXTRAS :=
+$(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-parity: EXTRAS := [test,parity]
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo "Installing jetspec-jax$(EXTRAS) into $(VENV) ..."
+	$(INSTALL) -e ".$(EXTRAS)"
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Python 3.11 or newer is needed, but PYTHON=$(PYTHON) is" \
+	    "'$$($(PYTHON) --version 2>&1)'. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

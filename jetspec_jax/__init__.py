@@ -1,0 +1,29 @@
+"""JetSpec in JAX: a draft head proposes a token tree, the target verifies it, the text stays its own."""
+
+from jetspec_jax import tree
+from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
+from jetspec_jax.completion import Completion
+from jetspec_jax.decode import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.forward import draft_logits, logits, tree_logits
+from jetspec_jax.generate import generate, generate_tree
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "DecodeState",
+    "DecodeWeights",
+    "Head",
+    "SamplingParams",
+    "Target",
+    "TreeDecoder",
+    "draft_logits",
+    "generate",
+    "generate_tree",
+    "load_draft_head",
+    "load_target",
+    "logits",
+    "tree",
+    "tree_logits",
+]

@@ -1,0 +1,151 @@
+"""Stores of committed tokens: pages in one pool per layer, slots with a block table each, and the commit.
+
+A store holds committed tokens only. A forward pass reads stores and never writes them; what it computes for
+its block is a stash, and `commit` writes the rows of the accepted path, once. Nothing is ever rolled back.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32, UInt32
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.layers import KV, Attend
+from pallas_kernels.tree_attention import PagedPrefix, tree_attention
+
+
+class Slots(NamedTuple):
+    """Where each slot's committed tokens lie; one block table serves every store of a sequence.
+
+    Attributes:
+        block_tables: Pages of each slot in logical order; an entry of at least P is no page.
+        lengths: Committed tokens of each slot, S.
+    """
+
+    block_tables: Int32[Array, "B T"]
+    lengths: Int32[Array, "B"]
+
+
+#: One layer's pages: keys and values, each ``[P, page, G, E]``.
+Store = KV
+
+
+def empty_stores(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> tuple[Store, ...]:
+    """A store per layer. Layers may differ in geometry, so they are never stacked into one array."""
+    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return tuple(Store(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def attend_over(
+    stores: tuple[Store, ...] | None,
+    slots: Slots | None,
+    mask: UInt32[Array, "B N words"],
+    depths: Int[Array, "B N"],
+    *,
+    implementation: str | None = None,
+) -> Attend:
+    """Attention of a block over the committed tokens of its slots; over the block alone without stores."""
+
+    def attend(
+        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+    ) -> Float[Array, "B N H E"]:
+        prefix = None
+        if stores is not None and slots is not None:
+            prefix = PagedPrefix(stores[layer].k, stores[layer].v, slots.block_tables, slots.lengths)
+        return tree_attention(
+            q,
+            kv.k,
+            kv.v,
+            mask,
+            prefix,
+            scale=scale,
+            window=window,
+            depths=depths,
+            implementation=implementation,
+        )
+
+    return attend
+
+
+def causal_bits(batch: int, rows: int) -> UInt32[Array, "B N words"]:
+    """Packed mask of a chain: row i sees rows 0..i.
+
+    Three rows, one word each, lowest bit first::
+
+        x . .   0b001
+        x x .   0b011
+        x x x   0b111
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    below = row + 1 - 32 * jnp.arange(-(-rows // 32), dtype=jnp.int32)[None, :]
+    # A shift by 32 is undefined, so full words are their own case.
+    partial = (jnp.uint32(1) << jnp.clip(below, 0, 31).astype(jnp.uint32)) - 1
+    bits = jnp.where(below >= 32, jnp.uint32(0xFFFFFFFF), partial)
+    return jnp.broadcast_to(bits[None], (batch, *bits.shape))
+
+
+def full_bits(batch: int, rows: int) -> UInt32[Array, "B N words"]:
+    """Packed mask of a block whose rows all see each other."""
+    return jnp.broadcast_to(causal_bits(batch, rows)[:, -1:], (batch, rows, -(-rows // 32)))
+
+
+def select_rows(stash: tuple[KV, ...], path: Int[Array, "B R"]) -> tuple[KV, ...]:
+    """The stash rows of a path of node indices, which need not be a prefix of the nodes.
+
+    Example: of nodes 0..3 with the accepted path 0, 2 (and -1 for "none"), rows 0, 2 and any row.
+    """
+    index = jnp.maximum(path, 0)[:, :, None, None]
+    return jax.tree.map(lambda rows: jnp.take_along_axis(rows, index, axis=1), stash)
+
+
+def commit(
+    stores: tuple[Store, ...], rows: tuple[KV, ...], slots: Slots, count: Int[Array, "B"]
+) -> tuple[Store, ...]:
+    """Writes the first ``count[b]`` rows of each slot behind its committed tokens.
+
+    Args:
+        stores: One store per layer.
+        rows: For each layer the new rows ``[B, R, G, E]``, in logical order.
+        slots: The slots *before* the commit.
+        count: Rows to write; 0 leaves a slot as it is. Rows that fall behind a slot's last page are dropped:
+            they can only be overshoot of a request that ends with them.
+    """
+    num_rows = rows[0].k.shape[1]
+    num_pages, page_size = stores[0].k.shape[:2]
+    step = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+    position = slots.lengths[:, None] + step
+    page = jnp.take_along_axis(
+        slots.block_tables, position // page_size, axis=1, mode="fill", fill_value=num_pages
+    )
+    page = jnp.where(step < count[:, None], page, num_pages)
+    where = page, position % page_size
+    return jax.tree.map(lambda pages, new: pages.at[where].set(new, mode="drop"), stores, rows)
+
+
+@dataclass
+class PagePool:
+    """The free pages of a pool, on the host. Pages are reserved at admission and returned at release."""
+
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        """All pages are free at first."""
+        self._free = deque(range(self.num_pages))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def reserve(self, count: int) -> list[int] | None:
+        """Takes ``count`` pages, or none at all when there are not enough."""
+        if count > len(self._free):
+            return None
+        return [self._free.popleft() for _ in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        """Gives pages back."""
+        self._free.extend(pages)

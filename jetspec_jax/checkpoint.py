@@ -1,0 +1,155 @@
+"""Checkpoints: a target or a draft head from a local folder or the Hugging Face hub."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    check_head_fits,
+    parse_draft_head_config,
+    parse_eos_token_ids,
+    parse_model_config,
+    read_json,
+)
+from jetspec_jax.models import Weights
+from jetspec_jax.safetensors_io import read_weights
+
+# What a hub download fetches: never pickles, never code.
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A target ready to decode with.
+
+    Attributes:
+        config: Its geometry.
+        weights: Its parameters, a plain pytree.
+        eos_token_ids: Tokens that end a sequence.
+        tokenizer: A transformers tokenizer, or None when the checkpoint has none.
+    """
+
+    config: ModelConfig
+    weights: Weights
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A draft head ready to draft for a target.
+
+    Attributes:
+        config: Its geometry.
+        weights: Its parameters, a plain pytree.
+    """
+
+    config: DraftHeadConfig
+    weights: Weights
+
+
+def load_target(
+    path_or_id: str | Path, *, dtype: str = "auto", ignore_config_keys: Collection[str] = ()
+) -> Target:
+    """Loads a target from a local folder or from the Hugging Face hub.
+
+    Args:
+        path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
+        dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or the hub cannot be reached.
+        ValueError: The config or the tensors are not what a supported family has; all problems are listed.
+    """
+    folder = resolve(path_or_id)
+    raw = read_json(folder / "config.json")
+    config = parse_model_config(raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    eos = parse_eos_token_ids(raw, read_json(generation) if generation.exists() else None)
+    weights = read_weights(folder, config, resolve_dtype(dtype))
+    return Target(config, weights, eos, load_tokenizer(folder))
+
+
+def load_draft_head(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "auto",
+    target: Target | None = None,
+    ignore_config_keys: Collection[str] = (),
+) -> Head:
+    """Loads a draft head from a local folder or from the Hugging Face hub.
+
+    Args:
+        path_or_id: A folder or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
+        dtype: As for `load_target`.
+        target: When given, a head that does not fit it is refused before its weights are read.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or the hub cannot be reached.
+        ValueError: The config or the tensors are not those of a supported head, or it does not fit.
+    """
+    folder = resolve(path_or_id)
+    config = parse_draft_head_config(
+        read_json(folder / "config.json"),
+        ignore_config_keys=ignore_config_keys,
+        where=str(folder / "config.json"),
+    )
+    if target is not None:
+        check_head_fits(config, target.config)
+    return Head(config, read_weights(folder, config, resolve_dtype(dtype)))
+
+
+def resolve(path_or_id: str | Path) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded, or found in the hub's cache.
+
+    Raises:
+        FileNotFoundError: Neither a folder with a ``config.json`` nor a hub id that can be fetched.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
+        raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(HUB_PATTERNS)))
+    except Exception as error:  # the client lets its HTTP library's errors through as they come
+        raise FileNotFoundError(
+            f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "
+            f"the Hugging Face hub: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def resolve_dtype(dtype: str) -> jnp.dtype:
+    """The dtype that a user's word stands for.
+
+    Raises:
+        ValueError: The word is none of "auto", "float32", "bfloat16".
+    """
+    if dtype == "auto":
+        # On CPUs bf16 is several times slower than float32.
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's transformers tokenizer, or None when it has none."""
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        return None
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

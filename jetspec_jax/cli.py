@@ -1,0 +1,175 @@
+"""The command ``jetspec-jax``: generate text, and look at checkpoints."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jetspec_jax.completion import Completion
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.describe import describe
+from jetspec_jax.exactness import first_divergence
+from jetspec_jax.generate import generate
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling import SamplingParams, draw_seed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"jetspec-jax: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1  # the reader left, as `head` does
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jetspec-jax", description="Tree speculative decoding in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    gen = commands.add_parser("generate", help="complete a prompt", description=_generate.__doc__)
+    gen.set_defaults(run=_generate)
+    gen.add_argument("prompt", nargs="?", metavar="PROMPT", help="read from standard input when absent")
+    gen.add_argument("--target", default="demo", help="folder or hub id (default: the embedded demo)")
+    gen.add_argument("--draft-head", help="folder or hub id (default: the demo's; else decode plainly)")
+    gen.add_argument("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
+    gen.add_argument("--width", type=int, default=7, help="most children of a node (default: 7)")
+    gen.add_argument("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
+    gen.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
+    gen.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    gen.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
+    gen.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    gen.add_argument("--seed", type=int, help="seed of the sampling noise (default: drawn)")
+    gen.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    gen.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    gen.add_argument("--check", action="store_true", help="compare with plain decoding, token by token")
+    gen.add_argument("--stats", action="store_true", help="print figures of the run to standard error")
+
+    info = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
+    info.set_defaults(run=_info)
+    info.add_argument("path", metavar="PATH", help="folder or hub id, or demo")
+    info.add_argument("--target", help="for a draft head: the target that it should fit")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    """Completes a prompt; the text appears as it is accepted."""
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=draw_seed() if arguments.seed is None else arguments.seed,
+        max_tokens=arguments.max_tokens,
+    )
+    llm = LLM(
+        arguments.target,
+        arguments.draft_head,
+        budget=arguments.budget,
+        width=arguments.width,
+        depth=arguments.depth,
+        dtype=arguments.dtype,
+    )
+    if llm.draft_head is None:
+        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
+    ids = llm.encode(prompt)
+
+    started = time.perf_counter()
+    stream = llm.stream(ids, params)
+    for piece in stream:
+        if not arguments.json:
+            print(piece, end="", flush=True)
+    seconds = time.perf_counter() - started
+    completion = stream.completion
+    assert completion is not None, "the stream has ended"
+    if arguments.json:
+        print(json.dumps(_report(completion, seconds)))
+    else:
+        print()
+    if arguments.stats:
+        print(_stats(completion, seconds), file=sys.stderr)
+    if arguments.check:
+        return _check(llm, ids, params, completion)
+    return 0
+
+
+def _check(llm: LLM, ids: list[int], params: SamplingParams, completion: Completion) -> int:
+    """Decodes plainly with the same seed; exit code 1 and the first difference if there is one."""
+    [plain] = generate(llm.target, [ids], params)
+    difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
+    if difference is None:
+        print(f"check: all {len(plain.token_ids)} tokens equal plain decoding's", file=sys.stderr)
+        return 0
+
+    def name(token: int | None) -> str:
+        return "nothing" if token is None else f"{token} ({llm.target.tokenizer.decode([token])!r})"
+
+    print(
+        f"check failed: token {difference.position} is {name(difference.token)}, plain decoding's is "
+        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _report(completion: Completion, seconds: float) -> dict[str, object]:
+    tau = completion.mean_acceptance_length
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "rounds": completion.rounds,
+        "accept_lengths": completion.accept_lengths,
+        "mean_acceptance_length": None if math.isnan(tau) else tau,  # JSON has no NaN
+        "seconds": seconds,
+        "tokens_per_second": len(completion.token_ids) / seconds,
+    }
+
+
+def _stats(completion: Completion, seconds: float) -> str:
+    count = len(completion.token_ids)
+    nodes = sum(completion.tree_sizes) / max(completion.rounds, 1)
+    return (
+        f"{count} tokens in {completion.rounds} rounds, {completion.mean_acceptance_length:.2f} tokens per "
+        f"round from trees of {nodes:.0f} nodes; {seconds:.2f} s with compilation "
+        f"({count / seconds:.1f} tokens/s); finished by {completion.finish_reason}"
+    )
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    """Describes a target or a draft head: shapes, bytes, and whether a head fits a target."""
+    if arguments.path == "demo":
+        reports = [describe(DEMO_TARGET), describe(DEMO_DRAFT_HEAD, arguments.target or DEMO_TARGET)]
+    else:
+        reports = [describe(arguments.path, arguments.target)]
+    if arguments.json:
+        print(json.dumps(reports if len(reports) > 1 else reports[0]))
+    else:
+        print("\n\n".join(_table(report) for report in reports))
+    return 0 if all(report.get("fits", True) for report in reports) else 1
+
+
+def _table(report: dict[str, Any]) -> str:
+    """Two columns, byte counts in a unit that people read."""
+    shown = {}
+    for key, value in report.items():
+        if key == "fit_problem":
+            continue
+        if key == "fits":
+            value = "yes" if value else f"no: {report['fit_problem']}"
+        elif key == "parameters":
+            value = f"{value:,}"
+        elif key == "file_bytes":
+            value = f"{value:,} ({value / 2**20:,.1f} MiB)"
+        shown[key.replace("_", " ")] = value
+    width = max(map(len, shown))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in shown.items())

@@ -1,0 +1,6 @@
+"""The embedded demo: a small trained target and its draft head, in Hugging Face layout (see README.md)."""
+
+from pathlib import Path
+
+DEMO_TARGET = Path(__file__).parent / "target"
+DEMO_DRAFT_HEAD = Path(__file__).parent / "draft_head"

@@ -1,0 +1,90 @@
+"""What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target. Reads no weights."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jetspec_jax.checkpoint import resolve
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    check_head_fits,
+    is_draft_head,
+    parse_draft_head_config,
+    parse_model_config,
+    read_json,
+)
+from jetspec_jax.models import abstract
+from jetspec_jax.safetensors_io import stored_bytes
+
+
+def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[str, Any]:
+    """Describes a target or a draft head as plain data.
+
+    Args:
+        path_or_id: A local folder or a hub id.
+        target: For a draft head, the target to hold it against.
+
+    Raises:
+        FileNotFoundError: The checkpoint is not to be had.
+        ValueError: It is not valid, or ``target`` was given for something that is no head.
+    """
+    folder = resolve(path_or_id)
+    raw = read_json(folder / "config.json")
+    if not is_draft_head(raw):
+        if target is not None:
+            raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
+        config = parse_model_config(raw, where=str(folder / "config.json"))
+        return {"kind": "target", "path": str(folder), **_model(config), **_weights(folder, config)}
+    head = parse_draft_head_config(raw, where=str(folder / "config.json"))
+    about = {
+        "kind": "draft head",
+        "path": str(folder),
+        "block_size": head.block_size,
+        "causal": head.causal,
+        "tap_layers": list(head.tap_layers),
+        "mask_token_id": head.mask_token_id,
+        "num_target_layers": head.num_target_layers,
+        **_model(head.layers),
+        **_weights(folder, head),
+    }
+    if target is not None:
+        where = resolve(target)
+        about["target"] = str(where)
+        about["fits"], about["fit_problem"] = True, None
+        try:
+            check_head_fits(head, parse_model_config(read_json(where / "config.json"), where=str(where)))
+        except ValueError as error:
+            about["fits"], about["fit_problem"] = False, str(error)
+    return about
+
+
+def _model(config: ModelConfig) -> dict[str, Any]:
+    rows = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context_limit": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "sliding_windows": sorted({w for w in config.windows if w is not None}),
+        "tied_embeddings": config.tie_word_embeddings,
+        "cache_bytes_per_token_bf16": 2 * rows,
+    }
+
+
+def _weights(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
+    shapes = jax.tree.leaves(nnx.to_pure_dict(nnx.state(abstract(config), nnx.Param)))
+    return {
+        "parameters": sum(math.prod(np.shape(leaf)) for leaf in shapes),
+        "file_bytes": stored_bytes(folder, config),
+    }

@@ -1,0 +1,149 @@
+"""Forward passes to look into: logits of a sequence, of a token tree, and of the draft head.
+
+They run the very modules, stores and proposer that decoding runs, so what they show is what decoding sees.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from jetspec_jax.cache import Slots, attend_over, causal_bits, commit, empty_stores
+from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.config import ModelConfig, check_head_fits
+from jetspec_jax.models import Transformer, Weights, bind
+from jetspec_jax.models.transformer import Output
+from jetspec_jax.proposer import DraftHeadProposer
+from jetspec_jax.tree import TokenTree, ancestor_bits
+
+#: Token ids ``[B, T]``: an array, or lists of one length.
+TokenIds = ArrayLike | Sequence[Sequence[int]]
+
+
+def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
+    """float32 logits of whole sequences: row t is the distribution of token t + 1.
+
+    Args:
+        target: The target.
+        token_ids: ``[B, T]``, at least one token each.
+
+    Raises:
+        ValueError: The ids are misshapen or out of range.
+    """
+    return _logits(target.config, target.weights, _ids(target.config, token_ids, "token_ids", least=1))
+
+
+def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[Array, "B N V"]:
+    """float32 logits of every node of a token tree after a committed prefix.
+
+    Args:
+        target: The target.
+        prefix_ids: ``[B, S]``, without the anchor; S may be 0.
+        tree: Trees whose node 0 is the anchor. Rows of padding nodes have no meaning.
+
+    Raises:
+        ValueError: The ids are misshapen or out of range.
+    """
+    prefix = _ids(target.config, prefix_ids, "prefix_ids", least=0)
+    _ids(target.config, tree.tokens, "tree.tokens", least=1)
+    tree = jax.tree.map(jnp.asarray, tree)
+    return _tree_logits(target.config, target.weights, prefix, tree)
+
+
+def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float[Array, "B D V"]:
+    """float32 draft logits below the last token of each sequence: row d drafts the token at depth d + 1.
+
+    Args:
+        target: The target.
+        draft_head: A head made for it.
+        token_ids: ``[B, T]``; the last token is the anchor, all before it the context.
+
+    Raises:
+        ValueError: The head does not fit, or the ids are misshapen or out of range.
+    """
+    check_head_fits(draft_head.config, target.config)
+    ids = _ids(target.config, token_ids, "token_ids", least=1)
+    proposer = DraftHeadProposer(draft_head.config)
+    return _draft_logits(target.config, proposer, target.weights, draft_head.weights, ids)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: ModelConfig, weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    target = bind(config, weights)
+    return target.logits(_forward(target, ids).hidden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _tree_logits(
+    config: ModelConfig, weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree
+) -> Float[Array, "B N V"]:
+    target = bind(config, weights)
+    dtype = target.embed_tokens[...].dtype
+    stores, slots = _one_page_each(config, prefix, dtype), _slots(prefix)
+    if prefix.shape[1]:
+        stash = _forward(target, prefix).stash
+        stores = commit(stores, stash, slots, jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32))
+        slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
+    attend = attend_over(stores, slots, ancestor_bits(tree.parents), tree.depths)
+    positions = slots.lengths[:, None] + tree.depths
+    return target.logits(target(tree.tokens, positions, attend).hidden)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _draft_logits(
+    config: ModelConfig,
+    proposer: DraftHeadProposer,
+    weights: Weights,
+    head_weights: Weights,
+    ids: Int[Array, "B T"],
+) -> Float[Array, "B D V"]:
+    target = bind(config, weights)
+    context, slots = ids[:, :-1], _slots(ids)
+    state: Any = _one_page_each(proposer.config.layers, ids, target.embed_tokens[...].dtype)
+    if context.shape[1]:
+        taps = _forward(target, context, taps=proposer.taps).taps
+        count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
+        state = proposer.commit(head_weights, state, taps, slots, count)
+        slots = slots._replace(lengths=slots.lengths + count)
+    return proposer.propose(head_weights, state, target, ids[:, -1], slots)
+
+
+def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> Output:
+    """The target over whole sequences with nothing committed before them."""
+    batch, length = ids.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
+    attend = attend_over(None, None, causal_bits(batch, length), positions)
+    return target(ids, positions, attend, taps=taps)
+
+
+def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype) -> Any:
+    """Stores in which each sequence has one page that holds all of it."""
+    batch, length = ids.shape
+    return empty_stores(config, batch, max(length, 1), dtype)
+
+
+def _slots(ids: Int[Array, "B T"]) -> Slots:
+    batch = ids.shape[0]
+    return Slots(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
+
+
+def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:
+    """Token ids as an array, checked."""
+    array = np.asarray(ids)
+    if array.size == 0 and array.ndim == 2:
+        array = array.astype(np.int32)  # NumPy makes an empty list float
+    if array.ndim != 2 or array.shape[1] < least or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} must be integers of shape [B, T] with T >= {least}, got {array.dtype} "
+            f"{list(array.shape)}"
+        )
+    outside = array[(array < 0) | (array >= config.vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
+        )
+    return jnp.asarray(array, jnp.int32)

@@ -1,0 +1,189 @@
+"""`LLM`: text and chats in, completions out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
+from jetspec_jax.completion import Completion
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import MAX_SLOTS, Engine, Request, TreeSettings, check_request
+from jetspec_jax.generate import per_prompt, slots_for
+from jetspec_jax.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+
+# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
+STREAM_ROUNDS = 2
+
+
+class LLM:
+    """A target, its draft head, and their tokenizer.
+
+    Example::
+
+        llm = LLM()  # the embedded demo pair
+        [completion] = llm.generate(["def read_lines(path):"], SamplingParams(max_tokens=64))
+    """
+
+    def __init__(
+        self,
+        target: str | Path | Target = "demo",
+        draft_head: str | Path | Head | None = None,
+        *,
+        budget: int = 128,
+        width: int = 7,
+        depth: int | None = None,
+        algorithm: str = "accum_logp",
+        dtype: str = "auto",
+        capacity: int | None = None,
+        max_slots: int = MAX_SLOTS,
+    ):
+        """Loads the models.
+
+        Args:
+            target: A folder, a hub id, a loaded target, or "demo": the small embedded pair.
+            draft_head: A folder, a hub id or a loaded head. None is the demo's own head for the demo, and
+                plain decoding for any other target.
+            budget: Most nodes of a tree, root included; 1 is plain decoding.
+            width: Most children of a node.
+            depth: Largest depth of a tree; None is all that the head drafts.
+            algorithm: How trees are built.
+            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+            capacity: Tokens of prompt and output that a slot can hold; None is 2048, or the target's
+                context limit where that is less.
+            max_slots: Most prompts that decode at the same time.
+
+        Raises:
+            FileNotFoundError: A checkpoint is not to be had.
+            ValueError: A checkpoint or a setting is not valid.
+        """
+        if target == "demo":
+            target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
+        self.target = target if isinstance(target, Target) else load_target(target, dtype=dtype)
+        if draft_head is not None and not isinstance(draft_head, Head):
+            draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target)
+        self.draft_head = draft_head
+        if draft_head is None:
+            budget = 1
+        self.settings = TreeSettings(budget, width, depth, algorithm)
+        self._capacity, self._max_slots = capacity, max_slots
+        self._engine = self._make_engine(1)
+        self._num_slots = 1
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completes prompts, texts or token ids, in batches.
+
+        Args:
+            prompts: One text, or a list of texts and token-id lists.
+            sampling_params: One for all prompts, or one for each.
+
+        Raises:
+            ValueError: A request cannot be served; nothing has been generated then.
+        """
+        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        ids = [self.encode(prompt) for prompt in texts]
+        params = per_prompt(sampling_params, len(ids))
+        engine = self._engine_for(len(ids))
+        for prompt, own in zip(ids, params, strict=True):
+            check_request(self.target, prompt, own, capacity=engine.capacity)
+        requests = [engine.submit(prompt, own) for prompt, own in zip(ids, params, strict=True)]
+        for _ in engine.run():
+            pass
+        return [request.output.completion() for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_arguments: object,
+    ) -> list[Completion]:
+        """Answers one conversation, or a list of them, in the form of the tokenizer's chat template.
+
+        Args:
+            messages: Messages with "role" and "content"; or several such lists.
+            sampling_params: One for all conversations, or one for each.
+            **template_arguments: Passed to the template, e.g. ``enable_thinking=False``.
+
+        Raises:
+            ValueError: The tokenizer has no chat template, or a request cannot be served.
+        """
+        tokenizer = self._tokenizer()
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the target's tokenizer has no chat template; use generate")
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            tokenizer.apply_chat_template(
+                list(chat),
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+                **template_arguments,
+            )
+            for chat in chats
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> "Stream":
+        """Completes one prompt piece by piece.
+
+        Raises:
+            ValueError: The request cannot be served.
+        """
+        self._tokenizer()
+        engine = self._engine_for(1)
+        return Stream(engine, engine.submit(self.encode(prompt), sampling_params or SamplingParams()))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
+        return self._tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _tokenizer(self):
+        if self.target.tokenizer is None:
+            raise ValueError("the target has no tokenizer; pass token ids to generate")
+        return self.target.tokenizer
+
+    def _engine_for(self, count: int) -> Engine:
+        """The engine for so many prompts: the last one if it is of that size and idle."""
+        slots = slots_for(count, self._max_slots)
+        if slots != self._num_slots or self._engine.busy:
+            self._engine = self._make_engine(slots)
+            self._num_slots = slots
+        return self._engine
+
+    def _make_engine(self, slots: int) -> Engine:
+        return Engine(self.target, self.draft_head, self.settings, slots=slots, capacity=self._capacity)
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they are accepted. Leaving early frees the slot; what overshot is discarded.
+
+    Attributes:
+        completion: The whole completion once the stream has ended, None before.
+    """
+
+    def __init__(self, engine: Engine, request: Request):
+        """Wraps a submitted request."""
+        self.completion: Completion | None = None
+        self._engine, self._request, self._sent = engine, request, 0
+
+    def __next__(self) -> str:
+        """The next piece of text, which is never empty."""
+        while self.completion is None:
+            self._engine.step(STREAM_ROUNDS)
+            text = self._request.output.settled_text
+            piece = text[self._sent :]
+            self._sent = len(text)
+            if self._request.output.finish_reason is not None:
+                self.completion = self._request.output.completion()
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the request."""
+        self._engine.cancel(self._request)

@@ -1,0 +1,54 @@
+"""Flax models: shared blocks, the transformer skeleton, one file per family, and the draft head.
+
+Models are defined and trained as NNX modules. Across ``jit`` their parameters travel as plain nested dicts of
+arrays, and a program binds them to a module again while it is traced (`bind`): passing modules through
+``nnx.jit`` would cost milliseconds at every call.
+"""
+
+from typing import Any, overload
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models.draft_head import DraftHead
+from jetspec_jax.models.qwen3 import Qwen3
+from jetspec_jax.models.transformer import Transformer
+
+FAMILIES: dict[str, type[Transformer]] = {"qwen3": Qwen3}
+
+#: Nested dicts (and integer-keyed dicts for layers) of arrays: a module's parameters.
+Weights = dict[str, Any]
+
+
+def build(
+    config: ModelConfig | DraftHeadConfig,
+    *,
+    rngs: nnx.Rngs,
+    dtype: jnp.dtype = jnp.dtype(jnp.float32),
+) -> Transformer | DraftHead:
+    """A randomly initialised module with parameters of type ``dtype``."""
+    if isinstance(config, DraftHeadConfig):
+        return DraftHead(config, rngs=rngs, dtype=dtype)
+    return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
+
+
+def abstract(config: ModelConfig | DraftHeadConfig) -> Transformer | DraftHead:
+    """The module of a config with shapes in place of arrays; parameters still name their axes."""
+    return nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
+
+
+def weights_of(module: nnx.Module) -> Weights:
+    """A module's parameters as a plain pytree."""
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+@overload
+def bind(config: ModelConfig, weights: Weights) -> Transformer: ...
+@overload
+def bind(config: DraftHeadConfig, weights: Weights) -> DraftHead: ...
+def bind(config, weights):
+    """The module of a config over given parameters: inside a traced program this costs nothing."""
+    graph, state = nnx.split(abstract(config))
+    nnx.replace_by_pure_dict(state, weights)
+    return nnx.merge(graph, state)

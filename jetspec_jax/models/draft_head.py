@@ -1,0 +1,62 @@
+"""The causal parallel draft head: all depths of a token tree from one forward pass.
+
+One definition serves decoding and training. The head's layers see, through `Attend`, a context (one row per
+committed token, made by `DraftHead.context` of the target's taps) and the block of draft slots; whether the
+context lies in pages or in a dense differentiable array is the caller's business.
+
+Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published checkpoints.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.models.key_table import LAYER_KEYS, Key
+from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
+
+
+class DraftHead(nnx.Module):
+    """Decoder layers over draft slots. It has neither embedding nor logits: the target's are used."""
+
+    KEYS = (
+        Key("fc.weight", "fc", inputs=1),
+        Key("hidden_norm.weight", "hidden_norm.weight"),
+        Key("norm.weight", "norm.weight"),
+        *LAYER_KEYS,
+    )
+
+    def __init__(self, config: DraftHeadConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
+        """Makes a randomly initialised head with parameters of type ``dtype``."""
+        self.config = config
+        m, eps = config.layers.hidden_size, config.layers.rms_norm_eps
+        self.fc = param(rngs, (len(config.tap_layers) * m, m), ("taps", "embed"), dtype)
+        self.hidden_norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config.layers, i, rngs=rngs, dtype=dtype) for i in range(config.layers.num_layers)]
+        )
+        self.norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
+
+    def context(self, taps: Float[Array, "B T F"], positions: Int[Array, "B T"]) -> tuple[KV, ...]:
+        """Each layer's keys and values of the context features of tapped tokens.
+
+        All layers read the same features, and read them without their input norm (only the block passes it).
+        Keeping these rows rather than the taps keeps a few KB per token instead of tens.
+        """
+        features = self.hidden_norm(einsum("btf,fm->btm", taps, self.fc[...]))
+        return tuple(layer.self_attn.keys_values(features, positions) for layer in self.layers)
+
+    def __call__(
+        self, slots: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
+    ) -> Float[Array, "B N M"]:
+        """Final-normed hidden states of the draft slots.
+
+        Args:
+            slots: The target's embeddings of ``[anchor, MASK, MASK, ...]``.
+            positions: The slots' absolute positions, the anchor's own first.
+            attend: Attention over the context and, inside a block, over earlier (or all) slots.
+        """
+        x = slots
+        for layer in self.layers:
+            x, _ = layer(x, positions, attend)
+        return self.norm(x)

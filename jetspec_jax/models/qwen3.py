@@ -1,0 +1,18 @@
+"""Qwen3, dense: per-head norms of queries and keys, grouped-query attention, no biases.
+
+The skeleton and the shared layers *are* Qwen3; what is left to say is where its checkpoints keep things.
+"""
+
+from jetspec_jax.models.key_table import LAYER_KEYS, Key
+from jetspec_jax.models.transformer import Transformer
+
+
+class Qwen3(Transformer):
+    """A Qwen3 target (``model_type`` "qwen3")."""
+
+    KEYS = (
+        Key("model.embed_tokens.weight", "embed_tokens"),
+        Key("model.norm.weight", "norm.weight"),
+        Key("lm_head.weight", "lm_head"),
+        *(key.under("model.") for key in LAYER_KEYS),
+    )

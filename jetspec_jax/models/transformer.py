@@ -1,0 +1,91 @@
+"""The skeleton of a decoder-only target: embed, layers, final norm, logits."""
+
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.key_table import Key
+from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, param
+
+
+class Output(NamedTuple):
+    """What a forward pass yields.
+
+    Attributes:
+        hidden: Final-normed hidden states. Logits are made of them by `Transformer.logits`, for the rows that
+            need any: a prompt chunk needs one row, not a chunk times the vocabulary.
+        taps: Outputs of the tapped layers, concatenated; F is 0 when nothing is tapped.
+        stash: Per layer, the block's own keys and values: whatever a commit could need.
+    """
+
+    hidden: Float[Array, "B N M"]
+    taps: Float[Array, "B N F"]
+    stash: tuple[KV, ...]
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model. Parameter names follow the published checkpoints.
+
+    Attributes:
+        KEYS: The family's key table: where its checkpoints keep each parameter.
+    """
+
+    KEYS: ClassVar[tuple[Key, ...]]
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
+        """Makes a randomly initialised model with parameters of type ``dtype``."""
+        self.config = config
+        vocab = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = param(rngs, vocab, ("vocab", "embed"), dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="embed", dtype=dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = param(rngs, vocab, ("vocab", "embed"), dtype)
+
+    def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N M"]:
+        """Input embeddings; the draft head's slots are embedded by the same table."""
+        return self.embed_tokens[...][tokens]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "B N"],
+        attend: Attend,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> Output:
+        """Runs the layers over a block of tokens; reads stores through ``attend`` and writes nothing.
+
+        Args:
+            tokens: Token ids.
+            positions: Rotary positions.
+            attend: Attention over the committed prefix and the block.
+            taps: Layers (0-based) whose outputs, before the final norm, are returned.
+        """
+        x = self.embed(tokens)
+        stash, outputs = [], {}
+        for i, layer in enumerate(self.layers):
+            x, kv = layer(x, positions, attend)
+            stash.append(kv)
+            if i in taps:
+                outputs[i] = x
+        tapped = [outputs[i] for i in taps] or [x[:, :, :0]]
+        return Output(self.norm(x), jnp.concatenate(tapped, axis=-1), tuple(stash))
+
+    def logits(self, hidden: Float[Array, "B N M"]) -> Float[Array, "B N V"]:
+        """float32 logits of final-normed hidden states (the target's own, or a draft head's)."""
+        table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+        return jnp.einsum(
+            "bnm,vm->bnv",
+            hidden,
+            table[...].astype(hidden.dtype),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )

@@ -1,0 +1,112 @@
+"""Proposers: what a round needs to know about the next tokens before the target is asked.
+
+A proposer yields draft logits for the depths below the anchor, from a state of its own that it extends
+whenever tokens are committed. The draft head is one; the decoder knows no more of it than this seam.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.cache import Slots, attend_over, causal_bits, commit, empty_stores, full_bits
+from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.models import Transformer, Weights, bind
+
+
+class Proposer(Protocol):
+    """Static description of a proposer: hashable, holds no array. Its state is any pytree."""
+
+    @property
+    def depth(self) -> int:
+        """D, the number of rows that `propose` yields."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs `commit` wants to see."""
+        ...
+
+    def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
+        """State of an empty pool of pages; slots share the pages of the target's stores."""
+        ...
+
+    def propose(
+        self, weights: Any, state: Any, target: Transformer, anchors: Int[Array, "B"], slots: Slots
+    ) -> Float[Array, "B D V"]:
+        """Draft logits: row d is the distribution of the token at depth d + 1 below the anchor."""
+        ...
+
+    def commit(
+        self,
+        weights: Any,
+        state: Any,
+        taps: Float[Array, "B R F"],
+        slots: Slots,
+        count: Int[Array, "B"],
+    ) -> Any:
+        """State after the first ``count[b]`` of R tapped tokens were committed to each slot.
+
+        ``slots`` may be any selection of the batch, as it was before the commit.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DraftHeadProposer:
+    """The causal parallel draft head behind the proposer seam. Its state is its context's keys and values.
+
+    Attributes:
+        config: The head.
+        implementation: Of tree attention; None picks the best.
+    """
+
+    config: DraftHeadConfig
+    implementation: str | None = None
+
+    @property
+    def depth(self) -> int:
+        """One row per draft slot after the anchor's."""
+        return self.config.depth
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The tap layers of the head's config."""
+        return self.config.tap_layers
+
+    def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
+        """A store per layer of the head."""
+        return empty_stores(self.config.layers, num_pages, page_size, dtype)
+
+    def propose(
+        self,
+        weights: Weights,
+        state: Any,
+        target: Transformer,
+        anchors: Int[Array, "B"],
+        slots: Slots,
+    ) -> Float[Array, "B D V"]:
+        """One forward of the head over ``[anchor, MASK, MASK, ...]``; the slots' own rows are not kept."""
+        batch, block = anchors.shape[0], self.config.block_size
+        masks = jnp.full((batch, block - 1), self.config.mask_token_id, anchors.dtype)
+        tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
+        depths = jnp.broadcast_to(jnp.arange(block, dtype=jnp.int32)[None, :], (batch, block))
+        bits = causal_bits(batch, block) if self.config.causal else full_bits(batch, block)
+        attend = attend_over(state, slots, bits, depths, implementation=self.implementation)
+        head = bind(self.config, weights)
+        hidden = head(target.embed(tokens), slots.lengths[:, None] + depths, attend)
+        # The anchor's slot drafts nothing: the anchor is known.
+        return target.logits(hidden[:, 1:])
+
+    def commit(
+        self,
+        weights: Weights,
+        state: Any,
+        taps: Float[Array, "B R F"],
+        slots: Slots,
+        count: Int[Array, "B"],
+    ) -> Any:
+        """Projects the tapped tokens into every layer's context and stores them."""
+        positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
+        return commit(state, bind(self.config, weights).context(taps, positions), slots, count)

@@ -1,0 +1,216 @@
+"""Parameters from and to safetensors, by the key table of their module.
+
+Reading is strict. All names, shapes and types are checked against the module before a single tensor is read,
+and everything that is wrong is said in one error. Tensors then stream one by one from the file to the device,
+so that the host holds no more than one of them at a time.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    is_draft_head,
+    parse_draft_head_config,
+    parse_model_config,
+    read_json,
+)
+from jetspec_jax.models import Weights, abstract
+from jetspec_jax.models.key_table import Key
+
+FILE_DTYPES = ("F32", "BF16", "F16")
+
+# A buffer that older exporters stored; it follows from the config.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def read_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
+    """Reads the parameters of a config's module from a folder of safetensors.
+
+    Raises:
+        ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain float
+            (all are listed); or a file is corrupt; or the weights are pickled.
+        FileNotFoundError: There are no weights.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors = _index(folder, stack)
+        plan = _check(tensors, config, folder)
+        weights: Weights = {}
+        # Small checkpoints are there before a bar could be read.
+        for path, (key, name, shape) in tqdm(
+            plan.items(), desc=f"loading {folder.name}", unit=" tensors", delay=1, leave=False
+        ):
+            value = key.from_file(tensors[name].get_tensor(name), shape)
+            _put(weights, path, jnp.asarray(value, dtype=dtype))
+    return weights
+
+
+def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
+    """Bytes of a folder's safetensors, once its tensors are known to be those of the config.
+
+    Raises:
+        ValueError: As for `read_weights`.
+        FileNotFoundError: There are no weights.
+    """
+    with contextlib.ExitStack() as stack:
+        _check(_index(folder, stack), config, folder)
+    return sum(path.stat().st_size for path in _shards(folder))
+
+
+def save_checkpoint(
+    folder: str | Path,
+    raw_config: Mapping[str, Any],
+    weights: Weights,
+    *,
+    dtype: str = "bfloat16",
+    extra_files: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a target or a draft head in Hugging Face layout, whole or not at all.
+
+    Args:
+        folder: Where to; it must not exist yet.
+        raw_config: The ``config.json``, which also says whether this is a target or a head.
+        weights: The parameters.
+        dtype: The type to store.
+        extra_files: Further text files by name (tokenizer.json, generation_config.json, ...).
+
+    Raises:
+        FileExistsError: The folder exists.
+        ValueError: The config is not valid.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; name a new folder")
+    parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
+    tensors = {
+        name: key.to_file(np.asarray(jnp.asarray(_get(weights, path), dtype=dtype)))
+        for path, (key, name, _) in _expected(parse(raw_config)).items()
+    }
+    files = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n", **(extra_files or {})}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        for name, text in files.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+#: Where a parameter is in the nested weights.
+ParameterPath = tuple[str | int, ...]
+
+
+def _expected(
+    config: ModelConfig | DraftHeadConfig,
+) -> dict[ParameterPath, tuple[Key, str, tuple[int, ...]]]:
+    """For every parameter its key-table entry, its published name and its shape."""
+    module = abstract(config)
+    expected = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        dotted = ".".join(map(str, path))
+        matches = [(key, name) for key in module.KEYS if (name := key.published_name(dotted))]
+        ((key, name),) = matches  # a key table with none or two is a mistake of ours
+        expected[path] = key, name, parameter.shape
+    return expected
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which shard holds which tensor, by the folder's index; empty without one."""
+    listing = folder / "model.safetensors.index.json"
+    return read_json(listing).get("weight_map", {}) if listing.exists() else {}
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint."""
+    paths = sorted({folder / file for file in _weight_map(folder).values()})
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise ValueError(f"{folder}: the index names shards that are not there: {absent}")
+    paths = paths or sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        if pickled:
+            raise ValueError(
+                f"{folder} holds pickled weights {pickled}, which can run code when they are read; "
+                "convert them to safetensors"
+            )
+        raise FileNotFoundError(f"{folder} holds no *.safetensors file")
+    return paths
+
+
+def _index(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Opens all shards: for every stored tensor the open file that holds it."""
+    paths, weight_map = _shards(folder), _weight_map(folder)
+    tensors: dict[str, Any] = {}
+    twice = []
+    for path in paths:
+        try:
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            if name in tensors:
+                twice.append(name)
+            tensors[name] = file
+    if twice:
+        raise ValueError(f"{folder}: tensors stored in more than one file: {sorted(twice)}")
+    if lost := sorted(set(weight_map) - set(tensors)):
+        raise ValueError(f"{folder}: the index names tensors that no shard holds: {lost}")
+    return tensors
+
+
+def _check(
+    tensors: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, folder: Path
+) -> dict[ParameterPath, tuple[Key, str, tuple[int, ...]]]:
+    """The parameters' plan, once the files hold exactly what it needs."""
+    expected = _expected(config)
+    names = {name for _, name, _ in expected.values()}
+    surplus = set(tensors) - names - _redundant(config)
+    wrong = [f"missing: {name}" for name in sorted(names - set(tensors))]
+    wrong += [f"surplus: {name}" for name in sorted(surplus) if not name.endswith(IGNORED_SUFFIX)]
+    for key, name, shape in expected.values():
+        if name not in tensors:
+            continue
+        stored = tensors[name].get_slice(name)
+        if tuple(stored.get_shape()) != key.file_shape(shape):
+            wrong.append(f"misshapen: {name} is {stored.get_shape()}, expected {list(key.file_shape(shape))}")
+        if stored.get_dtype() not in FILE_DTYPES:
+            wrong.append(f"unsupported type: {name} is {stored.get_dtype()}, not one of {FILE_DTYPES}")
+    if wrong:
+        raise ValueError(f"{folder} does not hold the tensors of its config:\n  " + "\n  ".join(wrong))
+    return expected
+
+
+def _redundant(config: ModelConfig | DraftHeadConfig) -> set[str]:
+    """Tensors that may be there though no parameter is made of them: the second copy of a tied embedding."""
+    tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
+    return {"lm_head.weight"} if tied else set()
+
+
+def _put(weights: Any, path: ParameterPath, value: Any) -> None:
+    for part in path[:-1]:
+        weights = weights.setdefault(part, {})
+    weights[path[-1]] = value
+
+
+def _get(weights: Any, path: ParameterPath) -> Any:
+    for part in path:
+        weights = weights[part]
+    return weights

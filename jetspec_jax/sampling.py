@@ -1,0 +1,215 @@
+"""The target's choice at every node: greedy, or a sample whose noise depends on seed and position only.
+
+A sample is the argmax of the filtered logits plus Gumbel noise, and the noise is keyed by the request's seed
+and the absolute position of the emitted token. So a token is the same whether its position was reached by
+plain decoding or through any tree, in any batch: losslessness at any temperature is an equality.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+NO_TOP_K = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it stops.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens (ties with the k-th are kept); None keeps all.
+        top_p: Keep the smallest set of most likely tokens whose probability reaches this; None keeps all.
+        min_p: Keep tokens at least this times as likely as the likeliest; None keeps all.
+        seed: Seed of the request's noise; without one, a seed is drawn once.
+        max_tokens: Most tokens to generate.
+        stop: Strings that end the text; the first one found is cut off, with all that follows.
+        stop_token_ids: Tokens that end the sequence; the one found is kept in the token ids.
+        ignore_eos: Do not stop at the target's end-of-sequence tokens.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks every setting."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
+            raise ValueError(f"temperature must be a finite number of at least 0, not {self.temperature!r}")
+        if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= 1):
+            raise ValueError(f"top_k must be an integer of at least 1, or None, not {self.top_k!r}")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p must lie in (0, 1], or be None, not {self.top_p!r}")
+        if self.min_p is not None and not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise ValueError(f"min_p must lie in [0, 1], or be None, not {self.min_p!r}")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
+            raise ValueError(f"seed must be an integer in [0, 2**64), or None, not {self.seed!r}")
+        if not (_is_int(self.max_tokens) and self.max_tokens >= 1):
+            raise ValueError(f"max_tokens must be an integer of at least 1, not {self.max_tokens!r}")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must hold strings that are not empty, not {self.stop!r}")
+        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must hold token ids, not {self.stop_token_ids!r}")
+
+
+class Sampling(NamedTuple):
+    """The sampling settings of B slots as arrays.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+        min_p: 0 keeps all.
+        key: Raw threefry key of the slot's seed.
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    key: UInt32[Array, "B 2"]
+
+    @classmethod
+    def greedy(cls, slots: int) -> "Sampling":
+        """Settings of slots that nobody uses yet."""
+        return cls(
+            jnp.zeros(slots, jnp.float32),
+            jnp.full(slots, NO_TOP_K, jnp.int32),
+            jnp.ones(slots, jnp.float32),
+            jnp.zeros(slots, jnp.float32),
+            jnp.zeros((slots, 2), jnp.uint32),
+        )
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Sampling":
+        """One request's settings as NumPy scalars, without the slot axis; draws a seed if there is none."""
+        seed = draw_seed() if params.seed is None else params.seed
+        fields: Any = (
+            np.float32(params.temperature),
+            np.int32(NO_TOP_K if params.top_k is None else params.top_k),
+            np.float32(1.0 if params.top_p is None else params.top_p),
+            np.float32(0.0 if params.min_p is None else params.min_p),
+            np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        )
+        return cls(*fields)
+
+
+def draw_seed() -> int:
+    """A seed for a request that brings none."""
+    return secrets.randbits(64)
+
+
+def choose(
+    logits: Float[Array, "B N V"],
+    depths: Int[Array, "B N"],
+    first_position: Int[Array, "B"],
+    sampling: Sampling,
+    *,
+    max_depth: int,
+) -> Int[Array, "B N"]:
+    """The target's next token at every node.
+
+    A batch that is greedy throughout does no more than the argmax.
+
+    Args:
+        logits: float32 logits of the nodes.
+        depths: Depth of each node, at most ``max_depth``.
+        first_position: Absolute position of the token that a node of depth 0 emits.
+        sampling: Settings of each slot.
+        max_depth: Static bound on the depths.
+    """
+    return jax.lax.cond(
+        jnp.any(sampling.temperature > 0),
+        lambda: _argmax(perturb(logits, depths, first_position, sampling, max_depth=max_depth)),
+        lambda: _argmax(logits),
+    )
+
+
+def perturb(
+    logits: Float[Array, "B N V"],
+    depths: Int[Array, "B N"],
+    first_position: Int[Array, "B"],
+    sampling: Sampling,
+    *,
+    max_depth: int,
+) -> Float[Array, "B N V"]:
+    """What `choose` takes the argmax of: scaled, filtered and noisy logits; at temperature 0 the logits.
+
+    Nodes at one position share their noise. The difference between the two largest entries of a row says how
+    firm a choice is: rounding can only flip it where that gap is tiny.
+    """
+    samples = (sampling.temperature > 0)[:, None, None]
+    scaled = logits / jnp.where(samples, sampling.temperature[:, None, None], 1.0)
+    filters = (sampling.top_k != NO_TOP_K) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    # Sorting the vocabulary is the dear part: skip it when nobody asks for it.
+    scaled = jax.lax.cond(
+        jnp.any(filters & (sampling.temperature > 0)),
+        lambda: _filter(scaled, sampling),
+        lambda: scaled,
+    )
+    noise = _noise(sampling.key, first_position, max_depth + 1, logits.shape[-1])
+    return jnp.where(samples, scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1), logits)
+
+
+def _argmax(logits: Float[Array, "B N V"]) -> Int[Array, "B N"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _noise(
+    keys: UInt32[Array, "B 2"], first_position: Int[Array, "B"], count: int, vocab: int
+) -> Float[Array, "B count V"]:
+    """Gumbel noise of ``count`` consecutive positions per slot."""
+
+    def at(key: UInt32[Array, "2"], position: Int[Array, ""]) -> Float[Array, "V"]:
+        # The implementation is named so that a user's global setting cannot change a seeded text.
+        typed = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(typed, position), (vocab,), jnp.float32)
+
+    positions = first_position[:, None] + jnp.arange(count)[None, :]
+    return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
+
+
+def _filter(scaled: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """Top-k, then top-p, then min-p: what is dropped becomes -inf.
+
+    Each filter is a threshold on the scaled logits, so tokens that tie with the last one kept are kept too.
+    """
+    ordered = -jnp.sort(-scaled, axis=-1)
+    vocab = scaled.shape[-1]
+    rank = jnp.arange(vocab)[None, None, :]
+    top_k = jnp.where(sampling.top_k == NO_TOP_K, vocab, jnp.minimum(sampling.top_k, vocab))
+    ordered = jnp.where(rank < top_k[:, None, None], ordered, -jnp.inf)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    # The likeliest token has nothing before it and always stays.
+    kept = (before < sampling.top_p[:, None, None]) | (rank == 0)
+    least = jnp.min(jnp.where(kept & (ordered > -jnp.inf), ordered, jnp.inf), axis=-1, keepdims=True)
+    min_p = ordered[:, :, :1] + jnp.log(sampling.min_p)[:, None, None]
+    return jnp.where(scaled >= jnp.maximum(least, min_p), scaled, -jnp.inf)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.floating | np.integer) and not isinstance(value, bool)

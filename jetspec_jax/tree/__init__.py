@@ -1,0 +1,46 @@
+"""Token trees: candidates, building, acceptance and masks. Imports jax only and knows no model.
+
+Shapes, one legend for the package: B sequences, N nodes, D draft depth, W width (most children of
+a node), V vocabulary. Every function here is pure and works on whole batches; one sequence never
+sees another.
+"""
+
+from jetspec_jax.tree.acceptance import Acceptance, accept
+from jetspec_jax.tree.algorithms import (
+    Algorithm,
+    algorithm_names,
+    check_algorithm,
+    get_algorithm,
+)
+from jetspec_jax.tree.building import build_tree, grow_tree
+from jetspec_jax.tree.candidates import Candidates, top_candidates
+from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask
+from jetspec_jax.tree.token_tree import (
+    BUCKETS,
+    NO_PARENT,
+    ROOT_INDEX,
+    TokenTree,
+    bucket_for,
+    root_tree,
+)
+
+__all__ = [
+    "BUCKETS",
+    "NO_PARENT",
+    "ROOT_INDEX",
+    "Acceptance",
+    "Algorithm",
+    "Candidates",
+    "TokenTree",
+    "accept",
+    "algorithm_names",
+    "ancestor_bits",
+    "ancestor_mask",
+    "bucket_for",
+    "build_tree",
+    "check_algorithm",
+    "get_algorithm",
+    "grow_tree",
+    "root_tree",
+    "top_candidates",
+]

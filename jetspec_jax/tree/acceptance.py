@@ -1,0 +1,64 @@
+"""Acceptance: the path through the tree that the target itself would have taken."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Int, Int32
+
+from jetspec_jax.tree.token_tree import ROOT_INDEX, TokenTree
+
+
+class Acceptance(NamedTuple):
+    """The accepted path of every sequence.
+
+    Attributes:
+        path: accepted nodes from the root on, one per depth 0..max_depth; -1 beyond.
+        length: accepted drafted tokens. The root is not counted, so `path` has length + 1 nodes.
+        bonus: the target's choice at the last accepted node, the next anchor.
+    """
+
+    path: Int32[Array, "B P"]
+    length: Int32[Array, " B"]
+    bonus: Int32[Array, " B"]
+
+
+def accept(tree: TokenTree, choices: Int[ArrayLike, "B N"], *, max_depth: int) -> Acceptance:
+    """Walks from the root to the child that holds the target's choice, while there is one.
+
+    Exact for greedy and sampled choices alike: every committed token is the target's own choice
+    after its own prefix. Of siblings with the same token the earliest is taken.
+
+    Args:
+        tree: the verified trees.
+        choices: the target's next token at every node; ignored at padding.
+        max_depth: static; a longer path is cut there and its bonus is the choice at the cut.
+    """
+    batch, num_nodes = tree.tokens.shape
+    choices = jnp.asarray(choices, jnp.int32)
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None, None, :]
+    # follow[b, n] is the child of n that holds the choice at n, or N, a node past the end. A node
+    # has at most one, so the walk is an orbit of the root: no sequential loop is needed.
+    chosen = (
+        tree.valid[:, None, :]
+        & (tree.parents[:, None, :] == jnp.arange(num_nodes, dtype=jnp.int32)[None, :, None])
+        & (tree.tokens[:, None, :] == choices[:, :, None])
+    )
+    follow = jnp.min(jnp.where(chosen, index, num_nodes), axis=2)
+
+    # With `follow` standing for s steps, s known nodes of the path give the next s.
+    path = jnp.full((batch, 1), ROOT_INDEX, jnp.int32)
+    while path.shape[1] <= max_depth:
+        path = jnp.concatenate([path, _take(follow, path)], axis=1)
+        follow = _take(follow, follow)
+    path = path[:, : max_depth + 1]
+
+    reached = path < num_nodes
+    length = jnp.sum(reached, axis=1, dtype=jnp.int32) - 1
+    last = jnp.take_along_axis(path, length[:, None], axis=1)
+    bonus = jnp.take_along_axis(choices, last, axis=1)[:, 0]
+    return Acceptance(jnp.where(reached, path, -1), length, bonus)
+
+
+def _take(pointers: Int32[Array, "B N"], nodes: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
+    """Where each node points; N, past the end, points to itself."""
+    return jnp.take_along_axis(pointers, nodes, axis=1, mode="fill", fill_value=pointers.shape[1])

@@ -1,0 +1,51 @@
+"""Ancestor masks, derived from parents: who sees whom inside a block."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Int, UInt32
+
+from jetspec_jax.tree.token_tree import TokenTree
+
+_WORD = 32
+
+
+def ancestor_bits(parents: Int[ArrayLike, "B N"]) -> UInt32[Array, "B N words"]:
+    """Packed ancestor-or-self rows, ceil(N / 32) words each.
+
+    Bit j % 32 of word j // 32 of row n is set iff j is n or an ancestor of n. A node whose parent
+    is -1 sees itself alone, padding included. Parents may come in any order.
+
+        tree      parents            j = 0 1 2 3    word
+          0       [-1, 0, 0, 1]   n=0    x . . .    0b0001
+         / \\                      n=1    x x . .    0b0011
+        1   2                     n=2    x . x .    0b0101
+        |                         n=3    x x . x    0b1011
+        3
+    """
+    parents = jnp.asarray(parents, jnp.int32)
+    num_nodes = parents.shape[1]
+    node = jnp.arange(num_nodes, dtype=jnp.int32)
+    words = jnp.arange(-(-num_nodes // _WORD), dtype=jnp.int32)
+    own = jnp.where(
+        words[None, :] == node[:, None] // _WORD,
+        jnp.uint32(1) << (node % _WORD).astype(jnp.uint32)[:, None],
+        jnp.uint32(0),
+    )
+    bits = jnp.broadcast_to(own[None], (*parents.shape, words.size))
+    # Pointer doubling: rows that know s generations, joined with the row s generations up, know
+    # 2s. N stands for "above the root": past the end, where a gather fills in nobody.
+    up = jnp.where(parents < 0, num_nodes, parents)
+    for _ in range((num_nodes - 1).bit_length()):
+        above = jnp.take_along_axis(bits, up[:, :, None], axis=1, mode="fill", fill_value=0)
+        bits = bits | above
+        up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)
+    return bits
+
+
+def ancestor_mask(tree: TokenTree) -> Bool[Array, "B N N"]:
+    """True at [b, n, j] where node j is n or an ancestor of n; False all over padding."""
+    num_nodes = tree.parents.shape[1]
+    column = jnp.arange(num_nodes, dtype=jnp.int32)
+    words = ancestor_bits(tree.parents)[:, :, column // _WORD]
+    bit = (words >> (column % _WORD).astype(jnp.uint32)[None, None, :]) & jnp.uint32(1)
+    # Padding is nobody's ancestor, so its columns are False once its rows are.
+    return (bit == 1) & tree.valid[:, :, None]

@@ -1,0 +1,123 @@
+"""The operation as a caller sees it: checks, defaults and the choice of an implementation.
+
+Shapes: B sequences, N block rows, H query heads, G key/value heads, E head size, words of 32 rows,
+P pages, T pages per sequence.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention.reference import PagedPrefix
+
+_IMPLEMENTATIONS = {"xla": reference.tree_attention}  # the preferred first
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `tree_attention(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def tree_attention(
+    q: Float[Array, "B N H E"],
+    k: Float[Array, "B N G E"],
+    v: Float[Array, "B N G E"],
+    mask: UInt32[Array, "B N words"],
+    prefix: PagedPrefix | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    depths: Int[Array, "B N"] | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B N H E"]:
+    """Attend from a block of N rows to the committed prefix and, through `mask`, to the block.
+
+    Row i stands at position `prefix.lengths + depths[i]`. It sees every prefix token and each block
+    row j whose bit j % 32 of `mask[i, j // 32]` is set (itself only if its own bit is), all of them
+    less those that `window` hides. Query head h reads key/value head h // (H // G). Softmax is in
+    float32; products are in the dtype of the inputs with float32 accumulation. A row that sees
+    nothing gives zeros, and a key or value that no row sees may be NaN.
+
+    Args:
+        mask: packed inner mask; words = ceil(N / 32), see `reference.unpack_mask`.
+        prefix: the committed tokens; None when there are none.
+        scale: factor on the scores.
+        window: W lets a query at position p see keys at positions > p - W only; None, all.
+        depths: positions of the rows after the prefix; None, a chain 0, 1, ..., N - 1.
+        sinks: one logit per query head that joins the softmax's denominator only.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
+            there is no such implementation.
+    """
+    _check(q, k, v, mask, prefix, window, depths, sinks)
+    if implementation is None:
+        implementation = next(iter(_IMPLEMENTATIONS))
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"tree_attention has no implementation {implementation!r};"
+            f" available: {', '.join(implementations())}"
+        )
+    if depths is None:
+        depths = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None, :], q.shape[:2])
+    return _IMPLEMENTATIONS[implementation](
+        q, k, v, mask, prefix, scale=scale, window=window, depths=depths, sinks=sinks
+    )
+
+
+def _check(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    prefix: PagedPrefix | None,
+    window: int | None,
+    depths: Array | None,
+    sinks: Array | None,
+) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"tree_attention: q must be [B, N, H, E] and k [B, N, G, E], got {q.shape}, {k.shape}"
+        )
+    batch, rows, heads, size = q.shape
+    kv_heads = k.shape[2]
+    block = (batch, rows, kv_heads, size)
+    expected = [
+        ("k", k, block, q.dtype),
+        ("v", v, block, q.dtype),
+        ("mask", mask, (batch, rows, -(-rows // 32)), jnp.uint32),
+    ]
+    if depths is not None:
+        expected.append(("depths", depths, (batch, rows), jnp.signedinteger))
+    if sinks is not None:
+        expected.append(("sinks", sinks, (heads,), jnp.floating))
+    if prefix is not None:
+        pool = (*prefix.k_pages.shape[:2], kv_heads, size)
+        table = (batch, *prefix.block_tables.shape[-1:])
+        expected += [
+            ("prefix.k_pages", prefix.k_pages, pool, q.dtype),
+            ("prefix.v_pages", prefix.v_pages, pool, q.dtype),
+            ("prefix.block_tables", prefix.block_tables, table, jnp.int32),
+            ("prefix.lengths", prefix.lengths, (batch,), jnp.int32),
+        ]
+
+    wrong = []
+    if q.dtype not in _DTYPES:
+        wrong.append(f"q is {q.dtype}, not one of {', '.join(d.__name__ for d in _DTYPES)}")
+    if kv_heads < 1 or heads % kv_heads:
+        wrong.append(f"{heads} query heads do not divide among {kv_heads} key/value heads")
+    if window is not None and not 1 <= window < 2**31:
+        wrong.append(f"window is {window}; it counts the query's own position, so at least 1")
+    for name, array, shape, dtype in expected:
+        if array.shape != shape:
+            wrong.append(f"{name} is {array.shape}, expected {shape}")
+        if not jnp.issubdtype(array.dtype, dtype):
+            wrong.append(f"{name} holds {array.dtype}, expected {getattr(dtype, '__name__', dtype)}")
+    if prefix is not None and 0 in prefix.k_pages.shape[:2]:
+        wrong.append(f"prefix.k_pages is {prefix.k_pages.shape}: no page or no slot to read")
+    if wrong:
+        raise ValueError("tree_attention: " + "; ".join(wrong))

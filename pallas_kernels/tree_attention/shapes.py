@@ -1,0 +1,32 @@
+"""The shapes people run, one registry for tests, benchmarks and tuning."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One attention layer of a model family, and the calls that serving it makes.
+
+    `rows` are block sizes: plain decoding, the tree buckets and a prompt chunk. `prefixes` are
+    committed lengths, all whole pages.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None = None
+    sinks: bool = False
+    page: int = 64
+    rows: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512)
+    prefixes: tuple[int, ...] = (1024, 8192, 32768)
+
+
+SHAPES = (
+    Shape("qwen3-8b", heads=32, kv_heads=8, head_size=128),
+    Shape("qwen3-0.6b", heads=16, kv_heads=8, head_size=128),
+    Shape("gemma4-26b-sliding", heads=16, kv_heads=8, head_size=256, window=1024),
+    Shape("gemma4-26b-full", heads=16, kv_heads=2, head_size=512),
+    Shape("gpt-oss-20b-sliding", heads=64, kv_heads=8, head_size=64, window=128, sinks=True),
+    Shape("gpt-oss-20b-full", heads=64, kv_heads=8, head_size=64, sinks=True),
+)

@@ -1,0 +1,29 @@
+"""Set-up shared by all tests: array types checked at every call, no network, no randomness.
+
+The platform is JAX's choice: the same tests run on a CPU and on a GPU.
+"""
+
+import os
+
+# Before JAX, transformers or huggingface_hub are imported, and inherited by commands under test.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # test processes share one GPU
+
+import hypothesis
+import jax
+from jaxtyping import install_import_hook
+
+import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
+
+# Stays installed: every module of these packages is imported after this line.
+install_import_hook(
+    ["jetspec_jax", "pallas_kernels", "convert", "train", "bench"], "tests.array_checks.check"
+)
+
+# Arrays of different rank never meet by accident: a missing axis is an error, not a broadcast.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples on every machine; a first call compiles, so no deadline.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")

@@ -1,0 +1,337 @@
+"""tree_attention against a float64 loop over tokens, and the properties its callers rely on."""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import cycle
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
+from pallas_kernels.tree_attention.reference import unpack_mask
+from pallas_kernels.tree_attention.shapes import SHAPES
+
+PAGE, TABLE, SPARE = 4, 5, 3
+CAPACITY = PAGE * TABLE
+LENGTHS = (0, 1, 7, 13, CAPACITY)
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # half a bf16 step below 4 is 8e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call's arrays on the host, as the oracle reads them."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    seen: np.ndarray  # [B, N, N]
+    depths: np.ndarray
+    sinks: np.ndarray
+    pool: np.ndarray  # [2, P, page, G, E]: pages of keys, pages of values
+    tables: np.ndarray
+    lengths: np.ndarray
+
+    def args(self):
+        """The operation's positional arguments."""
+        block = (self.q, self.k, self.v, pack(self.seen))
+        prefix = PagedPrefix(*map(jnp.asarray, (*self.pool, self.tables, self.lengths)))
+        return (*map(jnp.asarray, block), prefix)
+
+
+def pack(seen):
+    """Bits of [B, N, N] as words; the bits past N of the last word are set, and mean nothing."""
+    batch, rows, _ = seen.shape
+    bits = np.ones((batch, rows, -(-rows // 32) * 32), np.uint8)
+    bits[:, :, :rows] = seen
+    return np.packbits(bits, axis=-1, bitorder="little").view("<u4")
+
+
+def random_tree(rng, rows, padding):
+    """Ancestor-or-self mask and depths of a random tree; the last `padding` rows see nothing."""
+    seen, depths = np.zeros((rows, rows), bool), np.zeros(rows, np.int32)
+    for i in range(rows - padding):
+        if i:
+            parent = rng.integers(max(0, i - 3), i)
+            seen[i], depths[i] = seen[parent], depths[parent] + 1
+        seen[i, i] = True
+    return seen, depths
+
+
+@cache
+def make_case(rows, ratio=2, dtype=jnp.float32, size=8, kv_heads=2, lengths=LENGTHS, poison=np.nan):
+    """Random trees over shuffled pages; whatever nobody may see holds `poison`."""
+    rng, batch = np.random.default_rng(rows), len(lengths)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    padding = rows // 5
+    trees = [random_tree(rng, rows, padding) for _ in lengths]
+    seen, depths = (np.stack(part) for part in zip(*trees, strict=True))
+    q = normal(batch, rows, kv_heads * ratio, size)
+    k, v = normal(2, batch, rows, kv_heads, size)
+    unseen = ~seen.any(axis=1)
+    k[unseen], v[unseen] = poison, poison
+
+    pages = batch * TABLE + SPARE
+    pool = normal(2, pages, PAGE, kv_heads, size)
+    tables = rng.permutation(pages)[: batch * TABLE].reshape(batch, TABLE).astype(np.int32)
+    used = np.zeros((pages, PAGE), bool)
+    for table, length in zip(tables, lengths, strict=True):
+        for s in range(length):
+            used[table[s // PAGE], s % PAGE] = True
+        empty = -(-length // PAGE)
+        table[empty:] = rng.choice([-1, -pages, pages, 2**31 - 1], TABLE - empty)
+    pool[:, ~used] = poison
+    lengths = np.asarray(lengths, np.int32)
+    sinks = rng.standard_normal(kv_heads * ratio).astype(np.float32)
+    return Case(q, k, v, seen, depths, sinks, pool, tables, lengths)
+
+
+def oracle(case, *, scale, window=None, sinks=None, prefix=True):
+    """The definition, token by token in float64."""
+    arrays = case.q, case.k, case.v, *case.pool
+    q, k, v, k_pages, v_pages = (x.astype(np.float64) for x in arrays)
+    batch, rows, heads, _ = q.shape
+    ratio = heads // k.shape[2]
+    out = np.zeros_like(q)
+    for b in range(batch):
+        length = int(case.lengths[b]) if prefix else 0
+        for i in range(rows):
+            first = -1 if window is None else length + case.depths[b, i] - window
+            keys, values = [], []
+            for s in range(length):
+                if s > first:
+                    page = case.tables[b, s // PAGE], s % PAGE
+                    keys.append(k_pages[page])
+                    values.append(v_pages[page])
+            for j in range(rows):
+                if case.seen[b, i, j] and length + case.depths[b, j] > first:
+                    keys.append(k[b, j])
+                    values.append(v[b, j])
+            for h in range(heads if keys else 0):
+                scores = np.array([q[b, i, h] @ key[h // ratio] for key in keys]) * scale
+                logits = scores if sinks is None else np.append(scores, sinks[h])
+                weights = np.exp(scores - logits.max()) / np.exp(logits - logits.max()).sum()
+                out[b, i, h] = weights @ np.array([value[h // ratio] for value in values])
+    return out
+
+
+@cache
+def jitted(implementation, scale, window):
+    """One function per static setting, so that tests share their compilations."""
+    static = {"implementation": implementation, "scale": scale, "window": window}
+    return jax.jit(partial(tree_attention, **static))
+
+
+def test_unpack_mask_example():
+    """The example of the docstring."""
+    mask = jnp.asarray([[[0b0001], [0b0011], [0b0111], [0b1001]]], jnp.uint32)
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    np.testing.assert_array_equal(unpack_mask(mask)[0], np.asarray(expected, bool))
+
+
+def test_unpack_mask_words():
+    seen = np.random.default_rng(0).random((2, 70, 70)) < 0.5
+    np.testing.assert_array_equal(unpack_mask(jnp.asarray(pack(seen))), seen)
+
+
+class TreeAttentionSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    def run(self, case, *, prefix=True, scale=0.4, window=None, sinks=None, **settings):
+        """The jitted operation on a case, back on the host."""
+        *block, pages = case.args()
+        attend = jitted(self.implementation, scale, window)
+        settings.setdefault("depths", jnp.asarray(case.depths))
+        return np.asarray(attend(*block, pages if prefix else None, sinks=sinks, **settings))
+
+    def check(self, case, *, scale=0.4, window=None, sinks=None, prefix=True):
+        out = self.run(case, scale=scale, window=window, sinks=sinks, prefix=prefix)
+        expected = oracle(case, scale=scale, window=window, sinks=sinks, prefix=prefix)
+        assert out.dtype == case.q.dtype
+        atol = TOLERANCE[case.q.dtype.type]
+        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=atol)
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize(("rows", "ratio"), [(1, 4), (7, 1), (16, 2), (33, 4), (64, 2)])
+    def test_oracle(self, rows, ratio, dtype):
+        self.check(make_case(rows, ratio, dtype))
+
+    @pytest.mark.parametrize("window", [1, 3, 10, 1000])
+    def test_window(self, window):
+        """Shorter than the tree is deep, shorter than the prefix, longer than everything."""
+        case = make_case(16)
+        assert case.depths.max() > 3
+        self.check(case, window=window)
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_sinks(self, window):
+        case = make_case(16)
+        self.check(case, window=window, sinks=case.sinks)
+
+    def test_no_prefix(self):
+        case = make_case(33)
+        self.check(case, prefix=False)
+        out = self.run(replace(case, lengths=np.zeros_like(case.lengths)))
+        np.testing.assert_allclose(out, self.run(case, prefix=False), rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+    def test_heads_in_use(self, shape):
+        """Real head counts over a tiny block."""
+        ratio = shape.heads // shape.kv_heads
+        case = make_case(5, ratio, jnp.float32, shape.head_size, shape.kv_heads, (6, 0))
+        window = None if shape.window is None else 4
+        sinks = case.sinks if shape.sinks else None
+        self.check(case, scale=shape.head_size**-0.5, window=window, sinks=sinks)
+
+    @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
+    def test_rows_that_see_nothing(self, with_sinks):
+        """Padding over nothing committed, and a window that has left the prefix behind."""
+        case = make_case(16)
+        sinks = case.sinks if with_sinks else None
+        out = self.run(case, sinks=sinks)
+        padding = ~case.seen.any(axis=2)
+        assert padding.any()
+        assert not out[0][padding[0]].any()
+        assert out[1:][padding[1:]].any(axis=(-2, -1)).all()
+
+        far = jnp.asarray(case.depths + 3)
+        out = self.run(case, sinks=sinks, depths=far, window=3)
+        assert not out[padding].any()
+        assert np.isfinite(out).all()
+
+    def test_what_nobody_sees_changes_nothing(self):
+        out = self.run(make_case(16, poison=0))
+        for poison in (np.nan, np.inf, -np.inf):
+            np.testing.assert_array_equal(out, self.run(make_case(16, poison=poison)))
+
+    def test_page_order_changes_nothing(self):
+        """The same tokens in other pages."""
+        case = make_case(7)
+        pages = case.pool.shape[1]
+        order = np.random.default_rng(1).permutation(pages)
+        present = (case.tables >= 0) & (case.tables < pages)
+        tables = np.where(present, np.argsort(order)[case.tables % pages], case.tables)
+        moved = replace(case, pool=case.pool[:, order], tables=tables.astype(np.int32))
+        np.testing.assert_array_equal(self.run(case), self.run(moved))
+
+    def test_second_call_has_the_same_bits(self):
+        case = make_case(33, 4, jnp.bfloat16)
+        np.testing.assert_array_equal(self.run(case), self.run(case))
+
+    def test_batch_equals_alone(self):
+        case = make_case(16)
+        together = self.run(case)
+        for b in range(len(LENGTHS)):
+            own = {
+                name: getattr(case, name)[b : b + 1]
+                for name in ("q", "k", "v", "seen", "depths", "tables", "lengths")
+            }
+            alone = self.run(replace(case, **own))
+            np.testing.assert_allclose(alone[0], together[b], rtol=0, atol=1e-6)
+
+    def test_chain_is_the_default(self):
+        """Without depths the rows follow each other; a window tells."""
+        case = make_case(7)
+        chain = jnp.broadcast_to(jnp.arange(7)[None, :], case.depths.shape)
+        default = self.run(case, depths=None, window=3)
+        np.testing.assert_array_equal(default, self.run(case, depths=chain, window=3))
+        assert not np.array_equal(default, self.run(case, window=3))
+
+
+class TestXla(TreeAttentionSuite):
+    implementation = "xla"
+
+    def test_is_the_default(self):
+        case = make_case(7)
+        out = jitted(None, 0.4, None)(*case.args(), depths=jnp.asarray(case.depths))
+        np.testing.assert_array_equal(out, self.run(case))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_registry_is_traceable(shape):
+    """Every registered size, traced without running it."""
+
+    def call(rows, length):
+        pool = jnp.zeros((length // shape.page, shape.page, shape.kv_heads, shape.head_size))
+        tables = jnp.zeros((1, length // shape.page), jnp.int32)
+        prefix = PagedPrefix(pool, pool, tables, jnp.asarray([length], jnp.int32))
+        q = jnp.zeros((1, rows, shape.heads, shape.head_size))
+        k = jnp.zeros((1, rows, shape.kv_heads, shape.head_size))
+        mask = jnp.zeros((1, rows, -(-rows // 32)), jnp.uint32)
+        return tree_attention(q, k, k, mask, prefix, scale=1.0, window=shape.window)
+
+    for rows, length in zip(shape.rows, cycle(shape.prefixes), strict=False):
+        out = jax.eval_shape(partial(call, rows, length))
+        assert out.shape == (1, rows, shape.heads, shape.head_size)
+    assert not any(length % shape.page for length in shape.prefixes)
+
+
+def test_implementations():
+    case = make_case(7)
+    assert implementations() == ("xla",)
+    with pytest.raises(ValueError, match=r"no implementation 'pallas_triton'; available: xla"):
+        tree_attention(*case.args(), scale=1.0, implementation="pallas_triton")
+
+
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.fixture(autouse=True)
+    def no_type_checks(self):
+        before = jaxtyping.config.jaxtyping_disable
+        jaxtyping.config.update("jaxtyping_disable", True)
+        yield
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+    @pytest.fixture
+    def call(self):
+        q, k, v, mask, prefix = make_case(33).args()
+        return {"q": q, "k": k, "v": v, "mask": mask, "prefix": prefix, "scale": 1.0}
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("q", lambda x: x[0], r"q must be \[B, N, H, E\]"),
+            ("q", lambda x: x[:, :, :3], "3 query heads do not divide among 2"),
+            ("q", lambda x: x.astype(jnp.int32), "q is int32, not one of float32"),
+            ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 8\), expected \(5, 33, 2, 8\)"),
+            ("v", lambda x: x[:, :, :1], "v is "),
+            ("v", lambda x: x.astype(jnp.bfloat16), "v holds bfloat16, expected float32"),
+            ("mask", lambda x: x[:, :, :1], r"mask is \(5, 33, 1\), expected \(5, 33, 2\)"),
+            ("mask", lambda x: x.astype(jnp.int32), "mask holds int32, expected uint32"),
+            ("prefix", lambda x: replace(x, v_pages=x.v_pages[:-1]), "prefix.v_pages is "),
+            ("prefix", lambda x: replace(x, k_pages=x.k_pages[..., :4]), "prefix.k_pages is "),
+            ("prefix", lambda x: replace(x, block_tables=x.block_tables[0]), "block_tables is "),
+            ("prefix", lambda x: replace(x, lengths=x.lengths[:2]), r"lengths is \(2,\)"),
+            ("prefix", lambda x: replace(x, lengths=x.lengths * 1.0), "lengths holds float32"),
+            ("prefix", lambda x: replace(x, k_pages=x.k_pages[:0]), "no page or no slot"),
+        ],
+    )
+    def test_arrays(self, call, name, change, message):
+        with pytest.raises(ValueError, match=message):
+            tree_attention(**call | {name: change(call[name])})
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"window": 0}, "window is 0"),
+            ({"window": 2**31}, "window is 2147483648"),
+            ({"depths": jnp.zeros((5, 32), jnp.int32)}, r"depths is \(5, 32\)"),
+            ({"depths": jnp.zeros((5, 33))}, "depths holds float32, expected signedinteger"),
+            ({"sinks": jnp.zeros(2)}, r"sinks is \(2,\), expected \(4,\)"),
+        ],
+    )
+    def test_settings(self, call, settings, message):
+        with pytest.raises(ValueError, match=message):
+            tree_attention(**call, **settings)
+
+    def test_all_at_once(self, call):
+        with pytest.raises(ValueError, match=r"window is 0.*mask is "):
+            tree_attention(**call | {"mask": call["mask"][:, :, :1]}, window=0)
