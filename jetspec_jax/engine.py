@@ -28,7 +28,7 @@ PREFILL_CHUNK = 128
 # Rounds between two looks of the host: enough to hide its work, few enough to free a finished slot soon.
 ROUNDS_PER_DISPATCH = 16
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
-DEFAULT_CAPACITY = 2048
+DEFAULT_CAPACITY = 1024
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Engine:
         if settings.budget == 1:
             # No tree has a use for drafts: decode without the head and its context.
             proposer, proposer_weights = None, None
-        self.target, self.settings = target, settings
+        self.target, self.settings, self.slots = target, settings, slots
         self.capacity = capacity or default_capacity(target.config, 0)
         self.decoder = TreeDecoder(
             target.config, proposer, bucket_for(settings.budget), settings.width, settings.algorithm

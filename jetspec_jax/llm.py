@@ -6,7 +6,7 @@ from pathlib import Path
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
 from jetspec_jax.completion import Completion
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import MAX_SLOTS, Engine, Request, TreeSettings, check_request
+from jetspec_jax.engine import MAX_SLOTS, Engine, Request, TreeSettings, check_request, default_capacity
 from jetspec_jax.generate import per_prompt, slots_for
 from jetspec_jax.sampling import SamplingParams
 
@@ -50,8 +50,8 @@ class LLM:
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: How trees are built.
             dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
-            capacity: Tokens of prompt and output that a slot can hold; None is 2048, or the target's
-                context limit where that is less.
+            capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
+                needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.
 
         Raises:
@@ -68,8 +68,8 @@ class LLM:
             budget = 1
         self.settings = TreeSettings(budget, width, depth, algorithm)
         self._capacity, self._max_slots = capacity, max_slots
-        self._engine = self._make_engine(1)
-        self._num_slots = 1
+        # Made at once, so that a head or a setting that does not fit is refused here.
+        self._engine = Engine(self.target, self.draft_head, self.settings, capacity=capacity)
 
     def generate(
         self,
@@ -88,9 +88,9 @@ class LLM:
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.encode(prompt) for prompt in texts]
         params = per_prompt(sampling_params, len(ids))
-        engine = self._engine_for(len(ids))
         for prompt, own in zip(ids, params, strict=True):
-            check_request(self.target, prompt, own, capacity=engine.capacity)
+            check_request(self.target, prompt, own, capacity=self._capacity)
+        engine = self._engine_for(ids, params)
         requests = [engine.submit(prompt, own) for prompt, own in zip(ids, params, strict=True)]
         for _ in engine.run():
             pass
@@ -135,8 +135,10 @@ class LLM:
             ValueError: The request cannot be served.
         """
         self._tokenizer()
-        engine = self._engine_for(1)
-        return Stream(engine, engine.submit(self.encode(prompt), sampling_params or SamplingParams()))
+        ids, params = self.encode(prompt), sampling_params or SamplingParams()
+        check_request(self.target, ids, params, capacity=self._capacity)
+        engine = self._engine_for([ids], [params])
+        return Stream(engine, engine.submit(ids, params))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
@@ -147,20 +149,23 @@ class LLM:
             raise ValueError("the target has no tokenizer; pass token ids to generate")
         return self.target.tokenizer
 
-    def _engine_for(self, count: int) -> Engine:
-        """The engine for so many prompts: the last one if it is of that size and idle."""
-        slots = slots_for(count, self._max_slots)
-        if slots != self._num_slots or self._engine.busy:
-            self._engine = self._make_engine(slots)
-            self._num_slots = slots
-        return self._engine
-
-    def _make_engine(self, slots: int) -> Engine:
-        return Engine(self.target, self.draft_head, self.settings, slots=slots, capacity=self._capacity)
+    def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
+        """An engine that holds these requests: the last one, if it does and is idle."""
+        slots = slots_for(len(prompts), self._max_slots)
+        need = max((len(p) + own.max_tokens for p, own in zip(prompts, params, strict=True)), default=0)
+        capacity = self._capacity or default_capacity(self.target.config, need)
+        engine = self._engine
+        if engine.busy or engine.slots != slots or engine.capacity < capacity:
+            self._engine = engine = Engine(
+                self.target, self.draft_head, self.settings, slots=slots, capacity=capacity
+            )
+        return engine
 
 
 class Stream(Iterator[str]):
-    """Pieces of text as they are accepted. Leaving early frees the slot; what overshot is discarded.
+    """Pieces of text as they are accepted; what overshoots the end is discarded.
+
+    A stream that is closed, left as a context, or dropped before its end frees its slot.
 
     Attributes:
         completion: The whole completion once the stream has ended, None before.
@@ -170,10 +175,23 @@ class Stream(Iterator[str]):
         """Wraps a submitted request."""
         self.completion: Completion | None = None
         self._engine, self._request, self._sent = engine, request, 0
+        self._closed = False
+
+    def __enter__(self) -> "Stream":
+        """The stream itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the request."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Ends the request."""
+        self.close()
 
     def __next__(self) -> str:
         """The next piece of text, which is never empty."""
-        while self.completion is None:
+        while self.completion is None and not self._closed:
             self._engine.step(STREAM_ROUNDS)
             text = self._request.output.settled_text
             piece = text[self._sent :]
@@ -185,5 +203,6 @@ class Stream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the request."""
+        """Ends the request; its slot and pages are free again."""
+        self._closed = True
         self._engine.cancel(self._request)

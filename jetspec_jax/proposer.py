@@ -5,7 +5,7 @@ whenever tokens are committed. The draft head is one; the decoder knows no more 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,6 +15,7 @@ from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models import Transformer, Weights, bind
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """Static description of a proposer: hashable, holds no array. Its state is any pytree."""
 

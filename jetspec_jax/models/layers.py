@@ -6,7 +6,7 @@ Modules compute in the dtype of their input; norms, softmax and rotary angles ar
 parameter names its axes where it is made, and nothing else here knows about devices.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ class KV(NamedTuple):
     v: Float[Array, "B N G E"]
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention over whatever a layer's tokens may see: committed pages, a dense sequence, a context.
 
