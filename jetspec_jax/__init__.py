@@ -27,3 +27,5 @@ __all__ = [
     "tree",
     "tree_logits",
 ]
+
+__version__ = "0.1.0"

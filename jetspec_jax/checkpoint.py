@@ -74,6 +74,10 @@ def load_target(
     config = parse_model_config(raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json"))
     generation = folder / "generation_config.json"
     eos = parse_eos_token_ids(raw, read_json(generation) if generation.exists() else None)
+    if beyond := [token for token in eos if token >= config.vocab_size]:
+        raise ValueError(
+            f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
+        )
     weights = read_weights(folder, config, resolve_dtype(dtype))
     return Target(config, weights, eos, load_tokenizer(folder))
 
@@ -128,7 +132,7 @@ def resolve(path_or_id: str | Path) -> Path:
     except Exception as error:  # the client lets its HTTP library's errors through as they come
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "
-            f"the Hugging Face hub: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"the Hugging Face hub: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

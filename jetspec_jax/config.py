@@ -153,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of the JSON, or of its UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")
@@ -236,7 +236,9 @@ def parse_draft_head_config(
         num_target_layers=num_target_layers,
         tap_layers=tuple(tap_layers),
         mask_token_id=mask_token_id,
-        causal=bool(dflash.get("causal_head", dflash.get("causal", False))),
+        causal=_flag(
+            dflash, "causal_head" if "causal_head" in dflash else "causal", f"{where}: dflash_config"
+        ),
     )
 
 
@@ -286,11 +288,18 @@ def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
 def parse_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """End-of-sequence ids: those of ``generation_config.json`` where it has any, else those of the config."""
+    """End-of-sequence ids: those of ``generation_config.json`` where it has any, else those of the config.
+
+    Raises:
+        ValueError: An id is no token id.
+    """
     for raw in (generation_config or {}, config):
         eos = raw.get("eos_token_id")
         if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (eos,)
+            ids = eos if isinstance(eos, list) else [eos]
+            if not all(_is_int(token) and token >= 0 for token in ids):
+                raise ValueError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
+            return tuple(ids)
     return ()
 
 
@@ -341,16 +350,21 @@ def _model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         rope_theta=_rope_theta(raw, where),
         max_position_embeddings=_integer(raw, "max_position_embeddings", where),
         # transformers leaves the key out of files where it holds the family's default.
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings", where),
         windows=_windows(raw, _integer(raw, "num_hidden_layers", where), where),
     )
 
 
 def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
     """The rotary base from either dialect; a file with neither is refused rather than given a default."""
-    parameters = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or {}
-    for name, rope in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+    found = set()
+    for name, rope in (
+        ("config", {"rope_theta": raw.get("rope_theta")}),
+        ("rope_parameters", raw.get("rope_parameters") or {}),
+        ("rope_scaling", raw.get("rope_scaling") or {}),
+    ):
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{where}: {name} must be an object, not {rope!r}")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in SUPPORTED_ROPE_TYPES:
             raise ValueError(
@@ -360,38 +374,51 @@ def _rope_theta(raw: Mapping[str, Any], where: str) -> float:
         surplus = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
         if surplus or rope.get("partial_rotary_factor") not in (None, 1.0):
             raise ValueError(f"{where}: unsupported settings {rope!r} in {name}")
-    found = {
-        float(rope["rope_theta"]) for rope in (raw, parameters, scaling) if rope.get("rope_theta") is not None
-    }
+        if rope.get("rope_theta") is not None:
+            found.add(_positive(rope, "rope_theta", where))
     if not found:
         raise ValueError(f"{where}: neither rope_theta nor rope_parameters.rope_theta is there")
     if len(found) > 1:
         raise ValueError(f"{where}: rope_theta is given twice and differs: {sorted(found)}")
-    (theta,) = found
-    if not theta > 0:
-        raise ValueError(f"{where}: rope_theta must be positive, not {theta}")
-    return theta
+    return found.pop()
 
 
 def _windows(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int | None, ...]:
     """Each layer's window. Qwen3 slides from layer ``max_window_layers`` on, and only if told to."""
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    slides = _flag(raw, "use_sliding_window", where)
     layer_types = raw.get("layer_types")
     if layer_types is None:
-        first = raw.get("max_window_layers", num_layers)
-        return tuple(window if window and layer >= first else None for layer in range(num_layers))
+        if not slides:
+            return (None,) * num_layers
+        # Both keys must be there: the defaults that another reader would fill in change the maths.
+        window = _integer(raw, "sliding_window", where)
+        first = _integer(raw, "max_window_layers", where, least=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(layer_types, list):
+        raise ValueError(f"{where}: layer_types must be a list, not {layer_types!r}")
     if len(layer_types) != num_layers:
         raise ValueError(f"{where}: {len(layer_types)} layer_types for {num_layers} layers")
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    unknown = [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise ValueError(f"{where}: unsupported layer types {unknown}")
-    if "sliding_attention" in layer_types and not window:
+        raise ValueError(f"{where}: unsupported kinds {unknown} in layer_types")
+    if "sliding_attention" not in layer_types:
+        return (None,) * num_layers
+    if not slides:
         raise ValueError(f"{where}: layer_types has sliding layers, but no sliding window is in use")
+    window = _integer(raw, "sliding_window", where)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _flag(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    """A boolean, false when absent; the string "false" must not count as true."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}: {key} must be true or false, not {value!r}")
+    return bool(value)
 
 
 def _integer(raw: Mapping[str, Any], key: str, where: str, *, least: int = 1) -> int:
@@ -403,6 +430,6 @@ def _integer(raw: Mapping[str, Any], key: str, where: str, *, least: int = 1) ->
 
 def _positive(raw: Mapping[str, Any], key: str, where: str) -> float:
     value = raw.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{where}: {key} must be a positive number, not {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{where}: {key} must be positive, not {value!r}")
     return float(value)

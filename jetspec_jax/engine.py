@@ -47,8 +47,8 @@ class TreeSettings:
     depth: int | None = None
     algorithm: str = "accum_logp"
 
-    def check(self, target: ModelConfig, max_depth: int) -> None:
-        """Raises ValueError naming the setting that is out of range."""
+    def check(self, target: ModelConfig, max_depth: int | None) -> None:
+        """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
         check_algorithm(self.algorithm)
         for name, value, most in (
             ("budget", self.budget, None),

@@ -6,7 +6,15 @@ from pathlib import Path
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
 from jetspec_jax.completion import Completion
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import MAX_SLOTS, Engine, Request, TreeSettings, check_request, default_capacity
+from jetspec_jax.engine import (
+    MAX_SLOTS,
+    PLAIN,
+    Engine,
+    Request,
+    TreeSettings,
+    check_request,
+    default_capacity,
+)
 from jetspec_jax.generate import per_prompt, slots_for
 from jetspec_jax.sampling import SamplingParams
 
@@ -64,9 +72,9 @@ class LLM:
         if draft_head is not None and not isinstance(draft_head, Head):
             draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target)
         self.draft_head = draft_head
-        if draft_head is None:
-            budget = 1
-        self.settings = TreeSettings(budget, width, depth, algorithm)
+        settings = TreeSettings(budget, width, depth, algorithm)
+        settings.check(self.target.config, None if draft_head is None else draft_head.config.depth)
+        self.settings = PLAIN if draft_head is None else settings
         self._capacity, self._max_slots = capacity, max_slots
         # Made at once, so that a head or a setting that does not fit is refused here.
         self._engine = Engine(self.target, self.draft_head, self.settings, capacity=capacity)

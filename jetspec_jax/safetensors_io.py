@@ -46,8 +46,8 @@ def read_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
-        tensors = _index(folder, stack)
-        plan = _check(tensors, config, folder)
+        tensors, wrong = _index(folder, stack)
+        plan = _check(tensors, wrong, config, folder)
         weights: Weights = {}
         # Small checkpoints are there before a bar could be read.
         for path, (key, name, shape) in tqdm(
@@ -66,7 +66,7 @@ def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
-        _check(_index(folder, stack), config, folder)
+        _check(*_index(folder, stack), config, folder)
     return sum(path.stat().st_size for path in _shards(folder))
 
 
@@ -89,15 +89,24 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: The folder exists.
-        ValueError: The config is not valid.
+        ValueError: The config is not valid, or the parameters are not its.
     """
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name a new folder")
     parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
+    expected = _expected(parse(raw_config))
+    shapes = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
+    differing = sorted(
+        ".".join(map(str, path))
+        for path in expected.keys() | shapes.keys()
+        if path not in expected or path not in shapes or expected[path][2] != shapes[path]
+    )
+    if differing:
+        raise ValueError(f"these parameters are not those of the config: {differing}")
     tensors = {
         name: key.to_file(np.asarray(jnp.asarray(_get(weights, path), dtype=dtype)))
-        for path, (key, name, _) in _expected(parse(raw_config)).items()
+        for path, (key, name, _) in expected.items()
     }
     files = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n", **(extra_files or {})}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +143,12 @@ def _expected(
 def _weight_map(folder: Path) -> dict[str, str]:
     """Which shard holds which tensor, by the folder's index; empty without one."""
     listing = folder / "model.safetensors.index.json"
-    return read_json(listing).get("weight_map", {}) if listing.exists() else {}
+    if not listing.exists():
+        return {}
+    weight_map = read_json(listing).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_text, weight_map.values())):
+        raise ValueError(f"{listing} has no weight_map from tensors to files")
+    return weight_map
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -155,11 +169,11 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _index(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Opens all shards: for every stored tensor the open file that holds it."""
+def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], list[str]]:
+    """Opens all shards: for every stored tensor the open file that holds it; and what is wrong with that."""
     paths, weight_map = _shards(folder), _weight_map(folder)
     tensors: dict[str, Any] = {}
-    twice = []
+    wrong = []
     for path in paths:
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
@@ -167,23 +181,20 @@ def _index(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
-                twice.append(name)
+                wrong.append(f"in more than one file: {name}")
             tensors[name] = file
-    if twice:
-        raise ValueError(f"{folder}: tensors stored in more than one file: {sorted(twice)}")
-    if lost := sorted(set(weight_map) - set(tensors)):
-        raise ValueError(f"{folder}: the index names tensors that no shard holds: {lost}")
-    return tensors
+    wrong += [f"in the index, but in no file: {name}" for name in sorted(set(weight_map) - set(tensors))]
+    return tensors, wrong
 
 
 def _check(
-    tensors: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, folder: Path
+    tensors: Mapping[str, Any], wrong: list[str], config: ModelConfig | DraftHeadConfig, folder: Path
 ) -> dict[ParameterPath, tuple[Key, str, tuple[int, ...]]]:
     """The parameters' plan, once the files hold exactly what it needs."""
     expected = _expected(config)
     names = {name for _, name, _ in expected.values()}
     surplus = set(tensors) - names - _redundant(config)
-    wrong = [f"missing: {name}" for name in sorted(names - set(tensors))]
+    wrong = wrong + [f"missing: {name}" for name in sorted(names - set(tensors))]
     wrong += [f"surplus: {name}" for name in sorted(surplus) if not name.endswith(IGNORED_SUFFIX)]
     for key, name, shape in expected.values():
         if name not in tensors:
@@ -202,6 +213,10 @@ def _redundant(config: ModelConfig | DraftHeadConfig) -> set[str]:
     """Tensors that may be there though no parameter is made of them: the second copy of a tied embedding."""
     tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
     return {"lm_head.weight"} if tied else set()
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _put(weights: Any, path: ParameterPath, value: Any) -> None:

@@ -4,3 +4,4 @@ from pathlib import Path
 
 DEMO_TARGET = Path(__file__).parent / "target"
 DEMO_DRAFT_HEAD = Path(__file__).parent / "draft_head"
+DEMO_PROMPTS = Path(__file__).parent / "prompts.jsonl"

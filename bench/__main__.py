@@ -1,0 +1,24 @@
+"""``python -m bench COMMAND``: see ``python -m bench --help``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bench import decode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    decode.add_command(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What every report shares: the machine it was measured on, a table on the screen, a JSON file."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import jetspec_jax
+
+
+def machine() -> dict[str, Any]:
+    """Device and versions."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "jetspec_jax": jetspec_jax.__version__,
+    }
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> None:
+    """Prints rows of equal keys as a table."""
+    table = Table(title=title, title_justify="left")
+    for key, value in rows[0].items():
+        table.add_column(key, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    partial.rename(path)
+    print(f"wrote {path}")
