@@ -400,7 +400,7 @@ def _windows(raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int |
         raise ValueError(f"{where}: {len(layer_types)} layer_types for {num_layers} layers")
     unknown = [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise ValueError(f"{where}: unsupported kinds {unknown} in layer_types")
+        raise ValueError(f"{where}: unsupported layer types {unknown} in layer_types")
     if "sliding_attention" not in layer_types:
         return (None,) * num_layers
     if not slides:
@@ -431,5 +431,5 @@ def _integer(raw: Mapping[str, Any], key: str, where: str, *, least: int = 1) ->
 def _positive(raw: Mapping[str, Any], key: str, where: str) -> float:
     value = raw.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{where}: {key} must be positive, not {value!r}")
+        raise ValueError(f"{where}: {key} must be a positive number, not {value!r}")
     return float(value)

@@ -181,9 +181,10 @@ def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], l
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
-                wrong.append(f"in more than one file: {name}")
+                wrong.append(f"stored in more than one file: {name}")
             tensors[name] = file
-    wrong += [f"in the index, but in no file: {name}" for name in sorted(set(weight_map) - set(tensors))]
+    if lost := sorted(set(weight_map) - set(tensors)):
+        wrong.append(f"the index names tensors that no shard holds: {lost}")
     return tensors, wrong
 
 

@@ -1,0 +1,548 @@
+import contextlib
+import fnmatch
+import json
+import pickle
+import tracemalloc
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub import constants as hub_constants
+from safetensors.numpy import load_file
+
+from jetspec_jax import load_draft_head, load_target, safetensors_io
+from jetspec_jax.safetensors_io import save_checkpoint
+from tests.loading.published import (
+    HEAD,
+    V4,
+    V5,
+    head_shapes,
+    random_tensors,
+    target_shapes,
+    with_dflash,
+    without,
+    write,
+    write_index,
+)
+
+TIED = {**V4, "tie_word_embeddings": True}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def halves(tensors):
+    """The tensors in two shards."""
+    names = sorted(tensors)
+    return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
+
+
+def assert_same_weights(weights, others):
+    assert jax.tree.structure(weights) == jax.tree.structure(others)
+    for ours, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.fixture
+def tensors():
+    return random_tensors(target_shapes(V4))
+
+
+@pytest.fixture
+def folder(tmp_path, tensors):
+    return write(tmp_path / "target", V4, tensors)
+
+
+@pytest.fixture
+def head_folder(tmp_path):
+    return write(tmp_path / "head", HEAD, random_tensors(head_shapes(HEAD)))
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """Names of the tensors that were read from any file, in order."""
+    names = []
+    real = safetensors_io.safe_open
+
+    class Spy:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            names.append(name)
+            return self.file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def spying(path, framework):
+        with real(path, framework=framework) as file:
+            yield Spy(file)
+
+    monkeypatch.setattr(safetensors_io, "safe_open", spying)
+    return names
+
+
+class TestLayout:
+    def test_target(self, folder, tensors):
+        weights = load_target(folder, dtype="float32").weights
+        assert len(jax.tree.leaves(weights)) == len(tensors)
+        attention = weights["layers"][1]["self_attn"]
+        prefix = "model.layers.1.self_attn."
+        # A linear layer is stored [out, in]; heads are consecutive rows of q and columns of o.
+        q = tensors[prefix + "q_proj.weight"].reshape(4, 8, 12)
+        o = tensors[prefix + "o_proj.weight"].reshape(12, 4, 8)
+        np.testing.assert_array_equal(attention["q_proj"], np.einsum("hem->mhe", q))
+        np.testing.assert_array_equal(attention["o_proj"], np.einsum("mhe->hem", o))
+        np.testing.assert_array_equal(attention["k_norm"]["weight"], tensors[prefix + "k_norm.weight"])
+        np.testing.assert_array_equal(weights["embed_tokens"], tensors["model.embed_tokens.weight"])
+        np.testing.assert_array_equal(weights["lm_head"], tensors["lm_head.weight"])
+        down = tensors["model.layers.2.mlp.down_proj.weight"]
+        np.testing.assert_array_equal(weights["layers"][2]["mlp"]["down_proj"], down.T)
+
+    def test_draft_head(self, head_folder):
+        tensors = load_file(head_folder / "model.safetensors")
+        weights = load_draft_head(head_folder, dtype="float32").weights
+        assert len(jax.tree.leaves(weights)) == len(tensors)
+        np.testing.assert_array_equal(weights["fc"], tensors["fc.weight"].T)
+        norm = tensors["layers.1.input_layernorm.weight"]
+        np.testing.assert_array_equal(weights["layers"][1]["input_layernorm"]["weight"], norm)
+
+    @pytest.mark.parametrize("raw", [V4, V5, TIED, HEAD], ids=["v4", "v5", "tied", "head"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_written_as_it_was_read(self, tmp_path, raw, dtype):
+        """Names, shapes, types and every bit of the file."""
+        is_head = raw is HEAD
+        shapes = (head_shapes if is_head else target_shapes)(raw)
+        tensors = random_tensors(shapes, np.float32 if dtype == "float32" else BFLOAT16)
+        load = load_draft_head if is_head else load_target
+        loaded = load(write(tmp_path / "theirs", raw, tensors), dtype=dtype)
+        save_checkpoint(tmp_path / "ours", raw, loaded.weights, dtype=dtype)
+        written = load_file(tmp_path / "ours" / "model.safetensors")
+        assert {name: (x.shape, x.dtype) for name, x in written.items()} == {
+            name: (x.shape, x.dtype) for name, x in tensors.items()
+        }
+        for name, tensor in tensors.items():
+            assert written[name].tobytes() == tensor.tobytes(), name
+        again = load(tmp_path / "ours", dtype=dtype)
+        assert again.config == loaded.config
+        assert_same_weights(again.weights, loaded.weights)
+
+    @pytest.mark.parametrize("stored", [np.float32, np.float16, BFLOAT16], ids=str)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_stored_in_one_type_loaded_in_another(self, tmp_path, stored, dtype):
+        tensors = random_tensors(target_shapes(V4), stored)
+        weights = load_target(write(tmp_path / "target", V4, tensors), dtype=dtype).weights
+        assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype(dtype)}
+        expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
+        np.testing.assert_array_equal(np.asarray(weights["lm_head"]), expected)
+
+    def test_both_dialects_load_the_same(self, tmp_path, folder, tensors):
+        other = load_target(write(tmp_path / "v5", V5, tensors), dtype="float32")
+        target = load_target(folder, dtype="float32")
+        assert other.config == target.config
+        assert_same_weights(other.weights, target.weights)
+
+
+class TestShards:
+    def test_are_one_checkpoint(self, tmp_path, folder, tensors):
+        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+        assert len(list(sharded.glob("*.safetensors"))) == 2
+        assert_same_weights(load_target(sharded).weights, load_target(folder).weights)
+
+    def test_one_shard_with_an_index(self, tmp_path, folder, tensors):
+        sharded = write(tmp_path / "sharded", V4, tensors, index=True)
+        assert_same_weights(load_target(sharded).weights, load_target(folder).weights)
+
+    def test_files_outside_the_index_are_left_alone(self, tmp_path, tensors):
+        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+        (sharded / "adapter.safetensors").write_bytes(b"junk")
+        load_target(sharded)
+
+    def test_absent_shard(self, tmp_path, tensors):
+        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+        (sharded / "model-00002-of-00002.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"index names shards .*'model-00002-of-00002.safetensors'"):
+            load_target(sharded)
+
+    def test_absent_tensor(self, tmp_path, tensors):
+        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+        listing = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+        write_index(sharded, {**listing, "ghost.weight": "model-00001-of-00002.safetensors"})
+        with pytest.raises(ValueError, match=r"index names tensors that no shard holds: \['ghost.weight'\]"):
+            load_target(sharded)
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}'])
+    def test_broken_index(self, tmp_path, tensors, content):
+        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+        (sharded / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+            load_target(sharded)
+
+
+class TestTensors:
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_all_that_is_wrong_is_said_at_once(self, tmp_path, tensors, fetched, sharded):
+        wrong = without(tensors, "model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+        wrong["model.layers.3.mlp.up_proj.weight"] = np.zeros((20, 12), np.float32)
+        wrong["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
+        wrong["model.layers.2.self_attn.o_proj.weight"] = np.zeros((32, 12), np.float32)  # transposed
+        wrong["model.embed_tokens.weight"] = np.zeros((19, 12), np.int8)
+        shards = halves(wrong) if sharded else [wrong]
+        with pytest.raises(ValueError, match="does not hold the tensors of its config") as info:
+            load_target(write(tmp_path / "wrong", V4, *shards))
+        message = str(info.value)
+        for complaint in (
+            "missing: model.layers.1.mlp.up_proj.weight",
+            "missing: model.norm.weight",
+            "surplus: model.layers.3.mlp.up_proj.weight",
+            "surplus: model.layers.0.self_attn.q_proj.bias",
+            "misshapen: model.layers.2.self_attn.o_proj.weight is [32, 12], expected [12, 32]",
+            "unsupported type: model.embed_tokens.weight is I8",
+        ):
+            assert complaint in message
+        assert len(message.splitlines()) == 7
+        assert not fetched
+
+    def test_stored_twice(self, tmp_path, tensors, fetched):
+        shards = halves(tensors)
+        for shard in shards:
+            for name in ("model.embed_tokens.weight", "model.norm.weight"):
+                shard[name] = tensors[name]
+        with pytest.raises(ValueError, match="more than one file") as info:
+            load_target(write(tmp_path / "twice", V4, *shards))
+        assert "model.embed_tokens.weight" in str(info.value)
+        assert "model.norm.weight" in str(info.value)
+        assert not fetched
+
+    def test_stored_twice_among_other_mistakes(self, tmp_path, tensors):
+        shards = halves(without(tensors, "lm_head.weight"))
+        for shard in shards:
+            shard["model.norm.weight"] = tensors["model.norm.weight"]
+        with pytest.raises(ValueError, match=r"model\.norm\.weight") as info:
+            load_target(write(tmp_path / "wrong", V4, *shards))
+        assert "missing: lm_head.weight" in str(info.value)
+
+    def test_draft_head(self, tmp_path):
+        tensors = without(random_tensors(head_shapes(HEAD)), "fc.weight")
+        tensors["hidden_dim_adapter.proj.weight"] = np.zeros((12, 12), np.float32)
+        with pytest.raises(ValueError, match=r"missing: fc\.weight") as info:
+            load_draft_head(write(tmp_path / "head", HEAD, tensors))
+        assert "surplus: hidden_dim_adapter.proj.weight" in str(info.value)
+
+    def test_a_head_with_other_taps(self, tmp_path):
+        folder = write(
+            tmp_path / "head", with_dflash(target_layer_ids=[0]), random_tensors(head_shapes(HEAD))
+        )
+        with pytest.raises(ValueError, match=r"misshapen: fc.weight is \[12, 24\], expected \[12, 12\]"):
+            load_draft_head(folder)
+
+    def test_rotary_buffers_of_older_exporters(self, tmp_path, folder, tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        older = load_target(write(tmp_path / "older", V4, tensors))
+        assert_same_weights(older.weights, load_target(folder).weights)
+
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_tied(self, tmp_path, stored):
+        tensors = random_tensors(target_shapes(TIED))
+        if stored:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        target = load_target(write(tmp_path / "tied", TIED, tensors), dtype="float32")
+        assert target.config.tie_word_embeddings
+        assert "lm_head" not in target.weights
+        np.testing.assert_array_equal(target.weights["embed_tokens"], tensors["model.embed_tokens.weight"])
+
+    def test_untied_without_lm_head(self, tmp_path):
+        folder = write(tmp_path / "target", V4, random_tensors(target_shapes(TIED)))
+        with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
+            load_target(folder)
+
+
+class Touch:
+    """What unpickles as a call."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+    def test_pickled(self, tmp_path, name):
+        folder = write(tmp_path / "target", V4, {})
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+        with pytest.raises(ValueError, match=f"pickled weights .*'{name}'.*convert them to safetensors"):
+            load_target(folder)
+        assert not (tmp_path / "ran").exists()
+
+    def test_pickled_beside_safetensors(self, folder):
+        (folder / "pytorch_model.bin").write_bytes(b"junk")
+        load_target(folder)
+
+    @pytest.mark.parametrize("kept", [0, 4, 100, -1], ids="{} bytes".format)
+    def test_truncated(self, folder, kept):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:kept])
+        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
+            load_target(folder)
+        assert str(path) in str(info.value)
+
+    def test_corrupt(self, folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
+        with pytest.raises(ValueError, match="not a readable safetensors file"):
+            load_target(folder)
+
+    def test_no_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match=r"holds no \*.safetensors") as info:
+            load_target(folder)
+        assert str(folder) in str(info.value)
+
+    def test_invalid_config(self, folder):
+        (folder / "config.json").write_text("{")
+        with pytest.raises(ValueError, match="not valid JSON") as info:
+            load_target(folder)
+        assert str(folder / "config.json") in str(info.value)
+
+    def test_ignore_config_keys(self, tmp_path, tensors):
+        folder = write(tmp_path / "target", {**V4, "zoom": 1}, tensors)
+        with pytest.raises(ValueError, match=r"target/config.json: .*ignore_config_keys=\['zoom'\]"):
+            load_target(folder)
+        load_target(folder, ignore_config_keys=["zoom"])
+        head = write(tmp_path / "head", with_dflash(zoom=1), random_tensors(head_shapes(HEAD)))
+        with pytest.raises(ValueError, match=r"head/config.json: .*ignore_config_keys=\['zoom'\]"):
+            load_draft_head(head)
+        load_draft_head(head, ignore_config_keys=["zoom"])
+
+    def test_the_wrong_loader(self, folder, head_folder):
+        with pytest.raises(ValueError, match="load it with load_draft_head"):
+            load_target(head_folder)
+        with pytest.raises(ValueError, match="load it with load_target"):
+            load_draft_head(folder)
+
+    def test_eos(self, folder, tmp_path, tensors):
+        assert load_target(folder).eos_token_ids == ()
+        (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+        assert load_target(folder).eos_token_ids == (3, 5)
+        own = write(tmp_path / "own", {**V4, "eos_token_id": 7}, tensors)
+        assert load_target(own).eos_token_ids == (7,)
+
+    def test_without_tokenizer(self, folder):
+        assert load_target(folder).tokenizer is None
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("load", [load_target, load_draft_head])
+    def test_no_config(self, tmp_path, load):
+        with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("place", ["nowhere", "/nowhere/at/all", "https://host/owner/name", "a b/c"])
+    def test_nowhere(self, place):
+        with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id") as info:
+            load_target(place)
+        assert place in str(info.value)
+
+    def test_a_file(self, folder):
+        with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
+            load_target(folder / "model.safetensors")
+
+    def test_words_and_paths(self, folder):
+        assert_same_weights(load_target(str(folder)).weights, load_target(folder).weights)
+
+
+class TestHub:
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch):
+        cache = tmp_path / "cache"
+        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(cache))
+        return cache
+
+    @pytest.mark.parametrize("load", [load_target, load_draft_head])
+    def test_no_network(self, load):
+        with pytest.raises(FileNotFoundError, match=r"owner/some-model\.0 .*cannot be fetched"):
+            load("owner/some-model.0")
+
+    def test_from_the_cache(self, cache, tensors):
+        commit = "0" * 40
+        repository = cache / "models--owner--model"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(commit)
+        (repository / "snapshots").mkdir()
+        write(repository / "snapshots" / commit, V4, tensors)
+        assert load_target("owner/model").config.vocab_size == 19
+
+    def test_fetches_neither_pickles_nor_code(self, monkeypatch, folder):
+        asked = {}
+
+        def download(repo_id, allow_patterns):
+            asked.update(repo_id=repo_id, patterns=allow_patterns)
+            return str(folder)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        load_target("owner/model")
+        assert asked["repo_id"] == "owner/model"
+
+        def is_fetched(name):
+            return any(fnmatch.fnmatch(name, pattern) for pattern in asked["patterns"])
+
+        wanted = [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
+            "tokenizer.json",
+            "merges.txt",
+            "chat_template.jinja",
+        ]
+        assert all(map(is_fetched, wanted))
+        assert not any(map(is_fetched, ["pytorch_model.bin", "modeling_qwen3.py", "model.pt", "model.gguf"]))
+
+    @pytest.mark.parametrize("error", [TimeoutError(), ConnectionError("refused\nby the host")], ids=repr)
+    def test_whatever_the_client_raises(self, monkeypatch, error):
+        def download(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises(FileNotFoundError, match=f"owner/model .*{type(error).__name__}") as info:
+            load_target("owner/model")
+        assert info.value.__cause__ is error
+
+
+class TestDtype:
+    @pytest.mark.parametrize(("backend", "expected"), [("cpu", "float32"), ("gpu", "bfloat16")])
+    def test_auto(self, folder, head_folder, monkeypatch, backend, expected):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        for loaded in (load_target(folder), load_draft_head(head_folder)):
+            assert {x.dtype for x in jax.tree.leaves(loaded.weights)} == {jnp.dtype(expected)}
+
+    @pytest.mark.parametrize("dtype", ["float16", "bf16", "int8", ""])
+    def test_other_words(self, folder, fetched, dtype):
+        with pytest.raises(ValueError, match=f"dtype must be auto, float32 or bfloat16, not '{dtype}'"):
+            load_target(folder, dtype=dtype)
+        assert not fetched
+
+
+class TestFit:
+    @pytest.mark.parametrize(
+        ("head", "complaint"),
+        [
+            ({**HEAD, "hidden_size": 16}, "hidden_size is 16, the target's 12"),
+            (with_dflash(target_layer_ids=[0, 3]), r"tap layers \[3\]"),
+            (with_dflash(mask_token_id=19), "mask_token_id 19"),
+            ({**HEAD, "num_target_layers": 5}, "5 target layers"),
+            ({**HEAD, "vocab_size": 29}, "vocabulary of 29"),
+        ],
+    )
+    def test_is_checked_before_weights_are_read(self, tmp_path, folder, head, complaint):
+        target = load_target(folder)
+        # There are no weights, and that is not what the error is about.
+        without_weights = tmp_path / "head"
+        without_weights.mkdir()
+        (without_weights / "config.json").write_text(json.dumps(head))
+        with pytest.raises(ValueError, match=f"does not fit the target: .*{complaint}"):
+            load_draft_head(without_weights, target=target)
+
+    def test_a_fit(self, folder, head_folder):
+        target = load_target(folder)
+        head = load_draft_head(head_folder, target=target)
+        assert_same_weights(head.weights, load_draft_head(head_folder).weights)
+
+
+class TestSave:
+    @pytest.fixture
+    def weights(self, folder):
+        return load_target(folder, dtype="float32").weights
+
+    def test_what_is_written(self, tmp_path, weights):
+        place = tmp_path / "deep" / "down" / "target"
+        extra = {"generation_config.json": '{"eos_token_id": 4}', "README.md": "naïve"}
+        save_checkpoint(place, V5, weights, extra_files=extra)
+        assert {path.name for path in place.iterdir()} == {"config.json", "model.safetensors", *extra}
+        assert json.loads((place / "config.json").read_text()) == V5
+        assert (place / "README.md").read_text(encoding="utf-8") == "naïve"
+        assert [path.name for path in place.parent.iterdir()] == ["target"]
+        assert {x.dtype for x in load_file(place / "model.safetensors").values()} == {BFLOAT16}
+        assert load_target(place).eos_token_ids == (4,)
+
+    def test_an_existing_folder_is_kept(self, tmp_path, weights):
+        place = tmp_path / "mine"
+        place.mkdir()
+        (place / "notes").write_text("keep")
+        with pytest.raises(FileExistsError, match="mine exists"):
+            save_checkpoint(place, V4, weights)
+        assert [path.name for path in place.iterdir()] == ["notes"]
+
+    @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()], ids=repr)
+    def test_a_failure_midway_leaves_nothing(self, tmp_path, weights, monkeypatch, error):
+        def half_a_file(tensors, path, metadata):
+            Path(path).write_bytes(b"half")
+            raise error
+
+        monkeypatch.setattr(safetensors_io, "save_file", half_a_file)
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(type(error)):
+            save_checkpoint(tmp_path / "new", V4, weights)
+        assert sorted(tmp_path.iterdir()) == before
+
+    @pytest.mark.parametrize(
+        "raw", [{**V4, "model_type": "llama"}, {**V4, "zoom": 1}, {**V4, "num_hidden_layers": 4}, HEAD]
+    )
+    def test_a_config_that_is_not_the_weights(self, tmp_path, weights, raw):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises((ValueError, KeyError)):
+            save_checkpoint(tmp_path / "new", raw, weights)
+        assert sorted(tmp_path.iterdir()) == before
+
+    def test_weights_of_other_shapes(self, tmp_path, weights):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(ValueError, match="lm_head"):
+            save_checkpoint(tmp_path / "new", {**V4, "vocab_size": 20}, weights)
+        assert sorted(tmp_path.iterdir()) == before
+
+
+class TestStreaming:
+    @pytest.mark.parametrize("num_shards", [1, 2])
+    def test_the_host_holds_one_tensor_at_a_time(self, tmp_path, fetched, num_shards):
+        """A dozen megabytes are loaded, yet Python and NumPy never hold more than three tensors' worth.
+
+        Three: the stored tensor, its transposed copy, and its conversion. The type differs from the stored
+        one, so that on a CPU no parameter can be the very memory that was read.
+        """
+        raw = {**V4, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}
+        tensors = random_tensors(target_shapes(raw))
+        largest = max(tensor.nbytes for tensor in tensors.values())
+        assert sum(tensor.nbytes for tensor in tensors.values()) > 11 * largest
+        folder = write(tmp_path / "target", raw, *(halves(tensors) if num_shards == 2 else [tensors]))
+        names = sorted(tensors)
+        del tensors
+        load_target(folder, dtype="bfloat16")  # whatever is imported or compiled once
+        fetched.clear()
+        tracemalloc.start()
+        try:
+            target = load_target(folder, dtype="bfloat16")
+            jax.block_until_ready(target.weights)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert sorted(fetched) == names  # each once
+        assert peak < 4 * largest
+
+    def test_progress(self, folder, tensors, monkeypatch):
+        bars = []
+
+        def bar(items, **settings):
+            bars.append((len(items), settings["desc"]))
+            return items
+
+        monkeypatch.setattr(safetensors_io, "tqdm", bar)
+        load_target(folder)
+        assert bars == [(len(tensors), "loading target")]

@@ -1,0 +1,481 @@
+import math
+
+import pytest
+
+from jetspec_jax.config import (
+    MODEL_TYPES,
+    ModelConfig,
+    check_head_fits,
+    default_tap_layers,
+    is_draft_head,
+    parse_draft_head_config,
+    parse_eos_token_ids,
+    parse_model_config,
+    read_json,
+)
+from jetspec_jax.models import FAMILIES
+from tests.loading.published import HEAD, V4, V5, with_dflash, without
+
+# What Qwen/Qwen3-8B publishes, and JetSpec's head for it.
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+HEAD_8B = {
+    **QWEN3_8B,
+    "num_hidden_layers": 5,
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"causal_head": True, "mask_token_id": 151669},
+}
+
+
+def test_every_model_type_has_a_family():
+    assert set(MODEL_TYPES) == set(FAMILIES)
+
+
+class TestTarget:
+    def test_both_dialects(self):
+        expected = ModelConfig(
+            model_type="qwen3",
+            vocab_size=19,
+            hidden_size=12,
+            intermediate_size=20,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            windows=(None, None, None),
+        )
+        assert parse_model_config(V4) == parse_model_config(V5) == expected
+        assert expected.num_layers == 3
+
+    def test_published(self):
+        config = parse_model_config(QWEN3_8B)
+        assert (config.num_layers, config.head_dim, config.rope_theta) == (36, 128, 1e6)
+        assert config.windows == (None,) * 36
+
+    @pytest.mark.parametrize(("tied", "expected"), [(True, True), (False, False), (None, False)])
+    def test_tied(self, tied, expected):
+        raw = without(V5, "tie_word_embeddings") | ({} if tied is None else {"tie_word_embeddings": tied})
+        assert parse_model_config(raw).tie_word_embeddings is expected
+
+    @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", None])
+    def test_unknown_model_type(self, model_type):
+        with pytest.raises(ValueError, match=rf"unknown model_type {model_type!r}; supported: qwen3"):
+            parse_model_config({**V4, "model_type": model_type})
+
+    def test_a_draft_head_is_not_a_target(self):
+        with pytest.raises(ValueError, match="draft head; load it with load_draft_head"):
+            parse_model_config(HEAD)
+
+    def test_unknown_keys_name_the_override(self):
+        raw = {**V4, "zoom": 2, "attention_sink": 1}
+        with pytest.raises(ValueError, match=r"ignore_config_keys=\['attention_sink', 'zoom'\]"):
+            parse_model_config(raw)
+        with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
+            parse_model_config(raw, ignore_config_keys=["attention_sink"])
+        assert parse_model_config(raw, ignore_config_keys=["attention_sink", "zoom"]) == parse_model_config(
+            V4
+        )
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("attention_bias", True),
+            ("mlp_bias", True),
+            ("hidden_act", "gelu"),
+            ("quantization_config", {"quant_method": "fp8"}),
+            ("auto_map", {"AutoModelForCausalLM": "modeling.Custom"}),
+            ("partial_rotary_factor", 0.5),
+        ],
+    )
+    def test_changed_maths(self, key, value):
+        with pytest.raises(ValueError, match=f"config.json: {key}=.* not supported"):
+            parse_model_config({**V4, key: value})
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("mlp_bias", False),
+            ("quantization_config", None),
+            ("auto_map", None),
+            ("partial_rotary_factor", 1.0),
+        ],
+    )
+    def test_harmless_values(self, key, value):
+        assert parse_model_config({**V4, key: value}) == parse_model_config(V4)
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ],
+    )
+    @pytest.mark.parametrize("value", ["absent", 0, -8, True, 8.0, "8", None])
+    def test_sizes(self, key, value):
+        raw = without(V4, key) | ({} if value == "absent" else {key: value})
+        with pytest.raises(ValueError, match=f"{key} must be an integer of at least 1"):
+            parse_model_config(raw)
+
+    @pytest.mark.parametrize("value", [None, 0, -1e-6, math.nan, math.inf, "1e-6"])
+    def test_epsilon(self, value):
+        with pytest.raises(ValueError, match="rms_norm_eps must be a positive number"):
+            parse_model_config({**V4, "rms_norm_eps": value})
+
+    def test_heads_that_do_not_share(self):
+        with pytest.raises(ValueError, match="4 attention heads are no multiple of 3 KV heads"):
+            parse_model_config({**V4, "num_key_value_heads": 3})
+
+    def test_odd_head_dim(self):
+        with pytest.raises(ValueError, match="head_dim 7 is odd"):
+            parse_model_config({**V4, "head_dim": 7})
+
+    def test_the_file_is_named(self):
+        with pytest.raises(ValueError, match=r"^somewhere/config\.json: "):
+            parse_model_config({**V4, "zoom": 2}, where="somewhere/config.json")
+
+
+class TestRope:
+    @pytest.mark.parametrize(
+        "raw",
+        [
+            without(V4, "rope_theta"),
+            without(V4, "rope_theta", "rope_scaling"),
+            without(V5, "rope_parameters"),
+            {**V5, "rope_parameters": {"rope_type": "default"}},
+            {**V5, "rope_parameters": None},
+        ],
+    )
+    def test_no_theta(self, raw):
+        with pytest.raises(ValueError, match="neither rope_theta nor rope_parameters"):
+            parse_model_config(raw)
+
+    def test_two_thetas(self):
+        both = {**V5, "rope_theta": 1000000}
+        assert parse_model_config(both) == parse_model_config(V5)
+        with pytest.raises(ValueError, match=r"given twice and differs: \[10000.0, 1000000.0\]"):
+            parse_model_config({**V5, "rope_theta": 10000})
+
+    @pytest.mark.parametrize("theta", [0, -1e4, math.nan])
+    def test_bad_theta(self, theta):
+        with pytest.raises(ValueError, match="rope_theta must be a positive number"):
+            parse_model_config({**V4, "rope_theta": theta})
+
+    @pytest.mark.parametrize("spelling", ["type", "rope_type"])
+    @pytest.mark.parametrize("rope_type", ["yarn", "linear", "llama3"])
+    @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+    def test_unknown_type(self, where, rope_type, spelling):
+        base = V4 if where == "rope_scaling" else V5
+        rope = {spelling: rope_type, "factor": 4.0, "rope_theta": 1e6}
+        with pytest.raises(ValueError, match=f"unsupported rope type '{rope_type}' in {where}"):
+            parse_model_config({**base, where: rope})
+
+    @pytest.mark.parametrize("spelling", ["type", "rope_type"])
+    def test_the_default_spelled_out(self, spelling):
+        assert parse_model_config({**V4, "rope_scaling": {spelling: "default"}}) == parse_model_config(V4)
+
+    @pytest.mark.parametrize("setting", [{"factor": 2.0}, {"partial_rotary_factor": 0.5}])
+    def test_settings_that_change_the_angles(self, setting):
+        rope = {"rope_type": "default", "rope_theta": 1e6, **setting}
+        with pytest.raises(ValueError, match=r"unsupported settings .* in rope_parameters"):
+            parse_model_config({**V5, "rope_parameters": rope})
+
+
+class TestWindows:
+    def test_older_dialect(self):
+        raw = {**V4, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+        assert parse_model_config(raw).windows == (None, 8, 8)
+
+    def test_newer_dialect(self):
+        layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+        raw = {**V5, "use_sliding_window": True, "sliding_window": 8, "layer_types": layer_types}
+        assert parse_model_config(raw).windows == (8, None, 8)
+
+    @pytest.mark.parametrize("base", [V4, V5])
+    def test_a_window_that_is_not_in_use(self, base):
+        assert (
+            parse_model_config({**base, "sliding_window": 8, "max_window_layers": 1}).windows == (None,) * 3
+        )
+
+    def test_sliding_layers_without_a_window(self):
+        raw = {**V5, "layer_types": ["full_attention"] * 2 + ["sliding_attention"], "sliding_window": 8}
+        with pytest.raises(ValueError, match="no sliding window is in use"):
+            parse_model_config(raw)
+
+    def test_a_window_of_unknown_size(self):
+        raw = {**without(V4, "sliding_window"), "use_sliding_window": True, "max_window_layers": 1}
+        with pytest.raises(ValueError, match="sliding_window"):
+            parse_model_config(raw)
+
+    @pytest.mark.parametrize("value", ["absent", None])
+    def test_windows_from_an_unknown_layer_on(self, value):
+        raw = {**without(V4, "max_window_layers"), "use_sliding_window": True, "sliding_window": 8}
+        if value is None:
+            raw["max_window_layers"] = None
+        with pytest.raises(ValueError, match="max_window_layers"):
+            parse_model_config(raw)
+
+    def test_wrong_number_of_layer_types(self):
+        with pytest.raises(ValueError, match="2 layer_types for 3 layers"):
+            parse_model_config({**V5, "layer_types": ["full_attention"] * 2})
+
+    def test_unknown_layer_type(self):
+        layer_types = ["full_attention", "linear_attention", "full_attention"]
+        with pytest.raises(ValueError, match=r"unsupported layer types \['linear_attention'\]"):
+            parse_model_config({**V5, "layer_types": layer_types})
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": [2, 0]}, None, (2, 0)),
+        ({"eos_token_id": 2}, {}, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, (5, 7)),
+        ({"eos_token_id": None}, {"eos_token_id": [5]}, (5,)),
+    ],
+)
+def test_eos(config, generation, expected):
+    assert parse_eos_token_ids(config, generation) == expected
+
+
+@pytest.mark.parametrize("eos", ["</s>", 1.5, [None], ["2"], True])
+def test_eos_that_is_none(eos):
+    with pytest.raises(ValueError, match="eos_token_id"):
+        parse_eos_token_ids({"eos_token_id": eos}, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_theta", "1e6"),
+        ("rope_theta", [1e6]),
+        ("rope_theta", math.inf),
+        ("rope_scaling", "default"),
+        ("rope_parameters", [{"rope_theta": 1e6}]),
+        ("layer_types", 3),
+        ("layer_types", [["full_attention"]] * 3),
+        ("sliding_window", "8"),
+        ("sliding_window", 8.5),
+        ("sliding_window", -1),
+        ("max_window_layers", "1"),
+        ("max_window_layers", -1),
+        ("use_sliding_window", "false"),
+        ("tie_word_embeddings", "false"),
+    ],
+)
+def test_values_of_the_wrong_type(key, value):
+    raw = {**V4, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    parse_model_config(raw)
+    with pytest.raises(ValueError, match=f"config.json: .*{key}"):
+        parse_model_config({**raw, key: value})
+
+
+class TestDraftHead:
+    def test_what_it_reads(self):
+        config = parse_draft_head_config(HEAD)
+        assert config.layers == parse_model_config({**V4, "num_hidden_layers": 2})
+        assert (config.block_size, config.depth, config.num_target_layers) == (4, 3, 3)
+        assert (config.tap_layers, config.mask_token_id, config.causal) == ((0, 2), 18, True)
+
+    def test_published(self):
+        config = parse_draft_head_config(HEAD_8B)
+        assert config.tap_layers == (1, 9, 17, 25, 33)
+        check_head_fits(config, parse_model_config(QWEN3_8B))
+
+    @pytest.mark.parametrize(
+        ("keys", "causal"),
+        [
+            ({"causal_head": True}, True),
+            ({"causal_head": False}, False),
+            ({"causal": True}, True),
+            ({"causal": False}, False),
+            ({"causal": True, "causal_head": True}, True),
+            ({}, False),
+        ],
+    )
+    def test_causal_or_not(self, keys, causal):
+        raw = with_dflash(**{"causal_head": None, **keys})
+        assert parse_draft_head_config(raw).causal is causal
+
+    def test_causal_in_words(self):
+        with pytest.raises(ValueError, match="causal_head"):
+            parse_draft_head_config(with_dflash(causal_head="false"))
+
+    def test_causal_and_not(self):
+        with pytest.raises(ValueError, match="causal_head and causal, and they disagree"):
+            parse_draft_head_config(with_dflash(causal=False))
+
+    @pytest.mark.parametrize(
+        ("num_draft_layers", "num_target_layers", "taps"),
+        [
+            (1, 36, [18]),
+            (1, 7, [3]),
+            (2, 6, [1, 3]),
+            (3, 6, [1, 2, 3]),
+            (5, 36, [1, 9, 17, 25, 33]),
+            (5, 48, [1, 12, 23, 34, 45]),
+            (8, 40, [1, 6, 11, 16, 22, 27, 32, 37]),
+        ],
+    )
+    def test_default_taps(self, num_draft_layers, num_target_layers, taps):
+        assert default_tap_layers(num_draft_layers, num_target_layers) == taps
+        raw = {
+            **with_dflash(target_layer_ids=None),
+            "num_hidden_layers": num_draft_layers,
+            "num_target_layers": num_target_layers,
+        }
+        assert parse_draft_head_config(raw).tap_layers == tuple(taps)
+
+    @pytest.mark.parametrize("taps", [[], "02", 1, [0.5], [True], {"0": 1}])
+    def test_taps_that_are_none(self, taps):
+        with pytest.raises(ValueError, match="target_layer_ids must be a list of layer indices"):
+            parse_draft_head_config(with_dflash(target_layer_ids=taps))
+
+    @pytest.mark.parametrize("mask", [None, -1, True, "18"])
+    def test_mask_token(self, mask):
+        with pytest.raises(ValueError, match="dflash_config: mask_token_id must be an integer of at least 0"):
+            parse_draft_head_config(with_dflash(mask_token_id=mask))
+
+    @pytest.mark.parametrize(("key", "least"), [("block_size", 2), ("num_target_layers", 1)])
+    @pytest.mark.parametrize("value", ["absent", 0, "4"])
+    def test_sizes(self, key, least, value):
+        raw = without(HEAD, key) | ({} if value == "absent" else {key: value})
+        with pytest.raises(ValueError, match=f"{key} must be an integer of at least {least}"):
+            parse_draft_head_config(raw)
+
+    def test_a_block_of_one_drafts_nothing(self):
+        with pytest.raises(ValueError, match="block_size must be an integer of at least 2, not 1"):
+            parse_draft_head_config({**HEAD, "block_size": 1})
+
+    def test_target_hidden_size(self):
+        assert parse_draft_head_config(with_dflash(target_hidden_size=12)) == parse_draft_head_config(HEAD)
+        with pytest.raises(ValueError, match=r"target_hidden_size 16 differs .* hidden_size 12"):
+            parse_draft_head_config(with_dflash(target_hidden_size=16))
+
+    def test_draft_shift(self):
+        assert parse_draft_head_config(with_dflash(draft_shift=False)) == parse_draft_head_config(HEAD)
+        with pytest.raises(ValueError, match="draft_shift is not supported"):
+            parse_draft_head_config(with_dflash(draft_shift=True))
+
+    def test_unknown_dflash_key(self):
+        raw = with_dflash(temper=2)
+        with pytest.raises(ValueError, match=r"dflash_config: unknown keys \['temper'\].*ignore_config_keys"):
+            parse_draft_head_config(raw)
+        assert parse_draft_head_config(raw, ignore_config_keys=["temper"]) == parse_draft_head_config(HEAD)
+
+    def test_unknown_key(self):
+        with pytest.raises(ValueError, match=r"unknown keys \['zoom'\].*ignore_config_keys=\['zoom'\]"):
+            parse_draft_head_config({**HEAD, "zoom": 2})
+
+    def test_a_target_is_not_a_draft_head(self):
+        assert is_draft_head(HEAD)
+        assert not is_draft_head(V4)
+        with pytest.raises(ValueError, match=r"no dflash_config.*load it with load_target"):
+            parse_draft_head_config(V4)
+
+    def test_dflash_config_must_be_an_object(self):
+        with pytest.raises(ValueError, match="dflash_config must be an object"):
+            parse_draft_head_config({**HEAD, "dflash_config": [1]})
+
+    def test_unknown_model_type(self):
+        with pytest.raises(ValueError, match="unknown model_type 'llama'"):
+            parse_draft_head_config({**HEAD, "model_type": "llama"})
+
+    def test_unknown_rope_type(self):
+        with pytest.raises(ValueError, match="unsupported rope type 'yarn'"):
+            parse_draft_head_config({**HEAD, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+
+    def test_windows(self):
+        raw = {**HEAD, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+        with pytest.raises(ValueError, match="sliding-window layers in a draft head"):
+            parse_draft_head_config(raw)
+
+
+class TestFit:
+    @pytest.mark.parametrize(
+        ("head", "complaint"),
+        [
+            ({**HEAD, "hidden_size": 16}, "the head's hidden_size is 16, the target's 12"),
+            ({**HEAD, "num_target_layers": 4}, "made for 4 target layers, the target has 3"),
+            ({**HEAD, "vocab_size": 32}, "vocabulary of 32, the target's has 19"),
+            (with_dflash(mask_token_id=19), "mask_token_id 19 lies outside the target's vocabulary of 19"),
+            (with_dflash(target_layer_ids=[0, 3]), r"tap layers \[3\] lie outside the target's layers 0..2"),
+            (with_dflash(target_layer_ids=[-1, 0]), r"tap layers \[-1\] lie outside"),
+        ],
+    )
+    def test_one_misfit(self, head, complaint):
+        target = parse_model_config(V4)
+        check_head_fits(parse_draft_head_config(HEAD), target)
+        with pytest.raises(ValueError, match=complaint) as info:
+            check_head_fits(parse_draft_head_config(head), target)
+        assert ";" not in str(info.value)
+
+    def test_all_at_once(self):
+        raw = with_dflash(mask_token_id=40, target_layer_ids=[0, 7])
+        raw |= {"hidden_size": 16, "num_target_layers": 9, "vocab_size": 41}
+        with pytest.raises(ValueError, match="does not fit the target") as info:
+            check_head_fits(parse_draft_head_config(raw), parse_model_config(V4))
+        for complaint in (
+            "hidden_size is 16",
+            "9 target layers",
+            "[7]",
+            "mask_token_id 40",
+            "vocabulary of 41",
+        ):
+            assert complaint in str(info.value)
+
+
+class TestReadJson:
+    @pytest.mark.parametrize(
+        "content", [b"{", b"", b"{'a': 1}", b"\xff\xfe\x00", b"[1, 2]", b"null"], ids=repr
+    )
+    def test_names_the_file(self, tmp_path, content):
+        path = tmp_path / "config.json"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="JSON") as info:
+            read_json(path)
+        assert str(path) in str(info.value)
+
+    def test_reads(self, tmp_path):
+        path = tmp_path / "config.json"
+        path.write_text('{"naïve": [1]}', encoding="utf-8")
+        assert read_json(path) == {"naïve": [1]}
