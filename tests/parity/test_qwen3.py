@@ -1,0 +1,122 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from jetspec_jax import SamplingParams, generate, load_target, logits
+from tests.parity.oracle import (
+    SHAPES,
+    VOCAB,
+    assert_close,
+    oracle_logits,
+    random_ids,
+    random_model,
+    save_newer,
+    save_older,
+)
+
+pytestmark = pytest.mark.parity
+
+
+class TestLogits:
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_both_dialects(self, tmp_path, shape, seed):
+        model = random_model(shape, seed)
+        ids = random_ids(seed, 2, 40)  # five times the sliding window
+        theirs = oracle_logits(model, ids)
+        newer = load_target(save_newer(model, tmp_path / "newer"), dtype="float32")
+        older = load_target(save_older(model, tmp_path / "older"), dtype="float32")
+        assert newer.config == older.config
+        ours = np.asarray(logits(newer, ids))
+        assert_close(ours, theirs)
+        np.testing.assert_array_equal(logits(older, ids), ours)
+
+    def test_shards(self, tmp_path):
+        model = random_model()
+        sharded = save_newer(model, tmp_path / "sharded", max_shard_size="20KB")
+        assert len(list(sharded.glob("*.safetensors"))) > 3
+        ids = random_ids(0, 1, 23)
+        assert_close(logits(load_target(sharded, dtype="float32"), ids), oracle_logits(model, ids))
+
+    def test_the_rotary_base_is_read(self, tmp_path):
+        """Another base gives other logits, so the tests above would notice one that is ignored."""
+        model = random_model()
+        ids = random_ids(0, 1, 40)
+        folder = save_older(model, tmp_path / "older")
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**raw, "rope_theta": 1e4}))
+        ours = np.asarray(logits(load_target(folder, dtype="float32"), ids))
+        assert np.abs(ours - oracle_logits(model, ids)).max() > 0.1
+
+    @pytest.mark.parametrize("shape", ["untied", "sliding"])
+    def test_bfloat16(self, tmp_path, shape):
+        """Rounding is the only difference: from float32, ours is no farther than transformers' own bf16."""
+        model = random_model(shape)
+        ids = random_ids(0, 2, 40)
+        exact = oracle_logits(model, ids)
+        target = load_target(save_newer(model, tmp_path / "saved"), dtype="bfloat16")
+        ours = np.asarray(logits(target, ids))
+        assert ours.dtype == np.float32
+        assert np.isfinite(ours).all()
+        theirs = oracle_logits(model.to(torch.bfloat16), ids)
+        assert _deviation(ours, exact) < 1.5 * _deviation(theirs, exact)
+
+
+def _deviation(values, exact):
+    return np.sqrt(np.mean((values - exact) ** 2))
+
+
+@torch.no_grad()
+def _greedy(model, prompt):
+    """transformers' greedy tokens, and the smallest gap between the two best logits on the way."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=24,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.stack(out.logits).topk(2, dim=-1).values[:, 0]
+    return out.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+
+
+class TestGreedy:
+    """Our chunked prefill and cached decoding against transformers' own."""
+
+    # Below, at and above a page (64) and a prompt chunk (128).
+    PROMPTS = tuple(random_ids(length, length).tolist() for length in (1, 7, 64, 65, 127, 128, 129, 300))
+
+    @pytest.mark.parametrize("shape", ["untied", "sliding"])
+    def test_text(self, tmp_path, shape):
+        model = random_model(shape, seed=2)
+        target = load_target(save_newer(model, tmp_path / "saved"), dtype="float32")
+        ours = generate(target, self.PROMPTS, SamplingParams(max_tokens=24))
+        for prompt, completion in zip(self.PROMPTS, ours, strict=True):
+            theirs, gap = _greedy(model, prompt)
+            assert gap > 1e-4  # no tie excuses a difference
+            assert (completion.token_ids, completion.finish_reason) == (theirs, "length")
+
+    def test_end_of_sequence(self, tmp_path):
+        model = random_model(seed=2)
+        free = [_greedy(model, prompt)[0] for prompt in self.PROMPTS]
+        # The most widespread token ends most of the texts; another one ends none.
+        eos = max(range(VOCAB), key=lambda token: sum(token in text for text in free))
+        never = next(token for token in range(VOCAB) if not any(token in text for text in free))
+        model.generation_config.eos_token_id = [never, eos]
+        target = load_target(save_newer(model, tmp_path / "saved"), dtype="float32")
+        reasons = set()
+        for prompt, completion in zip(
+            self.PROMPTS, generate(target, self.PROMPTS, SamplingParams(max_tokens=24)), strict=True
+        ):
+            theirs, _ = _greedy(model, prompt)
+            assert completion.token_ids == theirs
+            assert completion.finish_reason == ("stop" if eos in theirs else "length")
+            reasons.add(completion.finish_reason)
+        assert reasons == {"stop", "length"}
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        assert [completion.token_ids for completion in generate(target, self.PROMPTS, params)] == free

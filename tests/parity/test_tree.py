@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import torch
+
+from jetspec_jax import load_target, logits, tree_logits
+from tests.parity.oracle import (
+    VOCAB,
+    assert_close,
+    oracle_logits,
+    path_to,
+    random_ids,
+    random_model,
+    random_trees,
+    save_newer,
+)
+
+pytestmark = pytest.mark.parity
+
+# Shape of the model, prefix, nodes of each sequence's tree. The sliding window is 8.
+CASES = [
+    ("untied", 19, (64, 37)),
+    ("untied", 0, (24, 33)),
+    ("tied", 1, (40, 24)),
+    ("wide heads", 33, (31, 32)),
+    ("one KV head", 12, (63, 64)),
+    ("sliding", 21, (64, 41)),
+    ("sliding", 3, (48, 48)),  # the window's edge falls inside the tree
+]
+
+
+def case(tmp_path, shape, prefix_length, num_nodes):
+    seed = prefix_length
+    model = random_model(shape, seed)
+    target = load_target(save_newer(model, tmp_path / "saved"), dtype="float32")
+    prefix = random_ids(seed, len(num_nodes), prefix_length)
+    return model, target, prefix, random_trees(seed, num_nodes)
+
+
+def in_one_forward(model, prefix, tree):
+    """transformers over prefix and tree together: a 4-D ancestor mask, and depths in place of positions.
+
+    The mask stays explicit: without one, repeated positions are taken for packed sequences.
+    """
+    batch, length = prefix.shape
+    parents, depths = np.asarray(tree.parents), np.asarray(tree.depths)
+    size = length + parents.shape[1]
+    sees = np.broadcast_to(np.tri(size, dtype=bool), (batch, size, size)).copy()
+    sees[:, length:, length:] = False
+    for b in range(batch):
+        for node in range(parents.shape[1]):
+            sees[b, length + node, [length + i for i in path_to(parents[b], node)]] = True
+    positions = np.concatenate(
+        [np.broadcast_to(np.arange(length), prefix.shape), length + depths], axis=1, dtype=np.int64
+    )
+    # A window goes by positions, not by places in the sequence.
+    near = positions[:, :, None] - positions[:, None, :] < (model.config.sliding_window or size)
+
+    def additive(mask):
+        lowest = torch.finfo(torch.float32).min
+        return torch.where(torch.from_numpy(mask[:, None]), 0.0, lowest)
+
+    theirs = oracle_logits(
+        model,
+        np.concatenate([prefix, tree.tokens], axis=1),
+        attention_mask={"full_attention": additive(sees), "sliding_attention": additive(sees & near)},
+        position_ids=torch.from_numpy(positions),
+    )
+    return theirs[:, length:]
+
+
+def paths(prefix, tree):
+    """For every node its sequence, its index and the tokens of the whole text that ends there."""
+    for b, count in enumerate(np.asarray(tree.num_nodes)):
+        for node in range(count):
+            path = path_to(np.asarray(tree.parents)[b], node)
+            yield b, node, [*prefix[b].tolist(), *np.asarray(tree.tokens)[b, path].tolist()]
+
+
+def valid_rows(rows, tree):
+    return np.asarray(rows)[np.asarray(tree.valid)]
+
+
+@pytest.mark.parametrize(("shape", "prefix_length", "num_nodes"), CASES)
+def test_transformers(tmp_path, shape, prefix_length, num_nodes):
+    model, target, prefix, tree = case(tmp_path, shape, prefix_length, num_nodes)
+    ours = valid_rows(tree_logits(target, prefix, tree), tree)
+    assert_close(ours, valid_rows(in_one_forward(model, prefix, tree), tree))
+
+    # Each node anew, as the end of a plain sequence; sequences of one length share a forward.
+    texts = list(paths(prefix, tree))
+    alone = np.zeros((*tree.tokens.shape, VOCAB), np.float32)
+    for length in {len(text) for _, _, text in texts}:
+        rows = [(b, node, text) for b, node, text in texts if len(text) == length]
+        ends = oracle_logits(model, [text for _, _, text in rows])[:, -1]
+        for (b, node, _), end in zip(rows, ends, strict=True):
+            alone[b, node] = end
+    assert_close(ours, valid_rows(alone, tree))
+
+
+@pytest.mark.parametrize(("shape", "prefix_length", "num_nodes"), [CASES[0], CASES[6]])
+def test_our_own_plain_forwards(tmp_path, shape, prefix_length, num_nodes):
+    _, target, prefix, tree = case(tmp_path, shape, prefix_length, num_nodes)
+    texts = list(paths(prefix, tree))
+    longest = max(len(text) for _, _, text in texts)
+    # What follows a token does not touch it: padding behind the texts makes them one batch.
+    padded = np.array([text + [0] * (longest - len(text)) for _, _, text in texts], np.int32)
+    rows = np.asarray(logits(target, padded))
+    ends = np.stack([row[len(text) - 1] for row, (_, _, text) in zip(rows, texts, strict=True)])
+    assert_close(valid_rows(tree_logits(target, prefix, tree), tree), ends)
+
+
+def test_padding_nodes_change_nothing(tmp_path):
+    """A tree alone, without the padding that its larger neighbour brings."""
+    _, target, prefix, tree = case(tmp_path, "untied", 19, (64, 37))
+    together = np.asarray(tree_logits(target, prefix, tree))[1, :37]
+    (alone,) = np.asarray(tree_logits(target, prefix[1:], first_nodes(tree, 37)))
+    assert_close(together, alone)
+
+
+def first_nodes(tree, count):
+    """The last sequence's tree, cut to its first nodes."""
+    return type(tree)(
+        tokens=tree.tokens[-1:, :count],
+        parents=tree.parents[-1:, :count],
+        depths=tree.depths[-1:, :count],
+        scores=tree.scores[-1:, :count],
+        num_nodes=tree.num_nodes[-1:],
+    )
