@@ -113,6 +113,7 @@ def save_checkpoint(
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "model.safetensors").chmod(0o644)  # the library makes it the owner's alone
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         partial.chmod(0o755)

@@ -1,0 +1,98 @@
+"""Stages of a recipe: each is done once, marked as done, and skipped from then on."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from train.recipes import Recipe
+
+
+class OutOfTime(Exception):
+    """The time limit was reached; everything so far is saved."""
+
+
+class Deadline:
+    """A limit on the wall-clock time. Work that was begun is finished, so leave a minute above it."""
+
+    def __init__(self, minutes: float | None = None):
+        """Starts the clock; None is no limit."""
+        self.end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def passed(self) -> bool:
+        """Whether no new work should begin."""
+        return self.end is not None and time.monotonic() >= self.end
+
+    def stop(self, where: str) -> None:
+        """Ends the run.
+
+        Raises:
+            OutOfTime: Always, saying where.
+        """
+        raise OutOfTime(where)
+
+    def check(self, where: str) -> None:
+        """Ends the run if the limit was reached.
+
+        Raises:
+            OutOfTime: The limit was reached.
+        """
+        if self.passed():
+            self.stop(where)
+
+
+Stage = Callable[[], None]
+
+
+def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:
+    """Runs in order the stages that are not done.
+
+    Raises:
+        OutOfTime: The limit was reached; the message names the stages left.
+    """
+    marks = work / "done"
+    marks.mkdir(parents=True, exist_ok=True)
+    for name, stage in stages.items():
+        mark = marks / name
+        if mark.exists():
+            print(f"{name}: done already", flush=True)
+            continue
+        left = [other for other in stages if not (marks / other).exists()]
+        try:
+            deadline.check(f"before {name}")
+            begun = time.perf_counter()
+            print(f"{name}: begins", flush=True)
+            stage()
+        except OutOfTime as stop:
+            raise OutOfTime(f"stopped ({stop}); left: {', '.join(left)}") from None
+        seconds = time.perf_counter() - begun
+        mark.write_text(f"{seconds:.1f} seconds in its last run\n", encoding="utf-8")
+        print(f"{name}: done in {seconds:.1f} s", flush=True)
+
+
+def claim(work: Path, recipe: Recipe) -> None:
+    """Takes a work folder for a recipe.
+
+    Raises:
+        ValueError: The folder belongs to another recipe; the fields that differ are listed.
+    """
+    path = work / "recipe.json"
+    mine = json.loads(json.dumps(asdict(recipe)))
+    if not path.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+        return
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    names = sorted({*mine, *theirs})
+    differing = [name for name in names if mine.get(name) != theirs.get(name)]
+    if differing:
+        listed = "; ".join(f"{name}: {theirs.get(name)} there, {mine.get(name)} here" for name in differing)
+        raise ValueError(f"{work} was made with another recipe ({listed}); name another folder")
+
+
+def fresh(folder: Path) -> Path:
+    """An absent folder: what an interrupted stage left there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
