@@ -1,0 +1,137 @@
+"""The command, on the embedded demo pair."""
+
+import io
+import json
+
+import pytest
+
+from jetspec_jax import LLM, SamplingParams, cli
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+
+PROMPT = "def read_lines(path):"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(budget=16)
+
+
+def run(capsys, *arguments):
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_text_is_the_target_s_and_the_check_passes(capsys, llm):
+    code, out, err = run(
+        capsys, "generate", "--check", "--stats", "--budget", "16", "--max-tokens", "24", PROMPT
+    )
+    assert code == 0
+    [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
+    assert out == expected.text + "\n"
+    assert "all 24 tokens equal plain decoding's" in err
+    assert "tokens per round" in err
+
+
+def test_json_is_one_object_with_the_figures(capsys, llm):
+    code, out, _ = run(
+        capsys,
+        *("generate", "--json", "--budget", "16", "--max-tokens", "24"),
+        *("--temperature", "0.7", "--top-p", "0.9", "--top-k", "50", "--seed", "5", PROMPT),
+    )
+    report = json.loads(out)
+    params = SamplingParams(max_tokens=24, temperature=0.7, top_p=0.9, top_k=50, seed=5)
+    [expected] = llm.generate([PROMPT], params)
+    assert code == 0
+    assert report["text"] == expected.text
+    assert report["token_ids"] == expected.token_ids
+    assert report["finish_reason"] == expected.finish_reason
+    assert report["accept_lengths"] == expected.accept_lengths
+    assert report["rounds"] == len(expected.accept_lengths)
+    assert report["mean_acceptance_length"] == pytest.approx(expected.mean_acceptance_length)
+    assert report["tokens_per_second"] == pytest.approx(len(expected.token_ids) / report["seconds"])
+
+
+def test_one_token_needs_no_round_and_json_has_no_nan(capsys):
+    code, out, _ = run(capsys, "generate", "--json", "--budget", "16", "--max-tokens", "1", PROMPT)
+    assert code == 0
+    assert json.loads(out)["mean_acceptance_length"] is None
+
+
+def test_the_prompt_may_come_from_standard_input(capsys, monkeypatch, llm):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "8")
+    assert code == 0
+    assert out == llm.generate([PROMPT], SamplingParams(max_tokens=8))[0].text + "\n"
+
+
+def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
+    def altered(target, prompts, params):
+        [completion] = real(target, prompts, params)
+        completion.token_ids[5] = 77
+        return [completion]
+
+    real = cli.generate
+    monkeypatch.setattr(cli, "generate", altered)
+    code, _, err = run(capsys, "generate", "--check", "--budget", "16", "--max-tokens", "12", PROMPT)
+    assert code == 1
+    assert "token 5 is" in err
+    assert "plain decoding's is 77" in err
+
+
+def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
+    code, out, err = run(capsys, "generate", "--target", str(DEMO_TARGET), "--max-tokens", "4", PROMPT)
+    assert code == 0
+    assert out.strip()
+    assert "decoding plainly" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "prompt is empty"),
+        (["generate", "--temperature", "nan", "x"], "temperature"),
+        (["generate", "--top-p", "0", "x"], "top_p"),
+        (["generate", "--budget", "257", "x"], "budget must be in 1..256"),
+        (["generate", "--width", "0", "x"], "width"),
+        (["generate", "--depth", "16", "x"], "depth must lie in 1..15"),
+        (["generate", "--max-tokens", "9999", "x"], "context limit"),
+        (["generate", "--dtype", "int8", "x"], "dtype must be"),
+        (["generate", "--target", "no/such-target", "x"], "no/such-target"),
+        (["info", "nowhere"], "nowhere is neither a folder nor a hub id"),
+        (["info", str(DEMO_TARGET), "--target", str(DEMO_TARGET)], "is a target, not a draft head"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_info_describes_a_head_and_its_fit(capsys):
+    arguments = ("info", str(DEMO_DRAFT_HEAD), "--target", str(DEMO_TARGET), "--json")
+    code, out, _ = run(capsys, *arguments)
+    report = json.loads(out)
+    assert code == 0
+    assert report["fits"] is True
+    assert report["kind"] == "draft head"
+    assert report["block_size"] == 16
+    assert report["parameters"] * 2 < report["file_bytes"] < report["parameters"] * 2 + 10_000
+
+
+def test_info_on_a_head_that_does_not_fit(capsys, tmp_path):
+    config = json.loads((DEMO_TARGET / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    code, out, _ = run(capsys, "info", str(DEMO_DRAFT_HEAD), "--target", str(tmp_path))
+    assert code == 1
+    assert "no: the draft head does not fit the target" in out
+    assert "tap layers [5, 7] lie outside" in out
+
+
+def test_info_demo_lists_both(capsys):
+    code, out, _ = run(capsys, "info", "demo")
+    assert code == 0
+    assert "kind                        target" in out
+    assert "fits                        yes" in out

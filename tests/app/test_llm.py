@@ -1,0 +1,81 @@
+"""`LLM` on the embedded demo pair, and what the pair must be."""
+
+import json
+
+import pytest
+
+from jetspec_jax import LLM, SamplingParams, generate
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
+
+MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(budget=64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [json.loads(line)["text"] for line in DEMO_PROMPTS.read_text().splitlines()]
+
+
+def test_texts_and_token_ids_are_the_same_prompt(llm):
+    text = "import os\n"
+    params = SamplingParams(max_tokens=12)
+    by_text, by_ids = llm.generate([text, llm.encode(text)], params)
+    [alone] = llm.generate(text, params)
+    assert by_text == by_ids == alone
+    assert by_text.text == llm.target.tokenizer.decode(by_text.token_ids)
+
+
+def test_a_chat_is_its_template_s_text(llm):
+    params = SamplingParams(max_tokens=8)
+    prompt = llm.target.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    [answer], [expected] = llm.chat(MESSAGES, params), llm.generate([prompt], params)
+    assert answer.token_ids == expected.token_ids
+    assert len(llm.chat([MESSAGES, MESSAGES], params)) == 2
+
+
+def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
+    prompt = llm.encode("x = 1\n" * 400)[:1100]
+    [completion] = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert (
+        completion.token_ids
+        == generate(llm.target, [prompt], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+    )
+
+
+def test_settings_are_checked_also_without_a_head():
+    with pytest.raises(ValueError, match=r"budget must be in 1\.\.256"):
+        LLM(DEMO_TARGET, budget=500)
+
+
+def test_the_pair_is_small():
+    files = [f for folder in (DEMO_TARGET, DEMO_DRAFT_HEAD) for f in folder.iterdir()]
+    assert sum(f.stat().st_size for f in files) <= 20_000_000
+
+
+def test_the_stated_figures_are_what_the_pair_promises():
+    figures = json.loads((DEMO_TARGET.parent / "evaluation.json").read_text())
+    readme = (DEMO_TARGET.parent / "README.md").read_text()
+    shapes = ["budget=16/width=1", *(f"budget={b}/width=7" for b in (16, 64, 128))]
+    tau = [figures[f"tau/T=0/{shape}"] for shape in shapes]
+    assert tau == sorted(tau)
+    assert figures["tau/T=0/budget=64/width=7"] >= 3.0
+    ours = figures["bits_per_byte/target"]["all"]
+    baselines = [v["all"] for k, v in figures.items() if k.startswith("bits_per_byte/") and "target" not in k]
+    assert ours < 0.8 * min(baselines)
+    assert figures["repetition/greedy text"] < 2 * figures["repetition/held-out text"]
+    for value in tau:
+        assert f"{value:.2f}" in readme
+
+
+def test_the_pair_drafts_as_well_as_stated(llm, prompts):
+    # Eight prompts of the 64 behind the stated 3.3; a mis-wired head stays exact and gets about 1.
+    params = SamplingParams(max_tokens=96, ignore_eos=True)
+    trees = llm.generate(prompts[:8], params)
+    plain = generate(llm.target, [llm.encode(p) for p in prompts[:8]], params)
+    assert [c.token_ids for c in trees] == [c.token_ids for c in plain]
+    lengths = [n for c in trees for n in c.accept_lengths]
+    assert sum(lengths) / len(lengths) > 2.7
