@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         "benchmark": "decode",
         **machine(),
         "dtype": str(target.weights["embed_tokens"].dtype),
-        "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "run"},
+        "arguments": _arguments(arguments),
         "rows": rows,
         "seconds": seconds,
     }
@@ -97,6 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     write_json(arguments.json, {**report, "notes": notes})
     return 0
+
+
+def _arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings, without paths of this machine."""
+    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "json")}
+    return {**given, "target": Path(given["target"]).name, "draft_head": Path(given["draft_head"]).name}
 
 
 def _methods(

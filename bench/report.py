@@ -2,12 +2,14 @@
 
 import json
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -29,12 +31,13 @@ def machine() -> dict[str, Any]:
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> None:
     """Prints rows of equal keys as a table."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for key, value in rows[0].items():
         table.add_column(key, justify="left" if isinstance(value, str) else "right")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    console = Console()
+    # Rich would cut columns at 80 where the output is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from jetspec_jax.cache import PagePool
 from jetspec_jax.checkpoint import Head, Target
@@ -168,6 +169,18 @@ class Engine:
             self._waiting.remove(request)
         elif request in self._running:
             self._release(request)
+
+    def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+        """Serves prompts to their ends, with a progress bar on a terminal if it takes a while.
+
+        Raises:
+            ValueError: As for `submit`.
+        """
+        requests = [self.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
+            for _ in self.run():
+                bar.update(sum(r.output.finish_reason is not None for r in requests) - bar.n)
+        return requests
 
     def run(self) -> Iterator[None]:
         """Serves until nobody waits or runs, yielding after every dispatch."""

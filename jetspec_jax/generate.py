@@ -108,7 +108,4 @@ def _run(
         return []
     need = max(len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True))
     engine = Engine(target, head, settings, slots=slots, capacity=default_capacity(target.config, need))
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    for _ in engine.run():
-        pass
-    return [request.output.completion() for request in requests]
+    return [request.output.completion() for request in engine.complete(prompts, params)]

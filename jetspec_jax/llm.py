@@ -99,10 +99,7 @@ class LLM:
         for prompt, own in zip(ids, params, strict=True):
             check_request(self.target, prompt, own, capacity=self._capacity)
         engine = self._engine_for(ids, params)
-        requests = [engine.submit(prompt, own) for prompt, own in zip(ids, params, strict=True)]
-        for _ in engine.run():
-            pass
-        return [request.output.completion() for request in requests]
+        return [request.output.completion() for request in engine.complete(ids, params)]
 
     def chat(
         self,

@@ -112,9 +112,7 @@ class Writer:
     ) -> UInt16[np.ndarray, "N T"]:
         # Only ids are wanted. Slots as long as a text keep attention from walking pages that stay empty.
         engine = Engine(replace(target, tokenizer=None), slots=self.slots, capacity=self.length)
-        requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        for _ in engine.run():
-            pass
+        requests = engine.complete(prompts, params)
         rows = [p + r.output.token_ids for p, r in zip(prompts, requests, strict=True)]
         return np.asarray(rows, np.uint16)
 
