@@ -1,0 +1,215 @@
+"""Requests and settings that cannot be served: one clear error each, before any work is done."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
+from jetspec_jax.engine import Engine, TreeSettings
+from tests.decode.tiny import TINY, finish, head_config, random_head, random_target, serve, word_tokenizer
+
+CONFIG = dataclasses.replace(TINY, windows=(None,))
+LIMIT = CONFIG.max_position_embeddings
+GOOD = [1, 2, 3]
+SHORT = SamplingParams(max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 0)
+
+
+@pytest.fixture(scope="module")
+def head():
+    return random_head(CONFIG, 0)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """No request gets as far as the device."""
+
+    def fail(*_):
+        raise AssertionError("work began before everything was checked")
+
+    for name in ("insert", "prefill", "decode", "release"):
+        monkeypatch.setattr(TreeDecoder, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature .*-0\.1"),
+        ({"temperature": math.nan}, "temperature .*nan"),
+        ({"temperature": math.inf}, "temperature .*inf"),
+        ({"top_p": 0.0}, r"top_p .*\(0, 1\].* 0\.0"),
+        ({"top_p": 1.01}, r"top_p .*1\.01"),
+        ({"top_p": -0.5}, r"top_p .*-0\.5"),
+        ({"top_p": math.nan}, "top_p .*nan"),
+        ({"top_k": 0}, "top_k .* 0"),
+        ({"top_k": -1}, "top_k .*-1"),
+        ({"min_p": -0.1}, r"min_p .*-0\.1"),
+        ({"min_p": 1.5}, r"min_p .*1\.5"),
+        ({"min_p": math.nan}, "min_p .*nan"),
+        ({"seed": -1}, "seed .*-1"),
+        ({"seed": 2**64}, "seed .*18446744073709551616"),
+        ({"max_tokens": 0}, "max_tokens .* 0"),
+        ({"max_tokens": -3}, "max_tokens .*-3"),
+        ({"stop": ""}, "stop .*empty"),
+        ({"stop": ("a", "")}, "stop .*empty"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids .*-1"),
+    ],
+    ids=str,
+)
+def test_sampling_params(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**settings)
+
+
+REQUESTS = pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 64], {}, r"token id 64 in prompt .*0\.\.63"),
+        ([-1, 1], {}, r"token id -1 in prompt .*0\.\.63"),
+        ([1], {"max_tokens": LIMIT}, f"1 prompt tokens plus max_tokens={LIMIT} .*limit of {LIMIT}"),
+        ([1] * LIMIT, {"max_tokens": 1}, f"{LIMIT} prompt tokens .*limit of {LIMIT}"),
+        ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
+        ([1], {"stop_token_ids": (64,)}, r"token id 64 in stop_token_ids .*0\.\.63"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+
+
+@REQUESTS
+@pytest.mark.usefixtures("nothing_runs")
+def test_requests(target, head, prompt, params, message):
+    # The bad request comes last: those before it must not have begun.
+    prompts = [GOOD, GOOD, prompt]
+    sampling = [SHORT, SHORT, dataclasses.replace(SHORT, **params)]
+    with pytest.raises(ValueError, match=message):
+        generate(target, prompts, sampling)
+    with pytest.raises(ValueError, match=message):
+        generate_tree(target, head, prompts, sampling, budget=16)
+    engine = Engine(target, head, TreeSettings(budget=16))
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompts[-1], sampling[-1])
+    assert not engine.busy
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_requests_of_an_llm(target, head):
+    with_tokenizer = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
+    llm = LLM(with_tokenizer, head, budget=16)
+    engine = llm._engine
+    for prompt, message in (([], "empty"), ([64], "token id 64"), ([1] * LIMIT, "limit")):
+        with pytest.raises(ValueError, match=message):
+            llm.generate([GOOD, prompt], SHORT)
+        with pytest.raises(ValueError, match=message):
+            llm.stream(prompt, SHORT)
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompt"):
+        llm.generate([GOOD], [SHORT] * 2)
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "ab"}])
+    assert llm._engine is engine
+    assert not engine.busy
+
+    without = LLM(target, head, budget=16)
+    for call in (without.generate, without.stream):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            call("ab", SHORT)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        without.generate([GOOD], SamplingParams(stop="x", max_tokens=4))
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_slot_of_less_than_the_context(target):
+    engine = Engine(target, capacity=64)
+    with pytest.raises(ValueError, match="make 65, beyond the context limit of 64"):
+        engine.submit(GOOD, SamplingParams(max_tokens=62))
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_as_many_params_as_prompts(target, head):
+    with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
+        generate(target, [GOOD, GOOD], [SHORT] * 3)
+    with pytest.raises(ValueError, match="1 sampling_params for 2 prompts"):
+        generate_tree(target, head, [GOOD, GOOD], [SHORT])
+    with pytest.raises(ValueError, match="max_slots must be at least 1"):
+        generate(target, [GOOD], SHORT, max_slots=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 0}, r"budget .*1\.\.256.* 0"),
+        ({"budget": -4}, r"budget .*1\.\.256.*-4"),
+        ({"budget": 257}, r"budget .*1\.\.256.*257"),
+        ({"width": 0}, r"width .*1\.\.64.* 0"),
+        ({"width": 65}, r"width .*1\.\.64.*65"),
+        ({"depth": 0}, r"depth .*1\.\.7.* 0"),
+        ({"depth": 8}, r"depth .*1\.\.7.*8"),
+        ({"algorithm": "greedy"}, "unknown tree algorithm 'greedy'.*accum_logp"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_runs")
+def test_tree_settings(target, head, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate_tree(target, head, [GOOD], SHORT, **settings)
+    # Even where there is nothing to do.
+    with pytest.raises(ValueError, match=message):
+        generate_tree(target, head, [], **settings)
+    with pytest.raises(ValueError, match=message):
+        LLM(target, head, **settings)
+    with pytest.raises(ValueError, match=message):
+        Engine(target, head, TreeSettings(**settings))
+
+
+def misfit(**changes):
+    config = head_config(CONFIG)
+    layers = dataclasses.replace(config.layers, **changes.pop("layers", {}))
+    return dataclasses.replace(config, layers=layers, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (misfit(layers={"hidden_size": 48}), "hidden_size is 48, the target's 32"),
+        (misfit(layers={"vocab_size": 70}), "vocabulary of 70, the target's has 64"),
+        (misfit(num_target_layers=3), "made for 3 target layers, the target has 1"),
+        (misfit(tap_layers=(0, 1)), r"tap layers \[1\] lie outside"),
+        (misfit(tap_layers=(-1,)), r"tap layers \[-1\] lie outside"),
+        (misfit(mask_token_id=64), "mask_token_id 64 lies outside"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.usefixtures("nothing_runs")
+def test_a_head_that_does_not_fit(target, config, message):
+    head = Head(config, {})  # it must be refused before its parameters are looked at
+    with pytest.raises(ValueError, match=message):
+        generate_tree(target, head, [GOOD], SHORT)
+    with pytest.raises(ValueError, match=message):
+        LLM(target, head)
+    with pytest.raises(ValueError, match=message):
+        draft_logits(target, head, [GOOD])
+
+
+def test_all_that_does_not_fit_is_said_at_once(target):
+    head = Head(misfit(mask_token_id=64, tap_layers=(5,), num_target_layers=6), {})
+    with pytest.raises(ValueError, match=r"6 target layers.*tap layers.*mask_token_id"):
+        generate_tree(target, head, [GOOD], SHORT)
+
+
+def test_an_engine_goes_on_after_an_error(target):
+    engine = Engine(target)
+    good = engine.submit(GOOD, SamplingParams(max_tokens=30))
+    engine.step(2)
+    for prompt in ([], [64], [1] * LIMIT):
+        with pytest.raises(ValueError, match=r"empty|token id|limit"):
+            engine.submit(prompt, SHORT)
+    finish(engine)
+    assert engine.pool.num_free == engine.pool.num_pages
+    expected = good.output.completion()
+    assert len(expected.token_ids) == 30
+    assert serve(engine, [GOOD], [SamplingParams(max_tokens=30)]) == [expected]

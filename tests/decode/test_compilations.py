@@ -1,0 +1,95 @@
+"""After one warm-up per bucket nothing compiles: what differs between requests are arrays."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jetspec_jax import LLM, SamplingParams, generate, generate_tree
+from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+CONFIG = dataclasses.replace(TINY, windows=(None,))
+
+
+@contextlib.contextmanager
+def compilations():
+    """The list of the durations of all compilations inside the block."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == COMPILE_EVENT:
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def head():
+    return random_head(CONFIG, 0)
+
+
+def mixed_requests(count):
+    """Prompts of mixed length with every kind of setting that a request can bring."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 64, length).tolist() for length in rng.integers(1, 200, count)]
+    kinds = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "seed": 2**40, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.9, "stop_token_ids": [3, 60]},
+        {"temperature": 1.0, "seed": 1, "min_p": 0.1, "stop": "ab"},
+        {"ignore_eos": True},
+    ]
+    params = [
+        SamplingParams(**kinds[i % len(kinds)], max_tokens=int(rng.integers(1, 40))) for i in range(count)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("budget", [1, 16, 32])
+def test_after_one_warm_up_nothing_compiles(target, head, budget):
+    def run(prompts, params, target, budget, depth=None):
+        if budget == 1:
+            return generate(target, prompts, params)
+        return generate_tree(target, head, prompts, params, budget=budget, width=3, depth=depth)
+
+    with compilations() as warm_up:
+        run([[1]] * 8, SamplingParams(max_tokens=2), target, budget)
+    assert len(warm_up) >= 2, "the listener hears nothing"
+
+    prompts, params = mixed_requests(50)
+    with compilations() as after:
+        outputs = run(prompts, params, dataclasses.replace(target, eos_token_ids=(5, 6)), budget)
+        if budget > 1:
+            # Budgets of the bucket, depths and weights are arrays too.
+            run(prompts[:8], params[:8], random_target(CONFIG, 1, tokenizer=target.tokenizer), budget - 5, 4)
+    assert len(outputs) == 50
+    assert after == []
+
+
+def test_streams_and_texts_share_their_programs(target, head):
+    llm = LLM(target, head, budget=16, width=3)
+    prompts, params = mixed_requests(12)
+    with compilations() as warm_up:
+        llm.generate([[1]], SamplingParams(max_tokens=2))
+    assert len(warm_up) >= 2
+    with compilations() as after:
+        for prompt, own in zip(prompts, params, strict=True):
+            text = "".join(llm.stream(prompt, own))
+            if own.temperature == 0:
+                assert llm.generate([prompt], own)[0].text == text
+        with llm.stream(prompts[0], params[0]) as stream:
+            next(stream, None)
+    assert after == []

@@ -1,0 +1,477 @@
+"""Slots, pages, stop conditions and streams, held against plain decoding of each request alone."""
+
+import dataclasses
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
+from jetspec_jax.cache import PagePool
+from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings
+from jetspec_jax.models import bind
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.ties import TIE, choice_rows, gaps
+from tests.decode.tiny import TINY, finish, random_head, random_target, serve, word_tokenizer
+
+LIMIT = 512
+CONFIG = dataclasses.replace(TINY, max_position_embeddings=LIMIT)
+ORACLE = OracleProposer(CONFIG.vocab_size)
+SLOTS = 8
+SETTINGS = TreeSettings(budget=16, width=2)
+TREE = {"budget": 16, "width": 2}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 11, tokenizer=word_tokenizer(CONFIG.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def head():
+    return random_head(CONFIG, 11)
+
+
+@pytest.fixture(scope="module")
+def alone(target):
+    """Plain decoding of one request alone."""
+    return lambda prompt, params: generate(target, [prompt], params)[0]
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng([length, seed]).integers(0, CONFIG.vocab_size, length).tolist()
+
+
+def sampled(seed, **settings):
+    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 30, **settings})
+
+
+@pytest.fixture(scope="module")
+def oracle_engine(target, alone):
+    """An engine whose first requests, in this order, find their continuations in the trees."""
+
+    def make(prompts=(), params=(), settings=SETTINGS, target=target):
+        sequences = []
+        for prompt, own in zip(prompts, params, strict=True):
+            # Past the request's end too, as far as a round may overshoot and the context allows.
+            most = min(own.max_tokens + ORACLE.depth + 1, LIMIT - len(prompt))
+            free = dataclasses.replace(own, max_tokens=most, stop=(), stop_token_ids=(), ignore_eos=True)
+            sequences.append(prompt + alone(prompt, free).token_ids)
+        weights = plant((sequences + [[]] * SLOTS)[:SLOTS], LIMIT + 16)
+        return Engine(target, None, settings, slots=SLOTS, proposer=ORACLE, proposer_weights=weights)
+
+    return make
+
+
+def check(completions, expected):
+    for got, want in zip(completions, expected, strict=True):
+        assert (got.token_ids, got.finish_reason, got.text) == (want.token_ids, want.finish_reason, want.text)
+
+
+def tau(completions):
+    return np.mean([length for completion in completions for length in completion.accept_lengths])
+
+
+# Pages
+
+
+def test_a_pool_hands_out_each_page_once():
+    pool = PagePool(5)
+    first, second = pool.reserve(2), pool.reserve(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert pool.reserve(1) is None
+    pool.release(first)
+    assert pool.reserve(3) is None
+    assert pool.num_free == 2
+    assert sorted(pool.reserve(2)) == sorted(first)
+
+
+def test_pages_and_slots_come_back(oracle_engine):
+    engine = oracle_engine()
+    start = engine.pool.num_free
+    assert start == SLOTS * LIMIT // PAGE_SIZE
+    requests = [engine.submit(prompt_of(20 * i + 1), sampled(i, max_tokens=40)) for i in range(SLOTS + 3)]
+    engine.step(2)
+    assert engine.pool.num_free < start
+    engine.cancel(requests[-1])  # waits
+    engine.cancel(requests[0])  # runs
+    engine.cancel(requests[3])
+    engine.step(2)
+    engine.cancel(requests[3])  # is gone already
+    finish(engine)
+    engine.cancel(requests[1])  # has finished
+    assert engine.pool.num_free == start
+    assert not engine.busy
+    assert not np.asarray(engine.state.active).any()
+    # A free slot names no page, so nothing can be written through it.
+    assert (np.asarray(engine.state.slots.block_tables) == engine.pool.num_pages).all()
+    assert requests[3].output.finish_reason is None
+    assert requests[SLOTS].output.finish_reason == "length"
+
+
+def test_soak_at_temperature_1(oracle_engine):
+    engine = oracle_engine()
+    start, rng, rounds = engine.pool.num_free, np.random.default_rng(0), 0
+    while rounds < 300:
+        requests = [
+            engine.submit(
+                prompt_of(int(rng.integers(1, 90)), i), sampled(i, max_tokens=int(rng.integers(1, 60)))
+            )
+            for i in range(12)
+        ]
+        for _ in range(1000):
+            if not engine.busy:
+                break
+            engine.step(int(rng.integers(1, 17)))
+            if rng.random() < 0.2:
+                engine.cancel(requests.pop(int(rng.integers(len(requests)))))
+        assert engine.pool.num_free == start
+        assert all(len(r.output.token_ids) == r.params.max_tokens for r in requests)
+        rounds += max(len(request.output.accept_lengths) for request in requests)
+    # Every page and slot is still of use: as many requests as there are slots, each as long as can be.
+    last = [engine.submit(prompt_of(LIMIT - 1, i), sampled(i, max_tokens=1)) for i in range(SLOTS)]
+    engine.step(1)
+    assert all(request.output.finish_reason == "length" for request in last)
+
+
+def fill_with_nan(engine):
+    stores, proposer = (
+        jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), part)
+        for part in (engine.state.stores, engine.state.proposer)
+    )
+    engine.state = dataclasses.replace(engine.state, stores=stores, proposer=proposer)
+    return engine
+
+
+def test_nan_in_unused_pages_changes_nothing(oracle_engine, alone):
+    prompts = [prompt_of(length) for length in (1, 63, 64, 130, 40)]
+    params = [sampled(i, temperature=float(i % 2)) for i in range(5)]
+    engine = fill_with_nan(oracle_engine(prompts, params))
+    got = serve(engine, prompts, params)
+    check(got, map(alone, prompts, params))
+    assert tau(got) > 3
+
+
+def test_nan_in_the_heads_unused_pages_changes_nothing(target, head, alone):
+    prompt, params = prompt_of(70), sampled(1)
+    clean = Engine(target, head, SETTINGS)
+    dirty = fill_with_nan(Engine(target, head, SETTINGS))
+    assert np.isnan(jax.tree.leaves(dirty.state.proposer)[0]).all()
+    [expected], [got] = serve(clean, [prompt], [params]), serve(dirty, [prompt], [params])
+    check([got], [alone(prompt, params)])
+    # Tokens alone would not show a spoilt head.
+    assert got.accept_lengths == expected.accept_lengths
+
+
+def test_the_head_knows_every_token(target, head):
+    # Of every chunk of the prompt and of every round: its drafts are those of one forward over all of it.
+    prompt = prompt_of(2 * PREFILL_CHUNK + 40)
+    engine = Engine(target, head, SETTINGS)
+    request = engine.submit(prompt, sampled(1))
+    engine.step(3)
+    tokens = prompt + request.output.token_ids
+    assert engine.state.slots.lengths.tolist() == [len(tokens) - 1]
+
+    @jax.jit
+    def propose(weights, state):
+        proposer = engine.decoder.proposer
+        model = bind(CONFIG, weights.target)
+        return proposer.propose(weights.proposer, state.proposer, model, state.anchors, state.slots)
+
+    expected = draft_logits(target, head, [tokens])
+    np.testing.assert_allclose(propose(engine.weights, engine.state), expected, rtol=0, atol=1e-4)
+
+
+# Batches
+
+
+def test_a_batch_that_shrinks(oracle_engine, alone):
+    prompts = [prompt_of(10 + i) for i in range(5)]
+    params = [sampled(i, max_tokens=most) for i, most in enumerate([8, 60, 8, 25, 25])]
+    engine = oracle_engine(prompts, params)
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    active = []
+    while engine.busy:
+        engine.step(1)
+        active.append(int(np.asarray(engine.state.active).sum()))
+    assert {3, 1} <= set(active)
+    check([request.output.completion() for request in requests], map(alone, prompts, params))
+
+
+def test_more_requests_than_slots(oracle_engine, alone):
+    # Those that get a used slot are drafted for with another's text, which must not matter.
+    prompts = [prompt_of(1 + 7 * i) for i in range(20)]
+    params = [sampled(i, temperature=[0.0, 1.0, 0.6][i % 3], max_tokens=1 + 3 * i) for i in range(20)]
+    engine = oracle_engine(prompts[:SLOTS], params[:SLOTS])
+    check(serve(engine, prompts, params), map(alone, prompts, params))
+
+
+def test_a_request_that_joins_others(oracle_engine, alone):
+    prompts = [prompt_of(length) for length in (50, 5, 200)]
+    params = [sampled(i, max_tokens=50) for i in range(3)]
+    engine = oracle_engine(prompts, params)
+    requests = [engine.submit(prompts[0], params[0])]
+    engine.step(3)
+    assert engine.busy
+    requests.append(engine.submit(prompts[1], params[1]))
+    engine.step(1)
+    # The third prompt takes two chunks while both others are in the middle of their texts.
+    assert np.asarray(engine.state.active)[:2].all()
+    requests.append(engine.submit(prompts[2], params[2]))
+    finish(engine)
+    check([request.output.completion() for request in requests], map(alone, prompts, params))
+
+
+def test_prompts_around_pages_and_chunks(target, oracle_engine):
+    # Against a forward over the whole sequence: plain decoding reads the same pages as the tree.
+    chunk, page = PREFILL_CHUNK, PAGE_SIZE
+    for lengths in (
+        (1, page - 1, page, page + 1, chunk - 1, chunk, chunk + 1, 2 * chunk),
+        (2 * chunk + 1, 300, 3 * chunk, page - 14, page - 9, page - 5, page - 4, page - 3),
+    ):
+        prompts = [prompt_of(length) for length in lengths]
+        params = [sampled(length, temperature=float(length % 2), max_tokens=20) for length in lengths]
+        got = serve(oracle_engine(prompts, params), prompts, params)
+        for prompt, own, completion in zip(prompts, params, got, strict=True):
+            assert len(completion.token_ids) == 20
+            rows = choice_rows(target, prompt, completion.token_ids, own, length=LIMIT)
+            wrong = (rows.argmax(-1) != completion.token_ids) & (gaps(rows) >= TIE)
+            assert not wrong.any(), (len(prompt), np.flatnonzero(wrong))
+        assert tau(got) > 3
+
+
+def test_a_full_last_page(oracle_engine, alone):
+    # A tree of 16 no longer fits behind the last tokens, neither in the slot's reserved pages nor, at the
+    # context limit, in its table. Neighbours hold the pages right behind.
+    lengths = (40, 100, LIMIT - 12, LIMIT - 1, 24, 28)
+    most = (24, 28, 12, 1, 40, 100)
+    prompts = [prompt_of(length) for length in lengths]
+    params = [sampled(i, max_tokens=own) for i, own in enumerate(most)]
+    assert [sum(pair) % PAGE_SIZE for pair in zip(lengths, most, strict=True)] == [0] * 6
+    engine = oracle_engine(prompts, params)
+    got = serve(engine, prompts, params)
+    assert [len(completion.token_ids) for completion in got] == list(most)
+    assert {completion.finish_reason for completion in got} == {"length"}
+    check(got, map(alone, prompts, params))
+    assert any(sum(completion.accept_lengths) + 1 > len(completion.token_ids) for completion in got)
+
+
+# Settings
+
+
+def test_budget_1_is_plain_decoding(target, head, alone):
+    prompt, params = prompt_of(9), sampled(3)
+    [got] = generate_tree(target, head, [prompt], params, budget=1)
+    check([got], [alone(prompt, params)])
+    assert got.tree_sizes == [1] * 29
+    assert got.accept_lengths == [1] * 29
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, None])
+def test_depth_limits_the_trees(oracle_engine, alone, depth):
+    # At depth 1 and 2 the budget lies beyond the 3 or 7 nodes that the tree can reach, which is legal.
+    prompts, params = [prompt_of(12)], [sampled(5, max_tokens=60)]
+    engine = oracle_engine(prompts, params, TreeSettings(budget=16, width=2, depth=depth))
+    [got] = serve(engine, prompts, params)
+    check([got], [alone(prompts[0], params[0])])
+    if depth is None:
+        assert 6 < max(got.accept_lengths) <= ORACLE.depth + 1
+    else:
+        assert max(got.accept_lengths) == depth + 1
+    assert set(got.tree_sizes) == {{1: 3, 2: 7}.get(depth, 16)}
+
+
+def test_budgets_of_one_bucket_share_their_program_and_keep_to_themselves(oracle_engine, alone):
+    prompts, params = [prompt_of(12)], [sampled(5, max_tokens=60)]
+    for budget in (2, 5, 15):
+        [got] = serve(oracle_engine(prompts, params, TreeSettings(budget, width=2)), prompts, params)
+        check([got], [alone(prompts[0], params[0])])
+        assert set(got.tree_sizes) == {budget}
+
+
+def test_the_bucket_can_change_between_rounds(oracle_engine, alone):
+    prompts, params = [prompt_of(12), prompt_of(30)], [sampled(5, max_tokens=60), sampled(6, max_tokens=60)]
+    engine = oracle_engine(prompts, params)
+    tree = engine.decoder
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    for decoder in (tree, dataclasses.replace(tree, bucket=1)) * 3:
+        engine.decoder = decoder
+        engine.step(2)
+    engine.decoder = tree
+    finish(engine)
+    check([request.output.completion() for request in requests], map(alone, prompts, params))
+    assert {1, 16} == set(requests[0].output.tree_sizes)
+
+
+# Where outputs end
+
+
+@pytest.fixture(scope="module")
+def path(alone):
+    """A prompt, its parameters, its free tokens, and a token of the first tree's path that is new there."""
+    prompt, params = prompt_of(21), sampled(40, max_tokens=40)
+    return prompt, params, alone(prompt, params).token_ids
+
+
+def end(oracle_engine, path, eos=(), **settings):
+    """The completion of the known path under other stop conditions, drafted for by the oracle."""
+    prompt, params, _ = path
+    params = dataclasses.replace(params, **settings)
+    engine = oracle_engine([prompt], [params])
+    engine.target = dataclasses.replace(engine.target, eos_token_ids=eos)
+    [got] = serve(engine, [prompt], [params])
+    assert engine.pool.num_free == engine.pool.num_pages
+    return got
+
+
+def mid_path(oracle_engine, path):
+    """Index of a token in the middle of a round's path that does not occur before, and that round."""
+    tokens = path[2]
+    lengths = end(oracle_engine, path).accept_lengths
+    for i, length in enumerate(lengths):
+        first = 1 + sum(lengths[:i])
+        index = first + length // 2
+        if length >= 4 and tokens[index] not in tokens[:index] and index + 2 < len(tokens):
+            return index, i
+    raise AssertionError("choose another seed")
+
+
+def test_eos_in_the_middle_of_a_path(oracle_engine, path):
+    index, round_ = mid_path(oracle_engine, path)
+    tokens = path[2]
+    got = end(oracle_engine, path, eos=(63, tokens[index]) if tokens[index] != 63 else (63,))
+    assert got.token_ids == tokens[: index + 1]
+    assert got.finish_reason == "stop"
+    # The rounds count what they accepted, before the cut.
+    assert got.rounds == round_ + 1
+    assert sum(got.accept_lengths) + 1 > len(got.token_ids)
+    assert got.mean_acceptance_length == sum(got.accept_lengths) / got.rounds
+
+    ignored = end(oracle_engine, path, eos=(tokens[index],), ignore_eos=True)
+    assert ignored.token_ids == tokens
+    assert ignored.finish_reason == "length"
+
+
+def test_stop_tokens_stay_and_hold_against_ignore_eos(oracle_engine, path):
+    index, _ = mid_path(oracle_engine, path)
+    tokens = path[2]
+    got = end(oracle_engine, path, stop_token_ids=(tokens[index],), ignore_eos=True)
+    assert got.token_ids == tokens[: index + 1]
+    assert got.finish_reason == "stop"
+
+
+def test_a_stop_string_inside_a_path(oracle_engine, path, target):
+    index, _ = mid_path(oracle_engine, path)
+    tokens = path[2]
+    words = target.tokenizer.convert_ids_to_tokens(tokens)
+    # Begins at the end of one token, and is complete with the next.
+    stop = words[index - 1][-1] + words[index]
+    text = "".join(words)
+    assert text.index(stop) == len("".join(words[:index])) - 1, "choose another seed"
+    got = end(oracle_engine, path, stop=("zzzzz", stop))
+    assert got.token_ids == tokens[: index + 1]
+    assert got.text == text[: text.index(stop)]
+    assert got.finish_reason == "stop"
+    assert sum(got.accept_lengths) + 1 > len(got.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["eos", "stop token", "stop string"])
+def test_a_stop_on_the_last_allowed_token_is_a_stop(oracle_engine, path, target, kind):
+    index, _ = mid_path(oracle_engine, path)
+    tokens = path[2]
+    eos, settings = (), {}
+    if kind == "eos":
+        eos = (tokens[index],)
+    elif kind == "stop token":
+        settings = {"stop_token_ids": [tokens[index]]}
+    else:
+        settings = {"stop": target.tokenizer.decode(tokens[index - 3 : index + 1])}
+    for most, reason in ((index + 1, "stop"), (index, "length")):
+        got = end(oracle_engine, path, eos, max_tokens=most, **settings)
+        assert got.token_ids == tokens[:most]
+        assert got.finish_reason == reason
+
+
+def test_the_first_token_can_be_the_last(oracle_engine, path, target):
+    tokens = path[2]
+    word = target.tokenizer.decode(tokens[:1])
+    for settings, reason, text in (
+        ({"max_tokens": 1}, "length", word),
+        ({"stop_token_ids": tokens[:1]}, "stop", ""),
+        ({"stop": word}, "stop", ""),
+    ):
+        got = end(oracle_engine, path, **settings)
+        assert (got.token_ids, got.finish_reason, got.text) == (tokens[:1], reason, text)
+        assert (got.rounds, got.accept_lengths, got.tree_sizes) == (0, [], [])
+        assert np.isnan(got.mean_acceptance_length)
+
+
+# Streams
+
+
+@pytest.fixture(scope="module")
+def llm(target, head):
+    return LLM(target, head, **TREE)
+
+
+def test_a_stream_is_the_text_in_pieces(llm):
+    prompt, params = prompt_of(17), sampled(2, max_tokens=60)
+    [expected] = llm.generate([prompt], params)
+    stream = llm.stream(prompt, params)
+    pieces = list(stream)
+    assert "".join(pieces) == expected.text == stream.completion.text
+    assert stream.completion == expected
+    assert len(pieces) > 5
+    assert all(pieces)
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("cut", [1, 3, 6, 10])
+def test_a_stop_string_never_leaks(llm, cut):
+    prompt, params = prompt_of(17), sampled(2, max_tokens=60)
+    text = llm.generate([prompt], params)[0].text
+    stop = text[20 : 20 + cut]
+    pieces = llm.stream(prompt, dataclasses.replace(params, stop=stop))
+    sent = ""
+    for piece in pieces:
+        sent += piece
+        assert text[: text.index(stop)].startswith(sent)
+    assert sent == pieces.completion.text == text[: text.index(stop)]
+    assert pieces.completion.finish_reason == "stop"
+
+
+def test_leaving_a_stream_frees_its_pages(llm):
+    prompt, params = prompt_of(17), sampled(2, max_tokens=200)
+    engine = llm._engine
+
+    def is_free():
+        return not engine.busy and engine.pool.num_free == engine.pool.num_pages
+
+    stream = llm.stream(prompt, params)
+    next(stream)
+    assert not is_free()
+    stream.close()
+    assert is_free()
+    assert next(stream, "end") == "end"
+
+    with llm.stream(prompt, params) as stream:
+        next(stream)
+    assert is_free()
+
+    for _ in llm.stream(prompt, params):
+        break
+    del stream
+    gc.collect()
+    assert is_free()
+
+    # A stream that is still open keeps its engine to itself.
+    stream = llm.stream(prompt, params)
+    next(stream)
+    expected = generate(llm.target, [prompt], params)[0].text
+    assert llm.generate([prompt], params)[0].text == expected
+    rest = functools.reduce(lambda text, piece: text + piece, stream, "")
+    assert expected.endswith(rest)
+    assert stream.completion.text == expected

@@ -1,0 +1,138 @@
+"""The output of a request, fed by hand: text that streams, characters that span tokens, and its end."""
+
+import functools
+import itertools
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetspec_jax import SamplingParams
+from jetspec_jax.completion import Output
+
+EOS = 0
+
+
+@functools.cache
+def byte_level():
+    """Byte-level BPE without merges: token b + 1 is byte b, as in most current models."""
+    # The printable stand-ins for bytes, in the order of the bytes.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = {b: chr(b) for b in printable}
+    stand_ins |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(printable)))}
+    vocab = {"<eos>": EOS} | {stand_ins[b]: b + 1 for b in range(256)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@functools.cache
+def byte_fallback():
+    """Tokens for bytes beside others, decoded as in models that descend from SentencePiece."""
+    words = ["<eos>", *(f"<0x{b:02X}>" for b in range(256)), "▁the", "é", "▁"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    steps = tokenizers.decoders
+    backend.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse()])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback], ids=lambda make: make.__name__)
+
+# Much text, some broken characters, and now and then an end.
+tokens_of_text = st.text("ab é€😀\n", max_size=8).map(lambda text: [b + 1 for b in text.encode()])
+broken = st.lists(st.integers(1, 256), max_size=3)
+streams = st.lists(st.one_of(tokens_of_text, tokens_of_text, broken), max_size=6).map(
+    lambda parts: [*itertools.chain(*parts)]
+)
+
+
+def feed(output, tokens, chunk):
+    """Adds tokens in rounds; every text that a stream would have shown."""
+    seen = []
+    for start in range(0, len(tokens), chunk):
+        output.add_round(tokens[start : start + chunk], 16)
+        seen.append(output.settled_text)
+    return seen
+
+
+def check_stream(output, seen):
+    for text in seen:
+        assert output.text.startswith(text)
+    assert seen[-1] == output.text
+
+
+def is_exact(tokenizer, whole):
+    """Byte fallback gives up on a whole run of bytes if its last character breaks off: no stream can know."""
+    return tokenizer is byte_level or "\N{REPLACEMENT CHARACTER}" not in whole
+
+
+@TOKENIZERS
+@settings(max_examples=150)
+@given(tokens=streams.filter(len), chunk=st.integers(1, 9))
+def test_text_is_the_whole_decoded(tokenizer, tokens, chunk):
+    output = Output(SamplingParams(max_tokens=len(tokens)), {EOS}, tokenizer())
+    seen = feed(output, tokens, chunk)
+    assert output.finish_reason == "length"
+    assert output.token_ids == tokens
+    check_stream(output, seen)
+    whole = tokenizer().decode(tokens)
+    if is_exact(tokenizer, whole):
+        assert output.text == whole
+
+
+@TOKENIZERS
+@settings(max_examples=150)
+@given(
+    tokens=streams,
+    more=streams,
+    chunk=st.integers(1, 9),
+    stop=st.lists(st.text("ab é€\n", min_size=1), max_size=2),
+)
+def test_ends(tokenizer, tokens, more, chunk, stop):
+    tokens = [*tokens, EOS, *more]
+    output = Output(SamplingParams(max_tokens=1000, stop=stop), {EOS}, tokenizer())
+    seen = feed(output, tokens, chunk)
+    assert output.finish_reason == "stop"
+    assert not any(text in output.text for text in stop)
+    check_stream(output, seen)
+    length = len(output.token_ids)
+    assert output.token_ids == tokens[:length]
+    assert len(output.accept_lengths) == -(-length // chunk)
+    whole = tokenizer().decode(tokens[:length], skip_special_tokens=True)
+    if not is_exact(tokenizer, whole):
+        return
+    if output.token_ids[-1] == EOS:
+        assert output.text == whole
+    else:
+        assert whole.startswith(output.text)
+        assert any(whole[len(output.text) :].startswith(text) for text in stop)
+
+
+def test_nothing_is_added_behind_the_end():
+    output = Output(SamplingParams(max_tokens=3), set(), None)
+    output.add_tokens([5])
+    output.add_round([6, 7, 8, 9], 16)
+    output.add_round([1], 16)
+    completion = output.completion()
+    assert completion.token_ids == [5, 6, 7]
+    assert completion.accept_lengths == [4]
+    assert completion.tree_sizes == [16]
+    assert completion.text is None
+
+
+def test_a_tail_that_may_become_a_stop_string_is_held_back():
+    output = Output(SamplingParams(stop=("abc", "b\n\n")), {EOS}, byte_level())
+    shown = []
+    for byte in b"xab\nabx":
+        output.add_tokens([byte + 1])
+        shown.append(output.settled_text)
+    assert shown == ["x", "x", "x", "xa", "xab\n", "xab\n", "xab\nabx"]
+    output.add_tokens([byte + 1 for byte in b"ab"])
+    assert output.settled_text == "xab\nabx"
+    output.add_tokens([EOS])
+    assert output.settled_text == "xab\nabxab"

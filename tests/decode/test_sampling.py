@@ -1,0 +1,272 @@
+"""The target's choice: its distribution, its filters, and where its randomness comes from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jetspec_jax import SamplingParams, generate_tree, logits
+from jetspec_jax.sampling import Sampling, choose
+from tests.decode.tiny import TINY, random_head, random_target
+
+# So few tokens that every pair of them can be counted.
+VOCAB = 8
+SMALL = dataclasses.replace(
+    TINY, vocab_size=VOCAB, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(None,)
+)
+PROMPT = [1, 2, 3]
+
+jitted_choose = jax.jit(choose, static_argnames="max_depth")
+
+
+def batch_of(params):
+    return jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *map(Sampling.of, params))
+
+
+def keep(scaled, top_k, top_p, min_p):
+    """Which tokens top-k, then top-p of what is left, then min-p of what is left keep."""
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: top_k or len(scaled)]
+    probability = np.exp(scaled[kept] - scaled[kept[0]])
+    probability /= probability.sum()
+    if top_p is not None:
+        enough = int(np.searchsorted(np.cumsum(probability), top_p)) + 1
+        kept, probability = kept[:enough], probability[:enough]
+    if min_p is not None:
+        kept = kept[probability >= min_p * probability[0]]
+    mask = np.zeros(len(scaled), bool)
+    mask[kept] = True
+    return mask
+
+
+def distribution(row, params):
+    """Exact probabilities of the next token, in float64."""
+    scaled = np.asarray(row, np.float64) / params.temperature
+    scaled = np.where(keep(scaled, params.top_k, params.top_p, params.min_p), scaled, -np.inf)
+    weights = np.exp(scaled - scaled.max())
+    return weights / weights.sum()
+
+
+def chi_square(counts, expected):
+    """p-value of counts; cells that expect fewer than 5 are one cell."""
+    counts, expected = np.ravel(counts), np.ravel(expected)
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    used = expected > 0
+    assert counts[~used].sum() == 0, "a token of probability zero was drawn"
+    statistic = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()
+    return stats.chi2.sf(statistic, used.sum() - 1)
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.6},
+    {"top_p": 1e-6},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 8, "top_p": 0.7},
+    {"top_p": 0.8, "min_p": 0.3},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+@pytest.fixture(scope="module")
+def noise_of():
+    """The documented noise: Gumbel, from the seed's two halves and the position."""
+
+    def noise(seed, position, vocab):
+        key = jax.random.wrap_key_data(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32))
+        return np.asarray(jax.random.gumbel(jax.random.fold_in(key, position), (vocab,)))
+
+    return noise
+
+
+def test_greedy_is_argmax():
+    rows = np.random.default_rng(0).standard_normal((3, 5, 40), np.float32)
+    depths = jnp.zeros((3, 5), jnp.int32)
+    positions = jnp.zeros(3, jnp.int32)
+    assert (jitted_choose(rows, depths, positions, Sampling.greedy(3), max_depth=0) == rows.argmax(-1)).all()
+    # A greedy slot stays greedy beside one that samples, whatever its filters say.
+    mixed = batch_of(
+        [
+            SamplingParams(),
+            SamplingParams(temperature=1.0, seed=1, top_p=0.5),
+            SamplingParams(top_k=3, min_p=0.5),
+        ]
+    )
+    got = np.asarray(jitted_choose(rows, depths, positions, mixed, max_depth=0))
+    assert (got[[0, 2]] == rows.argmax(-1)[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_filters_come_after_temperature_in_order(noise_of, temperature):
+    # The argmax of filtered logits plus noise, for all filters in one batch, at nodes of three depths.
+    rng = np.random.default_rng(1)
+    rows = rng.normal(0, 2, (len(FILTERS), 6, 50)).astype(np.float32)
+    depths = rng.integers(0, 3, (len(FILTERS), 6)).astype(np.int32)
+    positions = np.arange(100, 100 + len(FILTERS), dtype=np.int32)
+    params = [
+        SamplingParams(temperature=temperature, seed=seed * 2**33 + 7, **own)
+        for seed, own in enumerate(FILTERS)
+    ]
+    got = np.asarray(jitted_choose(rows, depths, positions, batch_of(params), max_depth=2))
+    for b, own in enumerate(params):
+        for n in range(6):
+            scaled = rows[b, n] / np.float32(temperature)
+            kept = keep(scaled, own.top_k, own.top_p, own.min_p)
+            noise = noise_of(own.seed, positions[b] + depths[b, n], 50)
+            assert got[b, n] == np.where(kept, scaled + noise, -np.inf).argmax(), (own, n)
+
+
+def test_nodes_at_one_position_share_their_noise():
+    row = np.random.default_rng(2).standard_normal(40).astype(np.float32)
+    rows = jnp.asarray(np.broadcast_to(row, (200, 4, 40)))
+    depths = jnp.asarray(np.broadcast_to(np.array([0, 1, 1, 0], np.int32), (200, 4)))
+    positions = jnp.zeros(200, jnp.int32)
+    sampling = batch_of([SamplingParams(temperature=1.0, seed=seed) for seed in range(200)])
+    got = np.asarray(jitted_choose(rows, depths, positions, sampling, max_depth=1))
+    assert (got[:, 0] == got[:, 3]).all()
+    assert (got[:, 1] == got[:, 2]).all()
+    assert (got[:, 0] == got[:, 1]).mean() < 0.3
+    # Depth 1 at position 0 is depth 0 at position 1: so a tree agrees with plain decoding.
+    later = np.asarray(jitted_choose(rows, depths, positions + 1, sampling, max_depth=1))
+    assert (later[:, 0] == got[:, 1]).all()
+
+
+@pytest.mark.parametrize("own", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_frequencies_over_seeds(own):
+    row = np.array([0.1, 1.2, -0.3, 0.9, -1.5, 0.5, -0.6, -1.0], np.float32)
+    count = 4000
+    sampling = batch_of([SamplingParams(temperature=0.8, seed=seed, **own) for seed in range(count)])
+    rows = jnp.asarray(np.broadcast_to(row, (count, 1, VOCAB)))
+    got = jitted_choose(
+        rows, jnp.zeros((count, 1), jnp.int32), jnp.full(count, 9, jnp.int32), sampling, max_depth=0
+    )
+    counts = np.bincount(np.asarray(got)[:, 0], minlength=VOCAB)
+    exact = distribution(row, SamplingParams(temperature=0.8, **own))
+    assert chi_square(counts, count * exact) > 1e-3
+    if not own:
+        # The test can tell: at another temperature it would fail.
+        assert chi_square(counts, count * distribution(row, SamplingParams(temperature=1.0))) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def models():
+    # A larger deviation than usual: eight nearly equal probabilities would hide a lost temperature.
+    return random_target(SMALL, 5, std=0.6), random_head(SMALL, 5)
+
+
+def decode(models, params, prompt=PROMPT):
+    return generate_tree(*models, [prompt] * len(params), params, budget=16, width=3)
+
+
+def test_joint_distribution_of_the_first_tokens(models):
+    count = 2000
+    outputs = decode(models, [SamplingParams(temperature=1.0, seed=s, max_tokens=3) for s in range(count)])
+    tokens = np.array([output.token_ids for output in outputs])
+    # Some second and third tokens were accepted drafts, some were bonus tokens.
+    accepted = np.array([output.accept_lengths[0] for output in outputs])
+    assert 0.1 < (accepted > 1).mean() < 0.9
+
+    pairs = [[*PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
+    rows = np.asarray(logits(models[0], pairs)).reshape(VOCAB, VOCAB, len(PROMPT) + 2, VOCAB)
+    plain = SamplingParams(temperature=1.0)
+    first = distribution(rows[0, 0, -3], plain)
+    second = np.array([distribution(rows[a, 0, -2], plain) for a in range(VOCAB)])
+    third = np.array([[distribution(rows[a, b, -1], plain) for b in range(VOCAB)] for a in range(VOCAB)])
+    joint = first[:, None, None] * second[:, :, None] * third
+
+    counts = np.zeros((VOCAB,) * 3)
+    np.add.at(counts, tuple(tokens.T), 1)
+    assert chi_square(counts.sum(2), count * joint.sum(2)) > 1e-3
+    assert chi_square(counts.sum(0), count * joint.sum(0)) > 1e-3
+    # Independent tokens of the right frequencies would not pass: the pairs matter.
+    independent = joint.sum((0, 2))[:, None] * joint.sum((0, 1))[None, :]
+    assert chi_square(counts.sum(0), count * independent) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_every_token_has_its_conditional_distribution(models, own):
+    """Long texts: what was drawn less its exact probability given its prefix is a martingale.
+
+    Grouped by the token before, its sums are normal with a known covariance, whatever the model is.
+    """
+    params = [SamplingParams(seed=1000 + seed, max_tokens=200, **own) for seed in range(16)]
+    outputs = decode(models, params)
+    sequences = np.array([PROMPT + output.token_ids for output in outputs])
+    rows = np.asarray(logits(models[0], sequences))
+    value = statistic(sequences, rows, params[0])
+    assert value > 1e-3
+    # The test can tell: with another temperature it would fail.
+    wrong = dataclasses.replace(params[0], temperature=own["temperature"] * 1.4)
+    assert statistic(sequences, rows, wrong) < 1e-6
+
+
+def statistic(sequences, rows, params):
+    """p-value of all drawn tokens under ``params``."""
+    difference = np.zeros((VOCAB, VOCAB))
+    covariance = np.zeros((VOCAB, VOCAB, VOCAB))
+    for sequence, own_rows in zip(sequences, rows, strict=True):
+        for t in range(len(PROMPT), len(sequence)):
+            before, token = sequence[t - 1], sequence[t]
+            p = distribution(own_rows[t - 1], params)
+            difference[before] += np.eye(VOCAB)[token] - p
+            covariance[before] += np.diag(p) - np.outer(p, p)
+    total = degrees = 0
+    for d, c in zip(difference, covariance, strict=True):
+        total += d @ np.linalg.pinv(c, rcond=1e-6) @ d
+        degrees += np.linalg.matrix_rank(c, tol=1e-6)
+    return stats.chi2.sf(total, degrees)
+
+
+def test_neighbours_and_slots_do_not_matter(models):
+    rng = np.random.default_rng(4)
+    params = [
+        SamplingParams(temperature=float(t), seed=seed, max_tokens=20, **FILTERS[seed])
+        for seed, t in enumerate([1.0, 0.0, 0.7, 1.0, 0.0, 1.0, 1.5, 1.0])
+    ]
+    prompts = [rng.integers(0, VOCAB, 1 + 3 * b).tolist() for b in range(8)]
+    expected = [output.token_ids for output in generate_tree(*models, prompts, params, budget=16, width=3)]
+    order = rng.permutation(8)
+    shuffled = generate_tree(
+        *models, [prompts[i] for i in order], [params[i] for i in order], budget=16, width=3
+    )
+    assert [output.token_ids for output in shuffled] == [expected[i] for i in order]
+    # Beside seven others that are nothing like its neighbours before.
+    for i in (0, 3):
+        strangers = [SamplingParams(temperature=2.0, max_tokens=9)] * 7
+        got = generate_tree(*models, [[7]] * 7 + [prompts[i]], [*strangers, params[i]], budget=16, width=3)
+        assert got[-1].token_ids == expected[i]
+
+
+def test_seeds(models):
+    seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**63, 2**64 - 1, 0]
+    texts = [
+        tuple(output.token_ids)
+        for output in decode(
+            models, [SamplingParams(temperature=1.0, seed=seed, max_tokens=40) for seed in seeds]
+        )
+    ]
+    assert texts[0] == texts[-1]
+    assert len(set(texts)) == len(set(seeds))
+
+
+def test_without_a_seed_one_is_drawn(models):
+    params = SamplingParams(temperature=1.0, max_tokens=40)
+    texts = [tuple(output.token_ids) for _ in range(2) for output in decode(models, [params] * 8)]
+    assert len(set(texts)) == 16

@@ -1,0 +1,91 @@
+"""Tiny models with random parameters, a tokenizer for them, and a loop that serves requests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+import transformers
+
+from jetspec_jax import Head, Target
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import abstract, weights_of
+
+# Head size times heads is not the hidden size, and theta is not the usual one: neither may be assumed.
+TINY = ModelConfig(
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope_theta=5e5,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    windows=(None, None),
+)
+SLIDING = dataclasses.replace(TINY, windows=(8, None), tie_word_embeddings=True)
+
+
+def head_config(target, block_size=8, causal=True):
+    layers = dataclasses.replace(target, windows=(None,), tie_word_embeddings=False)
+    return DraftHeadConfig(
+        layers, block_size, target.num_layers, (0, target.num_layers - 1), target.vocab_size - 1, causal
+    )
+
+
+def random_weights(config, seed, std=0.2):
+    """Every parameter is random, norms too: a term that is left out cannot hide behind a 0 or a 1.
+
+    A deviation of 0.2 at hidden size 32 gives logits of deviation about 1, so that argmaxes vary.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        values = rng.standard_normal(shape.shape, np.float32)
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        return jnp.asarray(1 + 0.1 * values if is_norm else std * values)
+
+    return jax.tree_util.tree_map_with_path(draw, _shapes(config))
+
+
+@functools.cache
+def _shapes(config):
+    return weights_of(abstract(config))
+
+
+def random_target(config, seed, *, std=0.2, eos=(), tokenizer=None):
+    return Target(config, random_weights(config, seed, std), eos, tokenizer)
+
+
+def random_head(target_config, seed, **changes):
+    config = head_config(target_config, **changes)
+    return Head(config, random_weights(config, seed))
+
+
+def serve(engine, prompts, params):
+    """Completions of requests that go through an engine together."""
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    finish(engine)
+    return [request.output.completion() for request in requests]
+
+
+def finish(engine):
+    """Serves until the engine is idle, but not for ever: a lost page would keep a request waiting."""
+    for step, _ in enumerate(engine.run()):
+        assert step < 1000, "the engine makes no progress"
+
+
+def word_tokenizer(vocab_size):
+    """A tokenizer whose words are the letters from "a" on, then two-letter words: texts are joined words."""
+    words = [chr(ord("a") + i) for i in range(26)]
+    words += [first + second for first in "xyz" for second in words[:26]]
+    vocab = {word: i for i, word in enumerate(words[:vocab_size])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
