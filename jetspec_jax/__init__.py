@@ -3,11 +3,12 @@
 from jetspec_jax import tree
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
 from jetspec_jax.completion import Completion
-from jetspec_jax.decode import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.forward import draft_logits, logits, tree_logits
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.state import DecodeState, DecodeWeights
 
 __all__ = [
     "LLM",

@@ -18,9 +18,10 @@ from jetspec_jax.cache import PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
 from jetspec_jax.config import ModelConfig, check_head_fits
-from jetspec_jax.decode import DecodeWeights, RoundRecord, SlotSettings, TreeDecoder
+from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.sampling import Sampling, SamplingParams
+from jetspec_jax.state import DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import bucket_for, check_algorithm
 
 MAX_SLOTS = 8
@@ -113,6 +114,8 @@ class Engine:
         Raises:
             ValueError: The head does not fit, or a setting is out of its range.
         """
+        if slots < 1:
+            raise ValueError(f"an engine needs at least one slot, not {slots}")
         if head is not None:
             check_head_fits(head.config, target.config)
             proposer, proposer_weights = DraftHeadProposer(head.config), head.weights
@@ -191,7 +194,11 @@ class Engine:
     def step(self, rounds: int = ROUNDS_PER_DISPATCH) -> None:
         """Admits what fits, runs up to ``rounds`` rounds, and hands out their tokens."""
         first_tokens = self._admit()
-        # NumPy scalars travel as arrays: a Python int would be a constant of the program.
+        if self._waiting and not self._running:
+            raise RuntimeError(
+                f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
+            )
+        # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, records = self.decoder.decode(self.weights, self.state, np.int32(rounds))
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:

@@ -54,6 +54,11 @@ class Proposer(Protocol):
         ...
 
 
+def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
+    """The layers to tap for a proposer; none without one."""
+    return () if proposer is None else proposer.taps
+
+
 @dataclass(frozen=True)
 class DraftHeadProposer:
     """The causal parallel draft head behind the proposer seam. Its state is its context's keys and values.

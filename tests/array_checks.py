@@ -13,12 +13,15 @@ from typing import Any
 
 import beartype
 
+# An int will do for a float, as for every type checker.
+CONF = beartype.BeartypeConf(is_pep484_tower=True)
+
 JAX_PACKAGES = ("jax", "flax")
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Checks every call of ``function``, unless it is an ``__init__`` that JAX calls."""
-    checked = beartype.beartype(function)
+    checked = beartype.beartype(function, conf=CONF)
     if function.__name__ != "__init__":
         return checked
 

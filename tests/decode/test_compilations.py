@@ -67,7 +67,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
 
     with compilations() as warm_up:
         run([[1]] * 8, SamplingParams(max_tokens=2), target, budget)
-    assert len(warm_up) >= 2, "the listener hears nothing"
+    assert warm_up, "the listener hears nothing"
 
     prompts, params = mixed_requests(50)
     with compilations() as after:

@@ -1,0 +1,84 @@
+"""Prefill: a prompt enters a slot chunk by chunk, as a chain whose whole path is accepted.
+
+One program serves all buckets, widths and algorithms. Shapes: B slots, C tokens of a chunk.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jetspec_jax.cache import attend_over, causal_bits, commit
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models import bind
+from jetspec_jax.proposer import Proposer, taps_of
+from jetspec_jax.sampling import choose
+from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def prefill(
+    config: ModelConfig,
+    proposer: Proposer | None,
+    implementation: str | None,
+    weights: DecodeWeights,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, "C"],
+    count: Int[Array, ""],
+    is_last: Bool[Array, ""],
+) -> tuple[DecodeState, Int[Array, ""]]:
+    """Commits one chunk of a prompt to a slot while the others keep their state. ``state`` is donated.
+
+    Every token of the chunk enters the target's stores and the proposer's state. After the last chunk the
+    target's choice becomes the slot's anchor and the slot decodes, unless that token already ends it.
+
+    Args:
+        config: The target's geometry.
+        proposer: Whose state grows with the stores; None for plain decoding.
+        implementation: Of tree attention.
+        weights: The parameters.
+        state: The state.
+        slot: Which slot.
+        tokens: The chunk; what lies behind ``count`` is padding.
+        count: Tokens of the chunk, at least 1.
+        is_last: Whether the prompt ends here.
+
+    Returns:
+        The state, and the first generated token (meaningful after the last chunk).
+    """
+    target = bind(config, weights.target)
+    own = jax.tree.map(lambda x: x[slot][None], state.slots)
+    settings = jax.tree.map(lambda x: x[slot][None], state.settings)
+    chunk = tokens.shape[0]
+    depths = jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    attend = attend_over(state.stores, own, causal_bits(1, chunk), depths, implementation=implementation)
+    output = target(tokens[None], own.lengths[:, None] + depths, attend, taps=taps_of(proposer))
+    count = count[None]
+    proposer_state = state.proposer
+    if proposer is not None:
+        proposer_state = proposer.commit(weights.proposer, state.proposer, output.taps, own, count)
+    last_row = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
+    choice = choose(
+        target.logits(last_row),
+        jnp.zeros((1, 1), jnp.int32),
+        own.lengths + count,
+        settings.sampling,
+        max_depth=0,
+    )
+    finished = is_stop(choice, settings.stop_bits)[0, 0] | (settings.remaining[0] <= 1)
+    anchor = choice[0, 0]
+    state = replace(
+        state,
+        stores=commit(state.stores, output.stash, own, count),
+        proposer=proposer_state,
+        slots=state.slots._replace(lengths=state.slots.lengths.at[slot].add(count[0])),
+        anchors=state.anchors.at[slot].set(anchor),
+        active=state.active.at[slot].set(is_last & ~finished),
+        settings=state.settings._replace(
+            remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
+        ),
+    )
+    return state, anchor

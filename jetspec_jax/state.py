@@ -1,0 +1,134 @@
+"""All arrays of decoding, and how a slot changes hands. No shape here depends on the bucket of the trees.
+
+Shapes: B slots, D draft depth, P pages, T pages per slot.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Int32, UInt32
+
+from jetspec_jax.cache import Slots, Store
+from jetspec_jax.models import Weights
+from jetspec_jax.sampling import Sampling
+
+
+class DecodeWeights(NamedTuple):
+    """The parameters that a round reads.
+
+    Attributes:
+        target: The target's.
+        proposer: The proposer's; None in plain decoding.
+    """
+
+    target: Weights
+    proposer: Any = None
+
+
+class SlotSettings(NamedTuple):
+    """What a request brings to its slot; in `DecodeState` every field has a leading slot axis.
+
+    Attributes:
+        sampling: How its tokens are chosen.
+        budget: Most nodes of its trees, root included.
+        depth: Largest depth of its trees.
+        remaining: Tokens that it may still emit.
+        stop_bits: Packed set of the tokens that end it: bit t % 32 of word t // 32 for token t.
+    """
+
+    sampling: Sampling
+    budget: Int[Array, "B"]
+    depth: Int[Array, "B"]
+    remaining: Int[Array, "B"]
+    stop_bits: UInt32[Array, "B words"]
+
+
+# Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """Every array of B slots. Nothing here depends on the bucket, so it can change between rounds.
+
+    Attributes:
+        stores: The target's committed tokens, one store per layer.
+        proposer: The proposer's state; None in plain decoding.
+        slots: Block tables, and the lengths of what the stores hold.
+        anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
+        active: Slots that decode; others are free, being prefilled, or finished.
+        settings: What the slots' requests asked for.
+    """
+
+    stores: tuple[Store, ...]
+    proposer: Any
+    slots: Slots
+    anchors: Int32[Array, "B"]
+    active: Bool[Array, "B"]
+    settings: SlotSettings
+
+
+class RoundRecord(NamedTuple):
+    """What a round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
+
+    Attributes:
+        tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
+        counts: How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode.
+        tree_sizes: Nodes of each slot's tree.
+    """
+
+    tokens: Int32[Array, "B D1"]
+    counts: Int32[Array, "B"]
+    tree_sizes: Int32[Array, "B"]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert(
+    state: DecodeState,
+    slot: Int[Array, ""],
+    pages: Int[Array, "T"],
+    settings: SlotSettings,
+) -> DecodeState:
+    """Hands a free slot to a request; the other slots keep their state. ``state`` is donated.
+
+    Args:
+        state: The state.
+        slot: Which slot.
+        pages: The request's pages, padded with P.
+        settings: The request's settings, without the slot axis.
+    """
+    return replace(
+        state,
+        slots=Slots(state.slots.block_tables.at[slot].set(pages), state.slots.lengths.at[slot].set(0)),
+        active=state.active.at[slot].set(False),
+        settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Frees a slot: it no longer decodes and no longer names a page. ``state`` is donated."""
+    num_pages = state.stores[0].k.shape[0]
+    return replace(
+        state,
+        slots=Slots(
+            state.slots.block_tables.at[slot].set(num_pages),
+            state.slots.lengths.at[slot].set(0),
+        ),
+        active=state.active.at[slot].set(False),
+        # A greedy slot: what it sampled by must not keep the batch from its greedy path.
+        settings=state.settings._replace(
+            sampling=state.settings.sampling._replace(
+                temperature=state.settings.sampling.temperature.at[slot].set(0.0)
+            )
+        ),
+    )
+
+
+def is_stop(tokens: Int[Array, "B K"], stop_bits: UInt32[Array, "B words"]) -> Bool[Array, "B K"]:
+    """Which tokens end their slot; -1 is no token."""
+    words = jnp.take_along_axis(stop_bits, jnp.maximum(tokens, 0) // 32, axis=1)
+    bits = (words >> (jnp.maximum(tokens, 0) % 32).astype(jnp.uint32)) & 1
+    return (bits == 1) & (tokens >= 0)
