@@ -7,16 +7,21 @@ from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.forward import draft_logits, logits, tree_logits
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.llm import LLM
+from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import DecodeState, DecodeWeights
+from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 
 __all__ = [
     "LLM",
     "Completion",
     "DecodeState",
     "DecodeWeights",
+    "DraftHeadProposer",
     "Head",
+    "Proposer",
+    "RoundRecord",
     "SamplingParams",
+    "SlotSettings",
     "Target",
     "TreeDecoder",
     "draft_logits",

@@ -123,7 +123,7 @@ def resolve(path_or_id: str | Path) -> Path:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path_or_id)):
         raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
     import huggingface_hub
 

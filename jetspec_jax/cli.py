@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.completion import Completion
@@ -22,13 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"jetspec-jax: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
-        return 1  # the reader left, as `head` does
+        return 141  # the reader left, as `head` does
     except KeyboardInterrupt:
         return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        # Code 1 is a failed check, so no other failure may have it.
+        print(f"jetspec-jax: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,8 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     gen.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
     gen.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    gen.add_argument("--stop", action="append", default=[], help="string that ends the text; may recur")
     gen.add_argument("--seed", type=int, help="seed of the sampling noise (default: drawn)")
     gen.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    gen.add_argument(
+        "--ignore-config-key", action="append", default=[], help="unknown config key that has no effect"
+    )
     gen.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     gen.add_argument("--check", action="store_true", help="compare with plain decoding, token by token")
     gen.add_argument("--stats", action="store_true", help="print figures of the run to standard error")
@@ -63,13 +69,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Completes a prompt; the text appears as it is accepted."""
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    # Bytes, decoded strictly: Python's own reading would smuggle invalid ones through.
+    prompt = sys.stdin.buffer.read().decode() if arguments.prompt is None else arguments.prompt
     params = SamplingParams(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
         seed=draw_seed() if arguments.seed is None else arguments.seed,
         max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
     )
     llm = LLM(
         arguments.target,
@@ -78,10 +86,14 @@ def _generate(arguments: argparse.Namespace) -> int:
         width=arguments.width,
         depth=arguments.depth,
         dtype=arguments.dtype,
+        ignore_config_keys=arguments.ignore_config_key,
     )
     if llm.draft_head is None:
         print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
     ids = llm.encode(prompt)
+    if arguments.json or arguments.stats:
+        # Compile first, so that the figures are those of decoding.
+        llm.generate([ids], replace(params, max_tokens=min(2, params.max_tokens), ignore_eos=True))
 
     started = time.perf_counter()
     stream = llm.stream(ids, params)
@@ -92,7 +104,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     completion = stream.completion
     assert completion is not None, "the stream has ended"
     if arguments.json:
-        print(json.dumps(_report(completion, seconds)))
+        print(json.dumps({**_report(completion, seconds), "seed": params.seed}))
     else:
         print()
     if arguments.stats:
@@ -115,9 +127,12 @@ def _check(llm: LLM, ids: list[int], params: SamplingParams, completion: Complet
 
     print(
         f"check failed: token {difference.position} is {name(difference.token)}, plain decoding's is "
-        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there",
+        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there "
+        f"(seed {params.seed})",
         file=sys.stderr,
     )
+    if llm.target.weights["embed_tokens"].dtype != "float32":
+        print("in bfloat16 rounding flips near-ties; --dtype float32 is the exact check", file=sys.stderr)
     return 1
 
 
@@ -140,7 +155,7 @@ def _stats(completion: Completion, seconds: float) -> str:
     nodes = sum(completion.tree_sizes) / max(completion.rounds, 1)
     return (
         f"{count} tokens in {completion.rounds} rounds, {completion.mean_acceptance_length:.2f} tokens per "
-        f"round from trees of {nodes:.0f} nodes; {seconds:.2f} s with compilation "
+        f"round from trees of {nodes:.0f} nodes; {seconds:.2f} s after warm-up "
         f"({count / seconds:.1f} tokens/s); finished by {completion.finish_reason}"
     )
 

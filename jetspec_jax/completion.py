@@ -59,7 +59,7 @@ class Output:
         self.tree_sizes: list[int] = []
         self.finish_reason: str | None = None
         self.text = ""
-        self._params, self.stop_ids = params, frozenset(stop_ids)
+        self._max_tokens, self._stop, self.stop_ids = params.max_tokens, tuple(params.stop or ()), stop_ids
         # The library's own tokenizer decodes token by token, holding back incomplete characters.
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -80,7 +80,7 @@ class Output:
             is_stop = token in self.stop_ids
             if is_stop or self._decode(token):
                 self.finish_reason = "stop"
-            elif len(self.token_ids) == self._params.max_tokens:
+            elif len(self.token_ids) == self._max_tokens:
                 self.finish_reason = "length"
             if self.finish_reason == "length" or is_stop:
                 self._flush(self.token_ids[:-1] if is_stop else self.token_ids)
@@ -91,12 +91,7 @@ class Output:
         if self.finish_reason is not None:
             return self.text
         held = max(
-            (
-                size
-                for stop in self._params.stop
-                for size in range(1, len(stop))
-                if self.text.endswith(stop[:size])
-            ),
+            (size for stop in self._stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])),
             default=0,
         )
         return self.text[: len(self.text) - held]
@@ -123,7 +118,7 @@ class Output:
 
     def _extend(self, piece: str) -> bool:
         self.text += piece
-        starts = [self.text.find(stop) for stop in self._params.stop]
+        starts = [self.text.find(stop) for stop in self._stop]
         found = [start for start in starts if start >= 0]
         if found:
             self.text = self.text[: min(found)]

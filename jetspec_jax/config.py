@@ -21,6 +21,7 @@ INERT_KEYS = frozenset(
     {
         "_name_or_path",
         "architectures",
+        "auto_map",  # names code in the repository, which is never fetched nor run
         "attention_dropout",
         "bos_token_id",
         "chunk_size_feed_forward",
@@ -47,7 +48,6 @@ HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
     "quantization_config": (None,),
-    "auto_map": (None,),
     "partial_rotary_factor": (None, 1.0),
     "tie_encoder_decoder": (None, False),
 }

@@ -35,9 +35,11 @@ from jetspec_jax.state import (
     release,
 )
 from jetspec_jax.tree import (
+    BUCKETS,
     TokenTree,
     accept,
     ancestor_bits,
+    check_algorithm,
     get_algorithm,
     grow_tree,
     root_tree,
@@ -66,6 +68,22 @@ class TreeDecoder:
     algorithm: str = "accum_logp"
     max_rounds: int = 32
     implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: A setting is out of its range.
+        """
+        if self.bucket not in BUCKETS:
+            raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")
+        if self.bucket > 1 and self.proposer is None:
+            raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
+        if not 1 <= self.width <= self.target.vocab_size:
+            raise ValueError(f"width must lie in 1..{self.target.vocab_size}, not {self.width}")
+        if self.max_rounds < 1:
+            raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")
+        check_algorithm(self.algorithm)
 
     @property
     def depth(self) -> int:

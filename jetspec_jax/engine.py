@@ -8,10 +8,10 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import ArrayLike
 from tqdm import tqdm
 
 from jetspec_jax.cache import PagePool
@@ -20,7 +20,7 @@ from jetspec_jax.completion import Output
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
-from jetspec_jax.sampling import Sampling, SamplingParams
+from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import bucket_for, check_algorithm
 
@@ -68,6 +68,9 @@ class TreeSettings:
 
 PLAIN = TreeSettings(budget=1)
 
+#: A prompt: a list of token ids, or an array of them.
+TokenIds = ArrayLike | Sequence[int]
+
 
 @dataclass(eq=False)
 class Request:
@@ -76,18 +79,29 @@ class Request:
     Attributes:
         prompt: Its tokens.
         params: How it is sampled and when it stops.
+        settings: The same as arrays for its slot.
         output: What it has got so far.
+        abandoned: Nobody waits for it any more; the next step takes it out.
+        slot: Where it decodes, once it was admitted.
+        pages: What it holds, once it was admitted.
     """
 
     prompt: np.ndarray
     params: SamplingParams
+    settings: SlotSettings
     output: Output
+    abandoned: bool = False
     slot: int = -1
     pages: Sequence[int] = ()
 
+    @property
+    def num_pages(self) -> int:
+        """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
+        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_SIZE)
+
 
 class Engine:
-    """A fixed number of slots over one pool of pages."""
+    """A fixed number of slots over one pool of pages. An engine belongs to one thread."""
 
     def __init__(
         self,
@@ -97,8 +111,10 @@ class Engine:
         *,
         slots: int = 1,
         capacity: int | None = None,
+        num_pages: int | None = None,
         proposer: Proposer | None = None,
         proposer_weights: object = None,
+        implementation: str | None = None,
     ):
         """Allocates the stores; compiles nothing yet.
 
@@ -108,30 +124,42 @@ class Engine:
             settings: The trees.
             slots: Requests that decode at the same time.
             capacity: Tokens that a slot can hold, prompt and output together.
+            num_pages: Pages of all slots together; None is enough for every slot to be full.
             proposer: A proposer other than the head's.
             proposer_weights: That proposer's parameters.
+            implementation: Of tree attention; None picks the best.
 
         Raises:
             ValueError: The head does not fit, or a setting is out of its range.
         """
+        limit = target.config.max_position_embeddings
+        capacity = default_capacity(target.config, 0) if capacity is None else capacity
         if slots < 1:
             raise ValueError(f"an engine needs at least one slot, not {slots}")
+        if not 1 <= capacity <= limit:
+            raise ValueError(f"capacity must lie in 1..{limit}, the target's context limit, not {capacity}")
         if head is not None:
             check_head_fits(head.config, target.config)
-            proposer, proposer_weights = DraftHeadProposer(head.config), head.weights
+            proposer = DraftHeadProposer(head.config, implementation)
+            proposer_weights = head.weights
         if proposer is not None:
             settings.check(target.config, proposer.depth)
         if settings.budget == 1:
             # No tree has a use for drafts: decode without the head and its context.
             proposer, proposer_weights = None, None
         self.target, self.settings, self.slots = target, settings, slots
-        self.capacity = capacity or default_capacity(target.config, 0)
+        self.capacity = capacity
         self.decoder = TreeDecoder(
-            target.config, proposer, bucket_for(settings.budget), settings.width, settings.algorithm
+            target.config,
+            proposer,
+            bucket_for(settings.budget),
+            settings.width,
+            settings.algorithm,
+            implementation=implementation,
         )
         self.weights = DecodeWeights(target.weights, proposer_weights)
         pages_per_slot = -(-self.capacity // PAGE_SIZE)
-        self.pool = PagePool(slots * pages_per_slot)
+        self.pool = PagePool(slots * pages_per_slot if num_pages is None else num_pages)
         self._pages_per_slot = pages_per_slot
         self.state = self.decoder.empty_state(
             slots,
@@ -144,27 +172,34 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def submit(self, prompt: TokenIds, params: SamplingParams) -> Request:
         """Queues a prompt.
 
         Raises:
             ValueError: The request cannot be served: empty, token ids out of range, too long for the target
                 or for a slot, or stop strings without a tokenizer.
         """
-        check_request(self.target, prompt, params, capacity=self.capacity)
-        stop_ids = {
-            *params.stop_token_ids,
-            *(() if params.ignore_eos else self.target.eos_token_ids),
-        }
-        output = Output(params, stop_ids, self.target.tokenizer)
-        request = Request(np.asarray(prompt, np.int32), params, output)
+        ids = check_request(self.target, prompt, params, capacity=self.capacity)
+        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.target.eos_token_ids)}
+        settings = SlotSettings.of(
+            params,
+            stop_ids,
+            vocab_size=self.target.config.vocab_size,
+            budget=self.settings.budget,
+            depth=self.decoder.depth if self.settings.depth is None else self.settings.depth,
+        )
+        request = Request(ids, params, settings, Output(params, stop_ids, self.target.tokenizer))
+        if request.num_pages > self.pool.num_pages:
+            raise ValueError(
+                f"the request needs {request.num_pages} pages, and the engine has {self.pool.num_pages}"
+            )
         self._waiting.append(request)
         return request
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._waiting or self._running)
+        """Whether any request waits or runs that somebody still wants."""
+        return not all(request.abandoned for request in [*self._waiting, *self._running])
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is; its slot and pages are free again."""
@@ -173,7 +208,7 @@ class Engine:
         elif request in self._running:
             self._release(request)
 
-    def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+    def complete(self, prompts: Sequence[TokenIds], params: Sequence[SamplingParams]) -> list[Request]:
         """Serves prompts to their ends, with a progress bar on a terminal if it takes a while.
 
         Raises:
@@ -193,6 +228,9 @@ class Engine:
 
     def step(self, rounds: int = ROUNDS_PER_DISPATCH) -> None:
         """Admits what fits, runs up to ``rounds`` rounds, and hands out their tokens."""
+        for request in [*self._waiting, *self._running]:
+            if request.abandoned:
+                self.cancel(request)
         first_tokens = self._admit()
         if self._waiting and not self._running:
             raise RuntimeError(
@@ -213,29 +251,17 @@ class Engine:
         admitted = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
-            need = len(request.prompt) + request.params.max_tokens
-            pages = self.pool.reserve(-(-need // PAGE_SIZE))
+            pages = self.pool.reserve(request.num_pages)
             if pages is None:
                 break
             self._waiting.popleft()
             request.slot, request.pages = self._free_slots.popleft(), pages
             self._running.append(request)
-            self._insert(request)
+            table = np.full(self._pages_per_slot, self.pool.num_pages, np.int32)
+            table[: len(pages)] = pages
+            self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)
             admitted.append((request, self._prefill(request)))
         return admitted
-
-    def _insert(self, request: Request) -> None:
-        table = np.full(self._pages_per_slot, self.pool.num_pages, np.int32)
-        table[: len(request.pages)] = request.pages
-        depth = self.decoder.depth if self.settings.depth is None else self.settings.depth
-        fields: Any = (
-            Sampling.of(request.params),
-            np.int32(self.settings.budget),
-            np.int32(depth),
-            np.int32(request.params.max_tokens),
-            _stop_bits(request.output.stop_ids, self.target.config.vocab_size),
-        )
-        self.state = self.decoder.insert(self.state, np.int32(request.slot), table, SlotSettings(*fields))
 
     def _prefill(self, request: Request) -> jax.Array:
         """Launches the prompt's chunks; the first generated token, still on the device."""
@@ -261,33 +287,39 @@ class Engine:
 
 
 def check_request(
-    target: Target, prompt: Sequence[int], params: SamplingParams, *, capacity: int | None = None
-) -> None:
-    """Checks a request before anything is done for it.
+    target: Target, prompt: TokenIds, params: SamplingParams, *, capacity: int | None = None
+) -> np.ndarray:
+    """Checks a request before anything is done for it; its prompt as an array of token ids.
 
     Raises:
         ValueError: What is wrong with it.
     """
+    if not isinstance(target, Target):
+        raise ValueError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"expected SamplingParams, not {type(params).__name__}")
     config = target.config
-    if not len(prompt):
+    ids = np.asarray(prompt)
+    if ids.size == 0:
         raise ValueError("the prompt is empty; it needs at least one token")
-    for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids)):
-        for token in ids:
-            if not isinstance(token, int | np.integer) or isinstance(token, bool):
-                raise ValueError(f"{name} must hold token ids, not {token!r}")
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(
-                    f"token id {token} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
-                )
-    total = len(prompt) + params.max_tokens
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"a prompt must be a list of token ids, not {prompt!r}")
+    for name, tokens in (("prompt", ids), ("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))):
+        outside = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
+            )
+    total = len(ids) + params.max_tokens
     limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
     if total > limit:
         raise ValueError(
-            f"{len(prompt)} prompt tokens plus max_tokens={params.max_tokens} make {total}, beyond the "
-            f"context limit of {limit}; max_tokens could be at most {limit - len(prompt)}"
+            f"{len(ids)} prompt tokens plus max_tokens={params.max_tokens} make {total}, beyond the "
+            f"context limit of {limit}; max_tokens could be at most {limit - len(ids)}"
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
+    return ids.astype(np.int32)
 
 
 def default_capacity(config: ModelConfig, need: int) -> int:
@@ -302,10 +334,3 @@ def _collect(request: Request, records: RoundRecord) -> None:
         count = records.counts[i, request.slot]
         tokens = records.tokens[i, request.slot, :count].tolist()
         request.output.add_round(tokens, int(records.tree_sizes[i, request.slot]))
-
-
-def _stop_bits(ids: frozenset[int], vocab_size: int) -> np.ndarray:
-    bits = np.zeros(-(-vocab_size // 32), np.uint32)
-    for token in ids:
-        bits[token // 32] |= np.uint32(1 << token % 32)
-    return bits

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.checkpoint import Target
-from jetspec_jax.forward import logits
+from jetspec_jax.forward import next_token_logits
 from jetspec_jax.sampling import Sampling, SamplingParams, perturb
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
@@ -72,8 +72,17 @@ def first_divergence(
 
 
 def choice_gap(target: Target, prefix: Sequence[int], params: SamplingParams) -> float:
-    """Gap between the two largest perturbed logits of the token that follows ``prefix``."""
-    last = logits(target, [list(prefix)])[:, -1:]
+    """Gap between the two largest perturbed logits of the token that follows ``prefix``.
+
+    With top-k, top-p or min-p a token at the filter's edge can also come or go by rounding; the gap does not
+    show that.
+
+    Raises:
+        ValueError: A sampled request has no seed, so its noise is not known.
+    """
+    if params.temperature > 0 and params.seed is None:
+        raise ValueError("the gap of a sampled choice needs the request's seed")
+    last = next_token_logits(target, prefix)
     sampling = jax.tree.map(lambda x: jnp.asarray(x)[None], Sampling.of(params))
     depth, position = jnp.zeros((1, 1), jnp.int32), jnp.array([len(prefix)], jnp.int32)
     row = np.sort(np.asarray(perturb(last, depth, position, sampling, max_depth=0))[0, 0])

@@ -37,6 +37,18 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
     return _logits(target.config, target.weights, _ids(target.config, token_ids, "token_ids", least=1))
 
 
+def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
+    """float32 logits of the token after one sequence; lengths share programs by powers of two.
+
+    Raises:
+        ValueError: The ids are misshapen or out of range.
+    """
+    ids = _ids(target.config, [list(token_ids)], "token_ids", least=1)
+    count = ids.shape[1]
+    ids = jnp.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
+    return _last_logits(target.config, target.weights, ids, jnp.int32(count))
+
+
 def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[Array, "B N V"]:
     """float32 logits of every node of a token tree after a committed prefix.
 
@@ -49,7 +61,9 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
         ValueError: The ids are misshapen or out of range.
     """
     prefix = _ids(target.config, prefix_ids, "prefix_ids", least=0)
-    _ids(target.config, tree.tokens, "tree.tokens", least=1)
+    tokens = _ids(target.config, tree.tokens, "tree.tokens", least=1)
+    if tokens.shape[0] != prefix.shape[0]:
+        raise ValueError(f"{prefix.shape[0]} prefixes for {tokens.shape[0]} trees")
     tree = jax.tree.map(jnp.asarray, tree)
     return _tree_logits(target.config, target.weights, prefix, tree)
 
@@ -75,6 +89,16 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
 def _logits(config: ModelConfig, weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     target = bind(config, weights)
     return target.logits(_forward(target, ids).hidden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(
+    config: ModelConfig, weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]
+) -> Float[Array, "1 1 V"]:
+    target = bind(config, weights)
+    # What follows the last token is padding, which a causal row does not see.
+    hidden = _forward(target, ids).hidden
+    return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,6 +1,6 @@
 """Token ids in, completions out: plain decoding and tree decoding of a list of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Completion
@@ -9,6 +9,7 @@ from jetspec_jax.engine import (
     MAX_SLOTS,
     PLAIN,
     Engine,
+    TokenIds,
     TreeSettings,
     check_request,
     default_capacity,
@@ -18,10 +19,11 @@ from jetspec_jax.sampling import SamplingParams
 
 def generate(
     target: Target,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[TokenIds],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     max_slots: int = MAX_SLOTS,
+    implementation: str | None = None,
 ) -> list[Completion]:
     """Plain decoding: the round with a tree of one node.
 
@@ -30,17 +32,18 @@ def generate(
         prompts: Token ids of each prompt.
         sampling_params: One for all prompts, or one for each.
         max_slots: Most prompts that decode at the same time.
+        implementation: Of tree attention; None picks the best.
 
     Raises:
         ValueError: A request cannot be served; nothing has been generated then.
     """
-    return _run(target, None, prompts, sampling_params, PLAIN, max_slots)
+    return _run(target, None, prompts, sampling_params, PLAIN, max_slots, implementation)
 
 
 def generate_tree(
     target: Target,
     draft_head: Head,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[TokenIds],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     budget: int = 128,
@@ -48,6 +51,7 @@ def generate_tree(
     depth: int | None = None,
     algorithm: str = "accum_logp",
     max_slots: int = MAX_SLOTS,
+    implementation: str | None = None,
 ) -> list[Completion]:
     """Tree decoding: the same tokens as `generate`, in fewer forwards of the target.
 
@@ -61,15 +65,21 @@ def generate_tree(
         depth: Largest depth of a tree, at most the head's block size less one (the default).
         algorithm: How trees are built.
         max_slots: Most prompts that decode at the same time.
+        implementation: Of tree attention; None picks the best.
 
     Raises:
         ValueError: A setting is out of its range, the head does not fit the target, or a request cannot be
             served; nothing has been generated then.
     """
     settings = TreeSettings(budget, width, depth, algorithm)
+    for value, kind in ((target, Target), (draft_head, Head)):
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"expected a {kind.__name__}, as its loader returns it, not {type(value).__name__}"
+            )
     check_head_fits(draft_head.config, target.config)
     settings.check(target.config, draft_head.config.depth)
-    return _run(target, draft_head, prompts, sampling_params, settings, max_slots)
+    return _run(target, draft_head, prompts, sampling_params, settings, max_slots, implementation)
 
 
 def per_prompt(
@@ -80,6 +90,8 @@ def per_prompt(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
+    if not isinstance(sampling_params, Sequence):
+        raise ValueError(f"expected SamplingParams or a list of them, not {type(sampling_params).__name__}")
     if len(sampling_params) != count:
         raise ValueError(f"{len(sampling_params)} sampling_params for {count} prompts")
     return list(sampling_params)
@@ -95,17 +107,19 @@ def slots_for(count: int, max_slots: int) -> int:
 def _run(
     target: Target,
     head: Head | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[TokenIds],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     settings: TreeSettings,
     max_slots: int,
+    implementation: str | None,
 ) -> list[Completion]:
+    prompts = list(prompts)
     params = per_prompt(sampling_params, len(prompts))
     slots = slots_for(len(prompts), max_slots)
-    for prompt, own in zip(prompts, params, strict=True):
-        check_request(target, prompt, own)
-    if not prompts:
+    ids = [check_request(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    if not ids:
         return []
-    need = max(len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True))
-    engine = Engine(target, head, settings, slots=slots, capacity=default_capacity(target.config, need))
-    return [request.output.completion() for request in engine.complete(prompts, params)]
+    need = max(len(prompt) + own.max_tokens for prompt, own in zip(ids, params, strict=True))
+    capacity = default_capacity(target.config, need)
+    engine = Engine(target, head, settings, slots=slots, capacity=capacity, implementation=implementation)
+    return [request.output.completion() for request in engine.complete(ids, params)]

@@ -1,7 +1,9 @@
 """`LLM`: text and chats in, completions out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
 from jetspec_jax.completion import Completion
@@ -46,6 +48,8 @@ class LLM:
         dtype: str = "auto",
         capacity: int | None = None,
         max_slots: int = MAX_SLOTS,
+        implementation: str | None = None,
+        ignore_config_keys: Collection[str] = (),
     ):
         """Loads the models.
 
@@ -57,10 +61,13 @@ class LLM:
             width: Most children of a node.
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: How trees are built.
-            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
+                theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.
+            implementation: Of tree attention; None picks the best.
+            ignore_config_keys: Unknown keys of a ``config.json`` that the caller vouches for.
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
@@ -68,16 +75,21 @@ class LLM:
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        self.target = target if isinstance(target, Target) else load_target(target, dtype=dtype)
+        if not isinstance(target, Target):
+            target = load_target(target, dtype=dtype, ignore_config_keys=ignore_config_keys)
+        self.target = target
         if draft_head is not None and not isinstance(draft_head, Head):
-            draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target)
+            draft_head = load_draft_head(
+                draft_head, dtype=dtype, target=target, ignore_config_keys=ignore_config_keys
+            )
         self.draft_head = draft_head
         settings = TreeSettings(budget, width, depth, algorithm)
         settings.check(self.target.config, None if draft_head is None else draft_head.config.depth)
         self.settings = PLAIN if draft_head is None else settings
-        self._capacity, self._max_slots = capacity, max_slots
+        self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
+        slots_for(1, max_slots)
         # Made at once, so that a head or a setting that does not fit is refused here.
-        self._engine = Engine(self.target, self.draft_head, self.settings, capacity=capacity)
+        self._engine = self._make_engine(1, capacity)
 
     def generate(
         self,
@@ -93,11 +105,13 @@ class LLM:
         Raises:
             ValueError: A request cannot be served; nothing has been generated then.
         """
-        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self.encode(prompt) for prompt in texts]
         params = per_prompt(sampling_params, len(ids))
         for prompt, own in zip(ids, params, strict=True):
             check_request(self.target, prompt, own, capacity=self._capacity)
+        if not ids:
+            return []
         engine = self._engine_for(ids, params)
         return [request.output.completion() for request in engine.complete(ids, params)]
 
@@ -120,7 +134,9 @@ class LLM:
         tokenizer = self._tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the target's tokenizer has no chat template; use generate")
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not messages:
+            raise ValueError("there are no messages to answer")
+        chats = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
             tokenizer.apply_chat_template(
                 list(chat),
@@ -147,7 +163,11 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
-        return self._tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._tokenizer().encode(prompt)
+        if np.ndim(prompt) != 1:
+            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
+        return list(prompt)
 
     def _tokenizer(self):
         if self.target.tokenizer is None:
@@ -155,16 +175,31 @@ class LLM:
         return self.target.tokenizer
 
     def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
-        """An engine that holds these requests: the last one, if it does and is idle."""
+        """An engine that holds these requests: the last one, if it does or if streams still use it."""
         slots = slots_for(len(prompts), self._max_slots)
-        need = max((len(p) + own.max_tokens for p, own in zip(prompts, params, strict=True)), default=0)
+        need = max(len(p) + own.max_tokens for p, own in zip(prompts, params, strict=True))
         capacity = self._capacity or default_capacity(self.target.config, need)
         engine = self._engine
-        if engine.busy or engine.slots != slots or engine.capacity < capacity:
-            self._engine = engine = Engine(
-                self.target, self.draft_head, self.settings, slots=slots, capacity=capacity
-            )
-        return engine
+        if engine.busy:
+            if engine.capacity < capacity:
+                raise RuntimeError(
+                    f"open streams hold an engine for {engine.capacity} tokens, and {need} are needed; end "
+                    "or close them first, or give LLM a larger capacity"
+                )
+        elif engine.slots != slots or engine.capacity < capacity:
+            del engine, self._engine  # two sets of stores may not fit the device
+            self._engine = self._make_engine(slots, capacity)
+        return self._engine
+
+    def _make_engine(self, slots: int, capacity: int | None) -> Engine:
+        return Engine(
+            self.target,
+            self.draft_head,
+            self.settings,
+            slots=slots,
+            capacity=capacity,
+            implementation=self._implementation,
+        )
 
 
 class Stream(Iterator[str]):
@@ -191,8 +226,8 @@ class Stream(Iterator[str]):
         self.close()
 
     def __del__(self) -> None:
-        """Ends the request."""
-        self.close()
+        """Marks the request; the engine's next step takes it out. No device work in a finaliser."""
+        self._request.abandoned = True
 
     def __next__(self) -> str:
         """The next piece of text, which is never empty."""

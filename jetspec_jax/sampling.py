@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 NO_TOP_K = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it stops.
 
@@ -44,15 +44,16 @@ class SamplingParams:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int = 256
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Checks every setting."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature must be a finite number of at least 0, not {self.temperature!r}")
         if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= 1):
@@ -67,7 +68,7 @@ class SamplingParams:
             raise ValueError(f"max_tokens must be an integer of at least 1, not {self.max_tokens!r}")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must hold strings that are not empty, not {self.stop!r}")
-        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
+        if not all(_is_int(token) and token >= 0 for token in stop_token_ids):
             raise ValueError(f"stop_token_ids must hold token ids, not {self.stop_token_ids!r}")
 
 
@@ -102,10 +103,11 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams) -> "Sampling":
         """One request's settings as NumPy scalars, without the slot axis; draws a seed if there is none."""
-        seed = draw_seed() if params.seed is None else params.seed
+        seed = draw_seed() if params.seed is None else int(params.seed)
         fields: Any = (
             np.float32(params.temperature),
-            np.int32(NO_TOP_K if params.top_k is None else params.top_k),
+            # No vocabulary has 2**31 entries: such a top_k keeps all.
+            np.int32(NO_TOP_K if params.top_k is None else min(params.top_k, 2**31 - 1)),
             np.float32(1.0 if params.top_p is None else params.top_p),
             np.float32(0.0 if params.min_p is None else params.min_p),
             np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
@@ -201,10 +203,21 @@ def _filter(scaled: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     # The likeliest token has nothing before it and always stays.
-    kept = (before < sampling.top_p[:, None, None]) | (rank == 0)
+    # top_p 1 keeps all, though a float32 sum may reach 1 before the last token: a slot that does not filter
+    # must not lose its tail because another one does.
+    top_p = sampling.top_p[:, None, None]
+    kept = (before < top_p) | (top_p >= 1) | (rank == 0)
     least = jnp.min(jnp.where(kept & (ordered > -jnp.inf), ordered, jnp.inf), axis=-1, keepdims=True)
     min_p = ordered[:, :, :1] + jnp.log(sampling.min_p)[:, None, None]
     return jnp.where(scaled >= jnp.maximum(least, min_p), scaled, -jnp.inf)
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a sequence, not {values!r}")
+    return tuple(values)
 
 
 def _is_int(value: object) -> bool:

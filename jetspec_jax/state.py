@@ -4,16 +4,18 @@ Shapes: B slots, D draft depth, P pages, T pages per slot.
 """
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jetspec_jax.cache import Slots, Store
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling import Sampling
+from jetspec_jax.sampling import Sampling, SamplingParams
 
 
 class DecodeWeights(NamedTuple):
@@ -44,6 +46,31 @@ class SlotSettings(NamedTuple):
     depth: Int[Array, "B"]
     remaining: Int[Array, "B"]
     stop_bits: UInt32[Array, "B words"]
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        stop_ids: Collection[int],
+        *,
+        vocab_size: int,
+        budget: int = 1,
+        depth: int = 0,
+    ) -> "SlotSettings":
+        """One request's settings as NumPy values, without the slot axis; draws a seed if there is none.
+
+        Args:
+            params: The request's sampling parameters.
+            stop_ids: All tokens that end it; whether end-of-sequence tokens do is the caller's say.
+            vocab_size: V.
+            budget: Most nodes of its trees.
+            depth: Largest depth of its trees.
+        """
+        bits = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token in stop_ids:
+            bits[token // 32] |= np.uint32(1 << token % 32)
+        counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), bits)
+        return cls(Sampling.of(params), *counts)
 
 
 # Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.

@@ -33,6 +33,8 @@ def accept(tree: TokenTree, choices: Int[ArrayLike, "B N"], *, max_depth: int) -
         choices: the target's next token at every node; ignored at padding.
         max_depth: static; a longer path is cut there and its bonus is the choice at the cut.
     """
+    if max_depth < 0:
+        raise ValueError(f"max_depth must be at least 0, not {max_depth}")
     batch, num_nodes = tree.tokens.shape
     choices = jnp.asarray(choices, jnp.int32)
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, None, :]

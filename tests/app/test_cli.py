@@ -23,13 +23,11 @@ def run(capsys, *arguments):
 
 
 def test_the_text_is_the_target_s_and_the_check_passes(capsys, llm):
-    code, out, err = run(
-        capsys, "generate", "--check", "--stats", "--budget", "16", "--max-tokens", "24", PROMPT
-    )
+    code, out, err = run(capsys, "generate", "--check", "--stats", PROMPT)
     assert code == 0
-    [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
+    [expected] = llm.generate([PROMPT], SamplingParams())
     assert out == expected.text + "\n"
-    assert "all 24 tokens equal plain decoding's" in err
+    assert f"all {len(expected.token_ids)} tokens equal plain decoding's" in err
     assert "tokens per round" in err
 
 
@@ -59,10 +57,26 @@ def test_one_token_needs_no_round_and_json_has_no_nan(capsys):
 
 
 def test_the_prompt_may_come_from_standard_input(capsys, monkeypatch, llm):
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "8")
     assert code == 0
     assert out == llm.generate([PROMPT], SamplingParams(max_tokens=8))[0].text + "\n"
+
+
+def test_input_that_is_no_text_is_bad_input(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    code, out, err = run(capsys, "generate", "--budget", "16", "--max-tokens", "8")
+    assert code == 2
+    assert out == ""
+    assert "can't decode" in err
+
+
+def test_a_stop_string_ends_the_text(capsys, llm):
+    [whole] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
+    stop = whole.text[20:24]
+    code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "24", "--stop", stop, PROMPT)
+    assert code == 0
+    assert out == whole.text[: whole.text.index(stop)] + "\n"
 
 
 def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):

@@ -465,6 +465,10 @@ def test_leaving_a_stream_frees_its_pages(llm):
         break
     del stream
     gc.collect()
+    # No device work in a finaliser: the slot of a dropped stream is taken back by the next step.
+    assert not engine.busy
+    llm.generate([prompt], sampled(3, max_tokens=2))
+    assert llm._engine is engine
     assert is_free()
 
     # A stream that is still open keeps its engine to itself.
@@ -475,3 +479,58 @@ def test_leaving_a_stream_frees_its_pages(llm):
     rest = functools.reduce(lambda text, piece: text + piece, stream, "")
     assert expected.endswith(rest)
     assert stream.completion.text == expected
+
+
+def test_a_request_waits_for_pages_and_takes_its_turn(target, alone):
+    prompts = [prompt_of(n, 9) for n in (70, 10, 60, 5)]
+    params = [sampled(i, max_tokens=20 + 10 * i) for i in range(4)]
+    engine = Engine(target, slots=4, capacity=LIMIT, num_pages=3)
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    engine.step(1)
+    # The first holds two pages, the second one; the third waits though two slots are free.
+    assert engine.pool.num_free == 0
+    assert [len(r.pages) for r in requests] == [2, 1, 0, 0]
+    finish(engine)
+    assert engine.pool.num_free == 3
+    for request, prompt, own in zip(requests, prompts, params, strict=True):
+        assert request.output.completion().token_ids == alone(prompt, own).token_ids
+
+
+def test_a_request_that_no_pool_can_hold_is_refused(target):
+    engine = Engine(target, slots=1, capacity=LIMIT, num_pages=2)
+    with pytest.raises(ValueError, match="needs 3 pages, and the engine has 2"):
+        engine.submit(prompt_of(100), SamplingParams(max_tokens=60))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("extreme", [{"top_k": 2**40}, {"seed": 2**64 - 1}])
+def test_extreme_settings_are_served(target, alone, extreme):
+    params = sampled(7, max_tokens=4, **{k: v for k, v in extreme.items() if k != "seed"})
+    if "seed" in extreme:
+        params = dataclasses.replace(params, seed=extreme["seed"])
+    completion = alone(prompt_of(9), params)
+    assert len(completion.token_ids) == 4
+    if "top_k" in extreme:
+        plain = dataclasses.replace(params, top_k=None)
+        assert completion.token_ids == alone(prompt_of(9), plain).token_ids
+
+
+@pytest.mark.parametrize("form", [tuple, np.array, jnp.array])
+def test_prompts_may_be_any_sequence_of_ids(target, alone, form):
+    prompt, params = prompt_of(12), sampled(1, max_tokens=5)
+    assert generate(target, [form(prompt)], params)[0].token_ids == alone(prompt, params).token_ids
+
+
+def test_no_prompts_no_completions(target, head, llm):
+    assert generate(target, []) == generate_tree(target, head, []) == llm.generate([]) == []
+
+
+@pytest.mark.parametrize("budget", [128, 256])
+def test_large_budgets_equal_plain_decoding(target, oracle_engine, alone, budget):
+    prompts = [prompt_of(n, 4) for n in (20, 33)]
+    params = [sampled(i, max_tokens=40) for i in range(2)]
+    engine = oracle_engine(prompts, params, TreeSettings(budget=budget, width=4))
+    completions = serve(engine, prompts, params)
+    for completion, prompt, own in zip(completions, prompts, params, strict=True):
+        assert completion.token_ids == alone(prompt, own).token_ids
+        assert max(completion.tree_sizes) == budget

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from jetspec_jax import SamplingParams, generate_tree, logits
-from jetspec_jax.sampling import Sampling, choose
+from jetspec_jax.sampling import Sampling, choose, perturb
 from tests.decode.tiny import TINY, random_head, random_target
 
 # So few tokens that every pair of them can be counted.
@@ -270,3 +270,14 @@ def test_without_a_seed_one_is_drawn(models):
     params = SamplingParams(temperature=1.0, max_tokens=40)
     texts = [tuple(output.token_ids) for _ in range(2) for output in decode(models, [params] * 8)]
     assert len(set(texts)) == 16
+
+
+def test_a_neighbour_that_filters_takes_nothing_from_one_that_does_not():
+    # Over a real vocabulary a float32 sum of probabilities reaches 1 long before the last token.
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 1, 50_000))
+    sampling = batch_of([SamplingParams(temperature=1.0, seed=1, top_p=p) for p in (None, 0.5)])
+    zeros = jnp.zeros((2, 1), jnp.int32)
+    noisy = perturb(logits, zeros, jnp.zeros(2, jnp.int32), sampling, max_depth=0)
+    kept = np.isfinite(np.asarray(noisy)).sum(axis=(1, 2))
+    assert kept[0] == 50_000
+    assert 0 < kept[1] < 50_000

@@ -113,7 +113,6 @@ class TestTarget:
             ("mlp_bias", True),
             ("hidden_act", "gelu"),
             ("quantization_config", {"quant_method": "fp8"}),
-            ("auto_map", {"AutoModelForCausalLM": "modeling.Custom"}),
             ("partial_rotary_factor", 0.5),
         ],
     )
@@ -126,7 +125,7 @@ class TestTarget:
         [
             ("mlp_bias", False),
             ("quantization_config", None),
-            ("auto_map", None),
+            ("auto_map", {"AutoModel": "dflash.DFlashDraftModel"}),
             ("partial_rotary_factor", 1.0),
         ],
     )

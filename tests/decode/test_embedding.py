@@ -1,0 +1,77 @@
+"""The loop embedded in a program of its own, from public names only, and the public signatures."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jetspec_jax as jj
+from tests.decode.tiny import TINY, random_head, random_target
+
+PROMPT = [5, 9, 2, 7]
+
+
+def test_prefill_and_decode_as_pure_functions():
+    target, head = random_target(TINY, 3), random_head(TINY, 3)
+    proposer = jj.DraftHeadProposer(head.config)
+    decoder = jj.TreeDecoder(target.config, proposer, bucket=16, width=2)
+    weights = jj.DecodeWeights(target.weights, head.weights)
+
+    state = decoder.empty_state(2, num_pages=4, pages_per_slot=2, page_size=32, dtype=jnp.dtype("float32"))
+    params = jj.SamplingParams(max_tokens=20)
+    settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=16, depth=7)
+    state = decoder.insert(state, np.int32(1), np.array([2, 0], np.int32), settings)
+    state, first = decoder.prefill(
+        weights, state, np.int32(1), np.array(PROMPT, np.int32), np.int32(len(PROMPT)), np.bool_(True)
+    )
+    # One round by itself, inside somebody else's program, then the loop.
+    state, record = jax.jit(decoder.round)(weights, state)
+    state, records = decoder.decode(weights, state, np.int32(32))
+
+    tokens = [int(first), *record.tokens[1].tolist(), *records.tokens[:, 1].reshape(-1).tolist()]
+    [expected] = jj.generate(target, [PROMPT], params)
+    assert [t for t in tokens if t >= 0][:20] == expected.token_ids
+    assert record.counts[0] == 0
+    assert not records.counts[:, 0].any()
+    assert not state.active.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bucket": 7}, "bucket must be one of"),
+        ({"bucket": 16}, "needs a proposer"),
+        ({"width": 65}, r"width must lie in 1\.\.64"),
+        ({"max_rounds": 0}, "max_rounds"),
+        ({"algorithm": "best"}, "accum_logp"),
+    ],
+)
+def test_settings_that_make_no_decoder(settings, message):
+    with pytest.raises(ValueError, match=message):
+        jj.TreeDecoder(TINY, **settings)
+
+
+def test_signatures_that_users_rely_on():
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(jj.SamplingParams) == [
+        *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
+        "ignore_eos",
+    ]
+    assert jj.SamplingParams(0.5, 3).top_k == 3
+    assert names(jj.generate)[:3] == ["target", "prompts", "sampling_params"]
+    assert names(jj.generate_tree)[:4] == ["target", "draft_head", "prompts", "sampling_params"]
+    defaults = {k: p.default for k, p in inspect.signature(jj.generate_tree).parameters.items()}
+    assert (defaults["budget"], defaults["width"], defaults["depth"], defaults["algorithm"]) == (
+        *(128, 7, None),
+        "accum_logp",
+    )
+    assert names(jj.tree.build_tree)[:2] == ["draft_logits", "root_tokens"]
+    assert names(jj.tree.accept) == ["tree", "choices", "max_depth"]
+    assert names(jj.TreeDecoder.decode)[1:] == ["weights", "state", "rounds"]
+    assert [f.name for f in jj.tree.TokenTree.__dataclass_fields__.values()] == [
+        *("tokens", "parents", "depths", "scores", "num_nodes"),
+    ]
