@@ -131,7 +131,7 @@ def _check(llm: LLM, ids: list[int], params: SamplingParams, completion: Complet
         f"(seed {params.seed})",
         file=sys.stderr,
     )
-    if llm.target.weights["embed_tokens"].dtype != "float32":
+    if str(llm.target.weights["embed_tokens"].dtype) != "float32":
         print("in bfloat16 rounding flips near-ties; --dtype float32 is the exact check", file=sys.stderr)
     return 1
 

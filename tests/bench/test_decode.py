@@ -25,6 +25,8 @@ def test_the_report_compares_all_methods_with_plain_decoding(tmp_path, capsys):
     assert 1.0 < rows["tree 16"]["tau"] <= 4.0
     assert report["device"]
     assert report["jax"]
+    assert report["implementation"] == "xla"
+    assert report["divergences"] == {"plain": [], "chain": [], "tree 16": []}
     out = capsys.readouterr().out
     slower = [name for name, row in rows.items() if row["speed-up"] < 1]
     assert ("Slower than plain decoding here" in out) == bool(slower)

@@ -1,0 +1,44 @@
+"""Where two decodings part, and how far apart the choices were there."""
+
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, logits
+from jetspec_jax.exactness import TIE_GAP, Divergence, choice_gap, first_divergence
+from tests.decode.tiny import TINY, random_target
+
+PROMPT = [3, 1, 4]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(TINY, 5)
+
+
+def test_equal_outputs_do_not_part(target):
+    assert first_divergence(target, PROMPT, SamplingParams(), [1, 2], (1, 2)) is None
+
+
+def test_the_first_difference_and_the_gap_there(target):
+    found = first_divergence(target, PROMPT, SamplingParams(), [5, 6, 7, 8], [5, 6, 9, 9])
+    row = np.sort(np.asarray(logits(target, [[*PROMPT, 5, 6]]))[0, -1])
+    assert (found.position, found.token, found.expected) == (2, 7, 9)
+    assert found.gap == pytest.approx(row[-1] - row[-2], abs=1e-5)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "at"), [([5], [5, 6], (1, None, 6)), ([5, 6], [5], (1, 6, None))])
+def test_one_may_end_before_the_other(target, ours, theirs, at):
+    found = first_divergence(target, PROMPT, SamplingParams(), ours, theirs)
+    assert (found.position, found.token, found.expected) == at
+
+
+def test_only_a_tiny_gap_is_a_tie():
+    assert Divergence(0, 1, 2, 0.5 * TIE_GAP).is_tie
+    assert not Divergence(0, 1, 2, 2 * TIE_GAP).is_tie
+
+
+def test_the_noise_of_a_sampled_choice_must_be_known(target):
+    with pytest.raises(ValueError, match="seed"):
+        choice_gap(target, PROMPT, SamplingParams(temperature=1.0))
+    sampled = SamplingParams(temperature=1.0, seed=3)
+    assert choice_gap(target, PROMPT, sampled) != choice_gap(target, PROMPT, SamplingParams())
