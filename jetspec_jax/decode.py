@@ -51,6 +51,17 @@ from jetspec_jax.tree import (
 class TreeDecoder:
     """The static settings of a decoder: hashable, equal by value, one compiled program each.
 
+    The loop in a program of one's own::
+
+        decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), bucket=64)
+        weights = DecodeWeights(target.weights, head.weights)
+        state = decoder.empty_state(slots, num_pages=..., pages_per_slot=..., page_size=..., dtype=...)
+        state = decoder.insert(state, slot, pages, SlotSettings.of(params, stop_ids, ...))
+        state, first_token = decoder.prefill(weights, state, slot, tokens, count, is_last)
+        state, records = decoder.decode(weights, state, rounds)
+
+    `insert`, `prefill`, `decode` and `release` donate the state they are given; `round` does not.
+
     Attributes:
         target: The target's geometry.
         proposer: Where draft logits come from; None only decodes plainly.

@@ -30,7 +30,8 @@ class SamplingParams:
         min_p: Keep tokens at least this times as likely as the likeliest; None keeps all.
         seed: Seed of the request's noise; without one, a seed is drawn once.
         max_tokens: Most tokens to generate.
-        stop: Strings that end the text; the first one found is cut off, with all that follows.
+        stop: Strings that end the text; the first one found is cut off, with all that follows. Special tokens
+            are no text: they belong in ``stop_token_ids``.
         stop_token_ids: Tokens that end the sequence; the one found is kept in the token ids.
         ignore_eos: Do not stop at the target's end-of-sequence tokens.
 
