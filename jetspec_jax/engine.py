@@ -66,7 +66,7 @@ class TreeSettings:
         bucket_for(self.budget)
 
 
-PLAIN = TreeSettings(budget=1)
+PLAIN = TreeSettings(budget=1, width=1)
 
 #: A prompt: a list of token ids, or an array of them.
 TokenIds = ArrayLike | Sequence[int]

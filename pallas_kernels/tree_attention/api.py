@@ -107,7 +107,7 @@ def _check(
 
     wrong = []
     if q.dtype not in _DTYPES:
-        wrong.append(f"q is {q.dtype}, not one of {', '.join(d.__name__ for d in _DTYPES)}")
+        wrong.append(f"q is {q.dtype}, not one of {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
     if kv_heads < 1 or heads % kv_heads:
         wrong.append(f"{heads} query heads do not divide among {kv_heads} key/value heads")
     if window is not None and not 1 <= window < 2**31:
