@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32, UInt32
+from jaxtyping import Array, Float, Int, Int32
 
+from jetspec_jax.block import Block
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import KV, Attend
 from pallas_kernels.tree_attention import PagedPrefix, tree_attention
@@ -40,14 +41,10 @@ def empty_stores(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp
 
 
 def attend_over(
-    stores: tuple[Store, ...] | None,
-    slots: Slots | None,
-    mask: UInt32[Array, "B N words"],
-    depths: Int[Array, "B N"],
-    *,
-    implementation: str | None = None,
+    stores: tuple[Store, ...] | None, slots: Slots | None, block: Block, *, implementation: str | None = None
 ) -> Attend:
     """Attention of a block over the committed tokens of its slots; over the block alone without stores."""
+    mask = block.mask()
 
     def attend(
         layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
@@ -63,33 +60,11 @@ def attend_over(
             prefix,
             scale=scale,
             window=window,
-            depths=depths,
+            depths=block.depths,
             implementation=implementation,
         )
 
     return attend
-
-
-def causal_bits(batch: int, rows: int) -> UInt32[Array, "B N words"]:
-    """Packed mask of a chain: row i sees rows 0..i.
-
-    Three rows, one word each, lowest bit first::
-
-        x . .   0b001
-        x x .   0b011
-        x x x   0b111
-    """
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    below = row + 1 - 32 * jnp.arange(-(-rows // 32), dtype=jnp.int32)[None, :]
-    # A shift by 32 is undefined, so full words are their own case.
-    partial = (jnp.uint32(1) << jnp.clip(below, 0, 31).astype(jnp.uint32)) - 1
-    bits = jnp.where(below >= 32, jnp.uint32(0xFFFFFFFF), partial)
-    return jnp.broadcast_to(bits[None], (batch, *bits.shape))
-
-
-def full_bits(batch: int, rows: int) -> UInt32[Array, "B N words"]:
-    """Packed mask of a block whose rows all see each other."""
-    return jnp.broadcast_to(causal_bits(batch, rows)[:, -1:], (batch, rows, -(-rows // 32)))
 
 
 def select_rows(stash: tuple[KV, ...], path: Int[Array, "B R"]) -> tuple[KV, ...]:

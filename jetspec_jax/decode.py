@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Int
 
+from jetspec_jax.block import Block
 from jetspec_jax.cache import Slots, attend_over, commit, empty_stores, select_rows
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Transformer, bind
@@ -38,7 +39,6 @@ from jetspec_jax.tree import (
     BUCKETS,
     TokenTree,
     accept,
-    ancestor_bits,
     check_algorithm,
     get_algorithm,
     grow_tree,
@@ -157,16 +157,10 @@ class TreeDecoder:
         """One round of speculation over all slots; those that are not active keep their state."""
         target = bind(self.target, weights.target)
         tree = self._draft(weights, state, target)
-        attend = attend_over(
-            state.stores,
-            state.slots,
-            ancestor_bits(tree.parents),
-            tree.depths,
-            implementation=self.implementation,
-        )
-        # Siblings share their position: it is their depth, not their index, that counts.
-        positions = state.slots.lengths[:, None] + tree.depths
-        output = target(tree.tokens, positions, attend, taps=taps_of(self.proposer))
+        block = Block.of_tree(tree)
+        attend = attend_over(state.stores, state.slots, block, implementation=self.implementation)
+        positions = block.positions(state.slots.lengths)
+        output = target(block.tokens, positions, attend, taps=taps_of(self.proposer))
         choices = choose(
             target.logits(output.hidden),
             tree.depths,

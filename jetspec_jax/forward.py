@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.cache import Slots, attend_over, causal_bits, commit, empty_stores
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.transformer import Output
 from jetspec_jax.proposer import DraftHeadProposer
-from jetspec_jax.tree import TokenTree, ancestor_bits
+from jetspec_jax.tree import TokenTree
 
 #: Token ids ``[B, T]``: an array, or lists of one length.
 TokenIds = ArrayLike | Sequence[Sequence[int]]
@@ -112,9 +113,9 @@ def _tree_logits(
         stash = _forward(target, prefix).stash
         stores = commit(stores, stash, slots, jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32))
         slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
-    attend = attend_over(stores, slots, ancestor_bits(tree.parents), tree.depths)
-    positions = slots.lengths[:, None] + tree.depths
-    return target.logits(target(tree.tokens, positions, attend).hidden)
+    block = Block.of_tree(tree)
+    attend = attend_over(stores, slots, block)
+    return target.logits(target(block.tokens, block.positions(slots.lengths), attend).hidden)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -138,10 +139,8 @@ def _draft_logits(
 
 def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> Output:
     """The target over whole sequences with nothing committed before them."""
-    batch, length = ids.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
-    attend = attend_over(None, None, causal_bits(batch, length), positions)
-    return target(ids, positions, attend, taps=taps)
+    block = Block.chain(ids)
+    return target(ids, block.depths, attend_over(None, None, block), taps=taps)
 
 
 def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype) -> Any:

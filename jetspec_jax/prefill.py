@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jetspec_jax.cache import attend_over, causal_bits, commit
+from jetspec_jax.block import Block
+from jetspec_jax.cache import attend_over, commit
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
 from jetspec_jax.proposer import Proposer, taps_of
@@ -52,10 +53,9 @@ def prefill(
     target = bind(config, weights.target)
     own = jax.tree.map(lambda x: x[slot][None], state.slots)
     settings = jax.tree.map(lambda x: x[slot][None], state.settings)
-    chunk = tokens.shape[0]
-    depths = jnp.arange(chunk, dtype=jnp.int32)[None, :]
-    attend = attend_over(state.stores, own, causal_bits(1, chunk), depths, implementation=implementation)
-    output = target(tokens[None], own.lengths[:, None] + depths, attend, taps=taps_of(proposer))
+    block = Block.chain(tokens[None])
+    attend = attend_over(state.stores, own, block, implementation=implementation)
+    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps_of(proposer))
     count = count[None]
     proposer_state = state.proposer
     if proposer is not None:

@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.cache import Slots, attend_over, causal_bits, commit, empty_stores, full_bits
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models import Transformer, Weights, bind
 
@@ -94,14 +95,12 @@ class DraftHeadProposer:
         slots: Slots,
     ) -> Float[Array, "B D V"]:
         """One forward of the head over ``[anchor, MASK, MASK, ...]``; the slots' own rows are not kept."""
-        batch, block = anchors.shape[0], self.config.block_size
-        masks = jnp.full((batch, block - 1), self.config.mask_token_id, anchors.dtype)
+        masks = jnp.full((anchors.shape[0], self.depth), self.config.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
-        depths = jnp.broadcast_to(jnp.arange(block, dtype=jnp.int32)[None, :], (batch, block))
-        bits = causal_bits(batch, block) if self.config.causal else full_bits(batch, block)
-        attend = attend_over(state, slots, bits, depths, implementation=self.implementation)
+        block = Block.chain(tokens, "chain" if self.config.causal else "full")
+        attend = attend_over(state, slots, block, implementation=self.implementation)
         head = bind(self.config, weights)
-        hidden = head(target.embed(tokens), slots.lengths[:, None] + depths, attend)
+        hidden = head(target.embed(block.tokens), block.positions(slots.lengths), attend)
         # The anchor's slot drafts nothing: the anchor is known.
         return target.logits(hidden[:, 1:])
 

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import SupportsIndex
 
 import jax
@@ -92,7 +93,7 @@ def grow_tree(
 
 def build_tree(
     draft_logits: ArrayLike,
-    root_tokens: ArrayLike,
+    root_tokens: ArrayLike | Sequence[int],
     *,
     width: SupportsIndex,
     budget: SupportsIndex,

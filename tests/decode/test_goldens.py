@@ -23,7 +23,8 @@ from jetspec_jax import (
     load_target,
     logits,
 )
-from jetspec_jax.cache import Slots, attend_over, causal_bits
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over
 from jetspec_jax.models import bind
 from jetspec_jax.proposer import DraftHeadProposer
 
@@ -62,9 +63,8 @@ def taps_and_drafts(config, proposer, weights, head_weights, ids, contexts):
     """Taps of all tokens, and draft logits of the same tokens after contexts of several lengths."""
     target = bind(config, weights)
     batch, length = ids.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], ids.shape)
-    attend = attend_over(None, None, causal_bits(batch, length), positions)
-    taps = target(ids, positions, attend, taps=proposer.taps).taps
+    block = Block.chain(ids)
+    taps = target(ids, block.depths, attend_over(None, None, block), taps=proposer.taps).taps
     slots = Slots(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
     state = proposer.empty_state(batch, length, taps.dtype)
     state = proposer.commit(head_weights, state, taps, slots, contexts)

@@ -1,0 +1,75 @@
+"""The block: the tokens that one forward takes in behind the committed ones, and how they hang together.
+
+A prompt chunk is a chain, a round's nodes are a tree, the draft head's slots are a chain or all see each
+other. The record holds parents and depths; masks and positions are derived where somebody wants them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32, UInt32
+
+from jetspec_jax.tree import NO_PARENT, TokenTree, ancestor_bits
+
+Kind = Literal["chain", "tree", "full"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """N tokens of each of B sequences. Padding is among them: nobody sees it, and nobody commits it.
+
+    Attributes:
+        tokens: Token ids.
+        parents: Index of each token's parent in the block, -1 for none.
+        depths: Distance from the first token; siblings share it, and with it their position.
+        kind: "chain" and "tree" see themselves and their ancestors, "full" sees all.
+    """
+
+    tokens: Int[Array, "B N"]
+    parents: Int32[Array, "B N"]
+    depths: Int32[Array, "B N"]
+    kind: Kind = field(metadata={"static": True})
+
+    @classmethod
+    def chain(cls, tokens: Int[Array, "B N"], kind: Kind = "chain") -> "Block":
+        """Tokens one after the other."""
+        depths = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+        return cls(tokens, depths + NO_PARENT, depths, kind)
+
+    @classmethod
+    def of_tree(cls, tree: TokenTree) -> "Block":
+        """The nodes of token trees."""
+        return cls(tree.tokens, tree.parents, tree.depths, "tree")
+
+    def positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B N"]:
+        """Absolute positions behind ``lengths`` committed tokens."""
+        return lengths[:, None] + self.depths
+
+    def mask(self) -> UInt32[Array, "B N words"]:
+        """Who sees whom, packed: bit j % 32 of word j // 32 of row i is set iff i sees j."""
+        batch, rows = self.tokens.shape
+        if self.kind == "tree":
+            return ancestor_bits(self.parents)
+        bits = causal_bits(rows)
+        if self.kind == "full":
+            bits = jnp.broadcast_to(bits[-1:], bits.shape)
+        return jnp.broadcast_to(bits[None], (batch, *bits.shape))
+
+
+def causal_bits(rows: int) -> UInt32[Array, "N words"]:
+    """Packed mask of a chain: row i sees rows 0..i.
+
+    Three rows, one word each::
+
+        x . .   0b001
+        x x .   0b011
+        x x x   0b111
+    """
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    below = row + 1 - 32 * jnp.arange(-(-rows // 32), dtype=jnp.int32)[None, :]
+    # A shift by 32 is undefined, so full words are their own case.
+    partial = (jnp.uint32(1) << jnp.clip(below, 0, 31).astype(jnp.uint32)) - 1
+    return jnp.where(below >= 32, jnp.uint32(0xFFFFFFFF), partial)
