@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.completion import Completion
@@ -92,8 +91,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
     ids = llm.encode(prompt)
     if arguments.json or arguments.stats:
-        # Compile first, so that the figures are those of decoding.
-        llm.generate([ids], replace(params, max_tokens=min(2, params.max_tokens), ignore_eos=True))
+        # Begin once before the clock runs, so that the figures are those of decoding, not of compiling.
+        with llm.stream(ids, params) as warm_up:
+            next(warm_up, None)
 
     started = time.perf_counter()
     stream = llm.stream(ids, params)
@@ -127,8 +127,8 @@ def _check(llm: LLM, ids: list[int], params: SamplingParams, completion: Complet
 
     print(
         f"check failed: token {difference.position} is {name(difference.token)}, plain decoding's is "
-        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there "
-        f"(seed {params.seed})",
+        f"{name(difference.expected)}; the two likeliest are {difference.gap:.1e} apart there"
+        f"{', a near-tie' if difference.is_tie else ''} (seed {params.seed})",
         file=sys.stderr,
     )
     if str(llm.target.weights["embed_tokens"].dtype) != "float32":

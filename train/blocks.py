@@ -1,7 +1,5 @@
 """Training blocks of a draft head: anchors, slots, teacher rows. Shapes as in `train.attention`."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -9,18 +7,6 @@ from jaxtyping import Array, Float, Int, Key
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.transformer import Transformer
 from train.attention import block_attend
-
-
-class Blocks(NamedTuple):
-    """The rows of B sequences' blocks. D is the draft depth: slots after the anchor.
-
-    Attributes:
-        student: Final-normed hidden states of the head at slots 1..D.
-        teacher: Final-normed hidden states of the target that predict the same tokens.
-    """
-
-    student: Float[Array, "B A D M"]
-    teacher: Float[Array, "B A D M"]
 
 
 def sample_anchors(

@@ -20,7 +20,7 @@ from train.objectives import accepted_length, depth_weights, forward_kl, weighte
 from train.recipes import Distillation, Recipe
 from train.regenerate import Regenerated
 from train.stages import Deadline
-from train.target import cast
+from train.target import cast, validator
 from train.trainer import Loss, Metrics, train
 
 # Sequences kept for validation, at most; the fixed draws that validate on them.
@@ -110,11 +110,7 @@ def train_head(
     loss = distillation_loss(config, target.config, recipe.distillation, fit.batch, dtype)
     keys = jax.random.split(jax.random.key(recipe.seed + 1), VALIDATION_DRAWS)
 
-    @jax.jit
-    def validate(weights: Weights, data: HeadData, keys: Key[Array, "n"]) -> Metrics:
-        rounded = cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
-        value, metrics = jax.lax.map(lambda key: loss(rounded, data, key), keys)
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **metrics})
+    validate = validator(loss, keys, dtype)
 
     return train(
         folder,
@@ -122,7 +118,7 @@ def train_head(
         loss,
         weights_of(build(config, rngs=nnx.Rngs(recipe.seed + 1))),
         data,
-        validate=lambda weights: validate(weights, validation, keys),
+        validate=lambda weights: validate(weights, validation),
         seed=recipe.seed + 1,
         deadline=deadline,
         label="head",

@@ -234,5 +234,3 @@ TINY = Recipe(
         stride=16, prompts=3, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
     ),
 )  # fmt: skip
-
-RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}

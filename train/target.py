@@ -1,7 +1,9 @@
 """Pretraining of a target on windows of the corpus. Shapes: B windows of T tokens, V vocabulary."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,18 @@ VALIDATION_WINDOWS = 128
 def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
     """Weights as a forward pass uses them; the gradient goes to what was cast."""
     return jax.tree.map(lambda w: w.astype(dtype), weights)
+
+
+def validator(loss: Loss, keys: Key[Array, "n"], dtype: jnp.dtype) -> Callable[[Weights, Any], Metrics]:
+    """Mean of a loss and its metrics over fixed draws, of weights rounded to bfloat16, which ship."""
+
+    @jax.jit
+    def validate(weights: Weights, data: Any, keys: Key[Array, "n"]) -> Metrics:
+        rounded = cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
+        value, metrics = jax.lax.map(lambda key: loss(rounded, data, key), keys)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **metrics})
+
+    return lambda weights, data: validate(weights, data, keys)
 
 
 def token_losses(

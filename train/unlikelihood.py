@@ -22,7 +22,7 @@ from jetspec_jax.models import Weights
 from train.recipes import Polish, Recipe
 from train.regenerate import Writer
 from train.stages import Deadline
-from train.target import cast, token_losses
+from train.target import cast, token_losses, validator
 from train.tokens import Stream, draw_windows
 from train.trainer import Loss, Metrics, train
 
@@ -87,12 +87,7 @@ def polish(
     loss = polish_loss(config, recipe, dtype)
     keys = jax.random.split(jax.random.key(recipe.seed + 2), VALIDATION_DRAWS)
 
-    @jax.jit
-    def validate(weights: Weights, data: PolishData, keys: Key[Array, "k"]) -> Metrics:
-        rounded = cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
-        value, metrics = jax.lax.map(lambda key: loss(rounded, data, key), keys)
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **metrics})
-
+    validate = validator(loss, keys, dtype)
     writer = Writer(stream, newline_ids, settings.prompt, settings.length, settings.slots)
     for number in range(settings.rounds + 1):
         target = Target(config, cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype))
@@ -117,7 +112,7 @@ def polish(
             loss,
             weights,
             data,
-            validate=lambda weights, held=held: validate(weights, held, keys),
+            validate=lambda weights, held=held: validate(weights, held),
             seed=recipe.seed + 3 + number,
             deadline=deadline,
             label=f"polish {number}",
