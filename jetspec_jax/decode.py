@@ -14,15 +14,17 @@ Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, V vocabulary, P p
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jetspec_jax.block import Block
 from jetspec_jax.cache import Slots, attend_over, commit, empty_stores, select_rows
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.models import Transformer, bind
+from jetspec_jax.models import bind
+from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
 from jetspec_jax.proposer import Proposer, taps_of
 from jetspec_jax.sampling import Sampling, choose
@@ -37,6 +39,7 @@ from jetspec_jax.state import (
 )
 from jetspec_jax.tree import (
     BUCKETS,
+    Candidates,
     TokenTree,
     accept,
     check_algorithm,
@@ -45,6 +48,36 @@ from jetspec_jax.tree import (
     root_tree,
     top_candidates,
 )
+
+
+class Verified(NamedTuple):
+    """What the target made of a block.
+
+    Attributes:
+        logits: Of every node.
+        taps: Outputs of the tapped layers.
+        stash: Per layer, the nodes' keys and values.
+    """
+
+    logits: Float[Array, "B N V"]
+    taps: Float[Array, "B N F"]
+    stash: tuple[KV, ...]
+
+
+class Accepted(NamedTuple):
+    """What a round takes over.
+
+    Attributes:
+        path: Nodes of the accepted path from the root on; -1 beyond.
+        counts: Tokens to commit, as many as the path has nodes; 0 for a slot that does not decode.
+        tokens: What the target chose at those nodes; -1 beyond.
+        bonus: The last of them, the next anchor.
+    """
+
+    path: Int[Array, "B D1"]
+    counts: Int[Array, "B"]
+    tokens: Int[Array, "B D1"]
+    bonus: Int[Array, "B"]
 
 
 @dataclass(frozen=True)
@@ -155,34 +188,86 @@ class TreeDecoder:
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation over all slots; those that are not active keep their state."""
-        target = bind(self.target, weights.target)
-        tree = self._draft(weights, state, target)
-        block = Block.of_tree(tree)
-        attend = attend_over(state.stores, state.slots, block, implementation=self.implementation)
-        positions = block.positions(state.slots.lengths)
-        output = target(block.tokens, positions, attend, taps=taps_of(self.proposer))
-        choices = choose(
-            target.logits(output.hidden),
-            tree.depths,
-            state.slots.lengths + 1,
-            state.settings.sampling,
-            max_depth=self.depth,
-        )
-        path, length, bonus = accept(tree, choices, max_depth=self.depth)
-        count = jnp.where(state.active, length + 1, 0)
-        # The choice at every node of the path is the next one's token, and at the last node the bonus.
-        tokens = jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1)
-        tokens = jnp.where(jnp.arange(self.depth + 1)[None, :] < count[:, None], tokens, -1)
+        tree = self.build(state, self.draft(weights, state))
+        output = self.verify(weights, state, tree)
+        accepted = self.accept(state, tree, output.logits)
+        return self.commit(weights, state, tree, output, accepted)
 
-        proposer_state = state.proposer
-        if self.proposer is not None:
-            taps = jnp.take_along_axis(output.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
-            proposer_state = self.proposer.commit(weights.proposer, state.proposer, taps, state.slots, count)
+    def draft(self, weights: DecodeWeights, state: DecodeState) -> Candidates | None:
+        """The best tokens of every draft row; None in plain decoding, which drafts nothing."""
+        if self.proposer is None or self.bucket == 1:
+            return None
+        target = bind(self.target, weights.target)
+        with jax.named_scope("draft"):
+            logits = self.proposer.propose(
+                weights.proposer, state.proposer, target, state.anchors, state.slots
+            )
+            return top_candidates(logits, self.width)
+
+    def build(self, state: DecodeState, candidates: Candidates | None) -> TokenTree:
+        """The round's tree below the anchors; without candidates the anchors alone."""
+        if candidates is None:
+            return root_tree(state.anchors, 1)
+        with jax.named_scope("build"):
+            return grow_tree(
+                candidates,
+                state.anchors,
+                get_algorithm(self.algorithm)(candidates),
+                state.settings.budget,
+                state.settings.depth,
+                num_nodes=self.bucket,
+            )
+
+    def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:
+        """One forward of the target over all nodes, each behind its own ancestors."""
+        target = bind(self.target, weights.target)
+        with jax.named_scope("verify"):
+            block = Block.of_tree(tree)
+            attend = attend_over(state.stores, state.slots, block, implementation=self.implementation)
+            positions = block.positions(state.slots.lengths)
+            output = target(block.tokens, positions, attend, taps=taps_of(self.proposer))
+            return Verified(target.logits(output.hidden), output.taps, output.stash)
+
+    def accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
+        """The path that the target itself would have taken, and the tokens that it emits along it."""
+        with jax.named_scope("accept"):
+            choices = choose(
+                logits,
+                tree.depths,
+                state.slots.lengths + 1,
+                state.settings.sampling,
+                max_depth=self.depth,
+            )
+            path, length, bonus = accept(tree, choices, max_depth=self.depth)
+            count = jnp.where(state.active, length + 1, 0)
+            # The choice at every node of the path is the next one's token, and at the last node the bonus.
+            tokens = jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1)
+            tokens = jnp.where(jnp.arange(self.depth + 1)[None, :] < count[:, None], tokens, -1)
+            return Accepted(path, count, tokens, bonus)
+
+    def commit(
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        tree: TokenTree,
+        output: Verified,
+        accepted: Accepted,
+    ) -> tuple[DecodeState, RoundRecord]:
+        """Writes the accepted path into the stores and the proposer's state, and moves the slots on."""
+        path, count, tokens, bonus = accepted
+        with jax.named_scope("commit"):
+            proposer_state = state.proposer
+            if self.proposer is not None:
+                taps = jnp.take_along_axis(output.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
+                proposer_state = self.proposer.commit(
+                    weights.proposer, state.proposer, taps, state.slots, count
+                )
+            stores = commit(state.stores, select_rows(output.stash, path), state.slots, count)
         remaining = state.settings.remaining - count
         stopped = jnp.any(is_stop(tokens, state.settings.stop_bits), axis=1)
         state = replace(
             state,
-            stores=commit(state.stores, select_rows(output.stash, path), state.slots, count),
+            stores=stores,
             proposer=proposer_state,
             slots=state.slots._replace(lengths=state.slots.lengths + count),
             anchors=jnp.where(state.active, bonus, state.anchors),
@@ -227,18 +312,3 @@ class TreeDecoder:
 
         _, state, records = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, records))
         return state, records
-
-    def _draft(self, weights: DecodeWeights, state: DecodeState, target: Transformer) -> TokenTree:
-        """The round's tree; in bucket 1 the anchor alone."""
-        if self.proposer is None or self.bucket == 1:
-            return root_tree(state.anchors, 1)
-        logits = self.proposer.propose(weights.proposer, state.proposer, target, state.anchors, state.slots)
-        candidates = top_candidates(logits, self.width)
-        return grow_tree(
-            candidates,
-            state.anchors,
-            get_algorithm(self.algorithm)(candidates),
-            state.settings.budget,
-            state.settings.depth,
-            num_nodes=self.bucket,
-        )
