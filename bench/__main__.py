@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import decode
+from bench import decode, kernel, round
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -12,10 +12,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     decode.add_command(commands)
+    round.add_command(commands)
+    kernel.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
 

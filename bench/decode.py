@@ -17,6 +17,7 @@ from jetspec_jax import (
     Head,
     SamplingParams,
     Target,
+    enable_compilation_cache,
     generate,
     generate_tree,
     load_draft_head,
@@ -44,11 +45,13 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--implementation", default="xla", help="of tree attention (default: xla)")
+    parser.add_argument("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
     parser.add_argument("--json", type=Path, default=Path("results/decode.json"), help="where to")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table and writes the JSON."""
+    enable_compilation_cache(arguments.compilation_cache)
     target = load_target(arguments.target, dtype=arguments.dtype)
     head = load_draft_head(arguments.draft_head, dtype=arguments.dtype, target=target)
     if target.tokenizer is None:

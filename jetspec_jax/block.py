@@ -26,12 +26,14 @@ class Block:
         parents: Index of each token's parent in the block, -1 for none.
         depths: Distance from the first token; siblings share it, and with it their position.
         kind: "chain" and "tree" see themselves and their ancestors, "full" sees all.
+        max_depth: A static bound on the depths of a tree, if there is one.
     """
 
     tokens: Int[Array, "B N"]
     parents: Int32[Array, "B N"]
     depths: Int32[Array, "B N"]
     kind: Kind = field(metadata={"static": True})
+    max_depth: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def chain(cls, tokens: Int[Array, "B N"], kind: Kind = "chain") -> "Block":
@@ -40,9 +42,9 @@ class Block:
         return cls(tokens, depths + NO_PARENT, depths, kind)
 
     @classmethod
-    def of_tree(cls, tree: TokenTree) -> "Block":
+    def of_tree(cls, tree: TokenTree, max_depth: int | None = None) -> "Block":
         """The nodes of token trees."""
-        return cls(tree.tokens, tree.parents, tree.depths, "tree")
+        return cls(tree.tokens, tree.parents, tree.depths, "tree", max_depth)
 
     def positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B N"]:
         """Absolute positions behind ``lengths`` committed tokens."""
@@ -52,7 +54,7 @@ class Block:
         """Who sees whom, packed: bit j % 32 of word j // 32 of row i is set iff i sees j."""
         batch, rows = self.tokens.shape
         if self.kind == "tree":
-            return ancestor_bits(self.parents)
+            return ancestor_bits(self.parents, max_depth=self.max_depth)
         bits = causal_bits(rows)
         if self.kind == "full":
             bits = jnp.broadcast_to(bits[-1:], bits.shape)

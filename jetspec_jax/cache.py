@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jetspec_jax.block import Block
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import KV, Attend
+from pallas_kernels.paged_write import paged_write
 from pallas_kernels.tree_attention import PagedPrefix, tree_attention
 
 
@@ -67,37 +68,47 @@ def attend_over(
     return attend
 
 
-def select_rows(stash: tuple[KV, ...], path: Int[Array, "B R"]) -> tuple[KV, ...]:
-    """The stash rows of a path of node indices, which need not be a prefix of the nodes.
-
-    Example: of nodes 0..3 with the accepted path 0, 2 (and -1 for "none"), rows 0, 2 and any row.
-    """
-    index = jnp.maximum(path, 0)[:, :, None, None]
-    return jax.tree.map(lambda rows: jnp.take_along_axis(rows, index, axis=1), stash)
-
-
 def commit(
-    stores: tuple[Store, ...], rows: tuple[KV, ...], slots: Slots, count: Int[Array, "B"]
+    stores: tuple[Store, ...],
+    stash: tuple[KV, ...],
+    slots: Slots,
+    count: Int[Array, "B"],
+    *,
+    path: Int32[Array, "B R"] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Store, ...]:
-    """Writes the first ``count[b]`` rows of each slot behind its committed tokens.
+    """Writes the first ``count[b]`` rows of each slot's path behind its committed tokens, in all layers.
+
+    Example: of nodes 0..3 with the path 0, 2, -1 and a count of 2, rows 0 and 2 follow the committed ones.
 
     Args:
-        stores: One store per layer.
-        rows: For each layer the new rows ``[B, R, G, E]``, in logical order.
+        stores: One store per layer, all with as many pages of one size.
+        stash: For each layer the rows of a block.
         slots: The slots *before* the commit.
         count: Rows to write; 0 leaves a slot as it is. Rows that fall behind a slot's last page are dropped:
-            they can only be overshoot of a request that ends with them.
+            they can only be overshoot of a request that ends with them. It must follow from what the
+            forward over these stores gave: where no data ties the write to the last read, XLA copies a store.
+        path: Nodes to write, in logical order, which need not be a prefix of the block; what lies behind
+            ``count`` may be anything. None is a chain: all rows of the block, as they stand.
+        implementation: Of the paged write; None picks the best.
     """
-    num_rows = rows[0].k.shape[1]
+    batch, num_nodes = stash[0].k.shape[:2]
     num_pages, page_size = stores[0].k.shape[:2]
-    step = jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+    if path is None:
+        path = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32)[None, :], (batch, num_nodes))
+    step = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
     position = slots.lengths[:, None] + step
     page = jnp.take_along_axis(
         slots.block_tables, position // page_size, axis=1, mode="fill", fill_value=num_pages
     )
-    page = jnp.where(step < count[:, None], page, num_pages)
-    where = page, position % page_size
-    return jax.tree.map(lambda pages, new: pages.at[where].set(new, mode="drop"), stores, rows)
+    # Compared before it is multiplied: a page number that is none may be any, and the product overflow.
+    there = (step < count[:, None]) & (page >= 0) & (page < num_pages)
+    where = jnp.where(there, page * page_size + position % page_size, -1)
+    # One write for all layers: a launch each would take longer than the bytes.
+    written = paged_write(
+        jax.tree.leaves(stores), jax.tree.leaves(stash), path, where, implementation=implementation
+    )
+    return jax.tree.unflatten(jax.tree.structure(stores), written)
 
 
 @dataclass

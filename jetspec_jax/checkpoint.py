@@ -1,7 +1,7 @@
 """Checkpoints: a target or a draft head from a local folder or the Hugging Face hub."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
+from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import read_weights
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+CONFIG_PATTERNS = ("config.json",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +70,21 @@ def load_target(
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
         ValueError: The config or the tensors are not what a supported family has; all problems are listed.
+        DeviceMemoryError: The device cannot hold the weights.
     """
+    config = read_target_config(path_or_id, ignore_config_keys=ignore_config_keys)
+    resolved = resolve_dtype(dtype)
+    check_memory(lambda: {TARGET_WEIGHTS: weight_bytes(config, resolved)})
     folder = resolve(path_or_id)
-    raw = read_json(folder / "config.json")
-    config = parse_model_config(raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json"))
     generation = folder / "generation_config.json"
-    eos = parse_eos_token_ids(raw, read_json(generation) if generation.exists() else None)
+    eos = parse_eos_token_ids(
+        read_json(folder / "config.json"), read_json(generation) if generation.exists() else None
+    )
     if beyond := [token for token in eos if token >= config.vocab_size]:
         raise ValueError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    weights = read_weights(folder, config, resolve_dtype(dtype))
+    weights = read_weights(folder, config, resolved)
     return Target(config, weights, eos, load_tokenizer(folder))
 
 
@@ -100,20 +106,46 @@ def load_draft_head(
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
         ValueError: The config or the tensors are not those of a supported head, or it does not fit.
+        DeviceMemoryError: The device cannot hold the weights.
     """
-    folder = resolve(path_or_id)
-    config = parse_draft_head_config(
-        read_json(folder / "config.json"),
-        ignore_config_keys=ignore_config_keys,
-        where=str(folder / "config.json"),
-    )
+    config = read_draft_head_config(path_or_id, ignore_config_keys=ignore_config_keys)
     if target is not None:
         check_head_fits(config, target.config)
-    return Head(config, read_weights(folder, config, resolve_dtype(dtype)))
+    resolved = resolve_dtype(dtype)
+    check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, resolved)})
+    return Head(config, read_weights(resolve(path_or_id), config, resolved))
 
 
-def resolve(path_or_id: str | Path) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded, or found in the hub's cache.
+def read_target_config(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) -> ModelConfig:
+    """The config of a target; of a hub id, nothing else is fetched.
+
+    Raises:
+        FileNotFoundError: It is not to be had.
+        ValueError: It is not that of a supported family.
+    """
+    path = resolve(path_or_id, CONFIG_PATTERNS) / "config.json"
+    return parse_model_config(read_json(path), ignore_config_keys=ignore_config_keys, where=str(path))
+
+
+def read_draft_head_config(
+    path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()
+) -> DraftHeadConfig:
+    """The config of a draft head; of a hub id, nothing else is fetched.
+
+    Raises:
+        FileNotFoundError: It is not to be had.
+        ValueError: It is not that of a supported head.
+    """
+    path = resolve(path_or_id, CONFIG_PATTERNS) / "config.json"
+    return parse_draft_head_config(read_json(path), ignore_config_keys=ignore_config_keys, where=str(path))
+
+
+def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+    """The local folder of a checkpoint; a hub id's files are downloaded, or found in the hub's cache.
+
+    Args:
+        path_or_id: A folder or a hub id.
+        patterns: Which files of a hub id to fetch.
 
     Raises:
         FileNotFoundError: Neither a folder with a ``config.json`` nor a hub id that can be fetched.
@@ -128,7 +160,7 @@ def resolve(path_or_id: str | Path) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(HUB_PATTERNS)))
+        return Path(huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(patterns)))
     except Exception as error:  # the client lets its HTTP library's errors through as they come
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "

@@ -15,6 +15,7 @@ from jetspec_jax.exactness import first_divergence
 from jetspec_jax.generate import generate
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling import SamplingParams, draw_seed
+from pallas_kernels.tree_attention import implementations
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument("--seed", type=int, help="seed of the sampling noise (default: drawn)")
     gen.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     gen.add_argument(
+        "--implementation", help=f"of tree attention: {' or '.join(implementations())} (default: the best)"
+    )
+    gen.add_argument(
+        "--compilation-cache",
+        default="auto",
+        metavar="DIR|auto|off",
+        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
+    )
+    gen.add_argument(
         "--ignore-config-key", action="append", default=[], help="unknown config key that has no effect"
     )
     gen.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -85,7 +95,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         width=arguments.width,
         depth=arguments.depth,
         dtype=arguments.dtype,
+        implementation=arguments.implementation,
         ignore_config_keys=arguments.ignore_config_key,
+        compilation_cache=arguments.compilation_cache,
     )
     if llm.draft_head is None:
         print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
@@ -110,13 +122,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stats:
         print(_stats(completion, seconds), file=sys.stderr)
     if arguments.check:
-        return _check(llm, ids, params, completion)
+        return _check(llm, ids, params, completion, arguments.implementation)
     return 0
 
 
-def _check(llm: LLM, ids: list[int], params: SamplingParams, completion: Completion) -> int:
+def _check(
+    llm: LLM, ids: list[int], params: SamplingParams, completion: Completion, implementation: str | None
+) -> int:
     """Decodes plainly with the same seed; exit code 1 and the first difference if there is one."""
-    [plain] = generate(llm.target, [ids], params)
+    [plain] = generate(llm.target, [ids], params, implementation=implementation)
     difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
     if difference is None:
         print(f"check: all {len(plain.token_ids)} tokens equal plain decoding's", file=sys.stderr)

@@ -12,22 +12,22 @@ accepted.
 Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, V vocabulary, P pages, T pages per slot.
 """
 
-import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores, select_rows
+from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
 from jetspec_jax.proposer import Proposer, taps_of
-from jetspec_jax.sampling import Sampling, choose
+from jetspec_jax.sampling import Sampling
 from jetspec_jax.state import (
     DecodeState,
     DecodeWeights,
@@ -222,7 +222,7 @@ class TreeDecoder:
         """One forward of the target over all nodes, each behind its own ancestors."""
         target = bind(self.target, weights.target)
         with jax.named_scope("verify"):
-            block = Block.of_tree(tree)
+            block = Block.of_tree(tree, max_depth=self.depth)
             attend = attend_over(state.stores, state.slots, block, implementation=self.implementation)
             positions = block.positions(state.slots.lengths)
             output = target(block.tokens, positions, attend, taps=taps_of(self.proposer))
@@ -238,11 +238,12 @@ class TreeDecoder:
                 state.settings.sampling,
                 max_depth=self.depth,
             )
-            path, length, bonus = accept(tree, choices, max_depth=self.depth)
-            count = jnp.where(state.active, length + 1, 0)
+            path, _, bonus = accept(tree, choices, max_depth=self.depth)
             # The choice at every node of the path is the next one's token, and at the last node the bonus.
             tokens = jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1)
-            tokens = jnp.where(jnp.arange(self.depth + 1)[None, :] < count[:, None], tokens, -1)
+            tokens = jnp.where((path >= 0) & state.active[:, None], tokens, -1)
+            # Counted from the tokens, although plain decoding knows it is one: see `cache.commit`.
+            count = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
             return Accepted(path, count, tokens, bonus)
 
     def commit(
@@ -262,7 +263,7 @@ class TreeDecoder:
                 proposer_state = self.proposer.commit(
                     weights.proposer, state.proposer, taps, state.slots, count
                 )
-            stores = commit(state.stores, select_rows(output.stash, path), state.slots, count)
+            stores = commit(state.stores, output.stash, state.slots, count, path=path)
         remaining = state.settings.remaining - count
         stopped = jnp.any(is_stop(tokens, state.settings.stop_bits), axis=1)
         state = replace(
@@ -277,9 +278,8 @@ class TreeDecoder:
         sizes = jnp.where(count > 0, tree.num_nodes, 0)
         return state, RoundRecord(tokens, count, sizes)
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
     def decode(
-        self, weights: DecodeWeights, state: DecodeState, rounds: Int[Array, ""]
+        self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
     ) -> tuple[DecodeState, RoundRecord]:
         """Runs up to ``rounds`` rounds without returning to the host. ``state`` is donated.
 
@@ -291,24 +291,52 @@ class TreeDecoder:
         Returns:
             The state, and the records ``[max_rounds, ...]`` with counts of 0 for rounds that did not run.
         """
-        batch = state.anchors.shape[0]
-        records = RoundRecord(
-            tokens=jnp.full((self.max_rounds, batch, self.depth + 1), -1, jnp.int32),
-            counts=jnp.zeros((self.max_rounds, batch), jnp.int32),
-            tree_sizes=jnp.zeros((self.max_rounds, batch), jnp.int32),
-        )
+        return self.program(self, weights, state, rounds)
 
-        def goes_on(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
-            done, state, _ = carry
-            return (done < jnp.minimum(rounds, self.max_rounds)) & jnp.any(state.active)
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What XLA is told for programs of this bucket."""
+        return {} if self.bucket == 1 else _TREE_OPTIONS
 
-        def step(
-            carry: tuple[Array, DecodeState, RoundRecord],
-        ) -> tuple[Array, DecodeState, RoundRecord]:
-            done, state, records = carry
-            state, record = self.round(weights, state)
-            records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-            return done + 1, state, records
+    @property
+    def program(self) -> Any:
+        """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
+        return _PLAIN_LOOP if self.bucket == 1 else _TREE_LOOP
 
-        _, state, records = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, records))
-        return state, records
+
+def _loop(
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+) -> tuple[DecodeState, RoundRecord]:
+    """See `TreeDecoder.decode`."""
+    batch, most = state.anchors.shape[0], decoder.max_rounds
+    records = RoundRecord(
+        tokens=jnp.full((most, batch, decoder.depth + 1), -1, jnp.int32),
+        counts=jnp.zeros((most, batch), jnp.int32),
+        tree_sizes=jnp.zeros((most, batch), jnp.int32),
+    )
+
+    def goes_on(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
+        done, state, _ = carry
+        return (done < jnp.minimum(rounds, most)) & jnp.any(state.active)
+
+    def step(carry: tuple[Array, DecodeState, RoundRecord]) -> tuple[Array, DecodeState, RoundRecord]:
+        done, state, records = carry
+        state, record = decoder.round(weights, state)
+        records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
+        return done + 1, state, records
+
+    # What no round changes is made before the loop: XLA would make some of it in every round.
+    if decoder.proposer is not None:
+        weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
+    _, state, records = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, records))
+    return state, records
+
+
+# Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a
+# Qwen3-8B round on an H200. Several rounds between two looks, one CUDA graph for the whole loop, and none at
+# all were no faster. One flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by
+# timing them with weights that still lie in the cache, where those of a model never do. For one row its picks
+# make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
+_TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+_PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
+_TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=_TREE_OPTIONS)

@@ -4,12 +4,15 @@ The host waits once per dispatch: it launches prefills and a loop of many rounds
 records. All that depends on a request travels as arrays, so after the first request nothing compiles.
 """
 
+import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike
 from tqdm import tqdm
@@ -17,20 +20,21 @@ from tqdm import tqdm
 from jetspec_jax.cache import PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
-from jetspec_jax.config import ModelConfig, check_head_fits
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode import TreeDecoder
+from jetspec_jax.engine_size import PAGE_SIZE, PREFILL_CHUNK, EngineSize, check_engine_memory
+from jetspec_jax.memory import array_bytes
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import bucket_for, check_algorithm
+from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
-PAGE_SIZE = 64
-PREFILL_CHUNK = 128
 # Rounds between two looks of the host: enough to hide its work, few enough to free a finished slot soon.
 ROUNDS_PER_DISPATCH = 16
-# Tokens that a slot can hold unless a request needs more: most requests then share their programs.
-DEFAULT_CAPACITY = 1024
+
+_log = logging.getLogger("jetspec_jax")
 
 
 @dataclass(frozen=True)
@@ -131,44 +135,57 @@ class Engine:
 
         Raises:
             ValueError: The head does not fit, or a setting is out of its range.
+            DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
         """
-        limit = target.config.max_position_embeddings
-        capacity = default_capacity(target.config, 0) if capacity is None else capacity
-        if slots < 1:
-            raise ValueError(f"an engine needs at least one slot, not {slots}")
-        if not 1 <= capacity <= limit:
-            raise ValueError(f"capacity must lie in 1..{limit}, the target's context limit, not {capacity}")
         if head is not None:
-            check_head_fits(head.config, target.config)
-            proposer = DraftHeadProposer(head.config, implementation)
             proposer_weights = head.weights
-        if proposer is not None:
-            settings.check(target.config, proposer.depth)
-        if settings.budget == 1:
-            # No tree has a use for drafts: decode without the head and its context.
-            proposer, proposer_weights = None, None
-        self.target, self.settings, self.slots = target, settings, slots
-        self.capacity = capacity
-        self.decoder = TreeDecoder(
+        self.decoder = make_decoder(
             target.config,
-            proposer,
-            bucket_for(settings.budget),
-            settings.width,
-            settings.algorithm,
+            None if head is None else head.config,
+            settings,
+            proposer=proposer,
             implementation=implementation,
         )
+        if self.decoder.proposer is None:
+            proposer_weights = None
+        self.target, self.settings = target, settings
         self.weights = DecodeWeights(target.weights, proposer_weights)
-        pages_per_slot = -(-self.capacity // PAGE_SIZE)
-        self.pool = PagePool(slots * pages_per_slot if num_pages is None else num_pages)
-        self._pages_per_slot = pages_per_slot
-        self.state = self.decoder.empty_state(
-            slots,
-            num_pages=self.pool.num_pages,
-            pages_per_slot=pages_per_slot,
-            page_size=PAGE_SIZE,
-            dtype=target.weights["embed_tokens"].dtype,
-        )
-        self._free_slots = deque(range(slots))
+        size = EngineSize.of(target.config, slots, capacity, num_pages)
+        check_engine_memory(self.decoder, size, self.dtype)
+        self._allocate(size)
+        if implementation is None:
+            say_which_attention()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights, and so of the stores."""
+        return self.target.weights["embed_tokens"].dtype
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Changes the number of slots and their capacity, while nobody waits or runs.
+
+        Raises:
+            RuntimeError: Somebody does.
+            ValueError: A setting is out of its range.
+            DeviceMemoryError: The device cannot hold it. The engine is as it was, in all three cases.
+        """
+        if self.busy:
+            raise RuntimeError("the engine is in use")
+        size, old = EngineSize.of(self.target.config, slots, capacity), self.size
+        check_engine_memory(self.decoder, size, self.dtype, reclaimed=array_bytes(self.state))
+        del self.state  # two sets of stores may not fit the device
+        try:
+            self._allocate(size)
+        except BaseException:
+            self._allocate(old)
+            raise
+
+    def _allocate(self, size: EngineSize) -> None:
+        """Makes all slots and pages anew; whatever waited or ran is forgotten."""
+        self.state = size.empty_state(self.decoder, self.dtype)
+        self.size = size
+        self.pool = PagePool(size.num_pages)
+        self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
@@ -179,7 +196,7 @@ class Engine:
             ValueError: The request cannot be served: empty, token ids out of range, too long for the target
                 or for a slot, or stop strings without a tokenizer.
         """
-        ids = check_request(self.target, prompt, params, capacity=self.capacity)
+        ids = check_request(self.target, prompt, params, capacity=self.size.capacity)
         stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.target.eos_token_ids)}
         settings = SlotSettings.of(
             params,
@@ -214,10 +231,18 @@ class Engine:
         Raises:
             ValueError: As for `submit`.
         """
-        requests = [self.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
-            for _ in self.run():
-                bar.update(sum(r.output.finish_reason is not None for r in requests) - bar.n)
+        requests = []
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                requests.append(self.submit(prompt, own))
+            with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
+                for _ in self.run():
+                    bar.update(sum(r.output.finish_reason is not None for r in requests) - bar.n)
+        except BaseException:
+            # Also an interrupt: the next call must not go on with these.
+            for request in requests:
+                request.abandoned = True
+            raise
         return requests
 
     def run(self) -> Iterator[None]:
@@ -257,7 +282,7 @@ class Engine:
             self._waiting.popleft()
             request.slot, request.pages = self._free_slots.popleft(), pages
             self._running.append(request)
-            table = np.full(self._pages_per_slot, self.pool.num_pages, np.int32)
+            table = np.full(self.size.pages_per_slot, self.pool.num_pages, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)
             admitted.append((request, self._prefill(request)))
@@ -284,6 +309,42 @@ class Engine:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
+
+
+def make_decoder(
+    target: ModelConfig,
+    head: DraftHeadConfig | None,
+    settings: TreeSettings,
+    *,
+    proposer: Proposer | None = None,
+    implementation: str | None = None,
+) -> TreeDecoder:
+    """The decoder of an engine: its static settings, checked.
+
+    Raises:
+        ValueError: The head does not fit, or a setting is out of its range.
+    """
+    if head is not None:
+        check_head_fits(head, target)
+        proposer = DraftHeadProposer(head, implementation)
+    if proposer is not None:
+        settings.check(target, proposer.depth)
+    return TreeDecoder(
+        target,
+        # No tree of one node has a use for drafts: decode without the head and its context.
+        None if settings.budget == 1 else proposer,
+        bucket_for(settings.budget),
+        settings.width,
+        settings.algorithm,
+        implementation=implementation,
+    )
+
+
+@functools.cache
+def say_which_attention() -> None:
+    """Logs, once in a process, why the GPU kernels cannot run, if they cannot."""
+    if problem := gpu_problem():
+        _log.warning("tree attention runs on XLA: %s", problem)
 
 
 def check_request(
@@ -320,12 +381,6 @@ def check_request(
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
     return ids.astype(np.int32)
-
-
-def default_capacity(config: ModelConfig, need: int) -> int:
-    """Tokens per slot: the usual capacity, or the next power of two that holds ``need``."""
-    usual = max(DEFAULT_CAPACITY, 1 << (need - 1).bit_length() if need else 0)
-    return min(usual, config.max_position_embeddings)
 
 
 def _collect(request: Request, records: RoundRecord) -> None:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.checkpoint import Target
+from jetspec_jax.choice import perturb
 from jetspec_jax.forward import next_token_logits
-from jetspec_jax.sampling import Sampling, SamplingParams, perturb
+from jetspec_jax.sampling import Sampling, SamplingParams
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
 TIE_GAP = 1e-4

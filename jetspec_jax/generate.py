@@ -5,15 +5,8 @@ from collections.abc import Iterable, Sequence
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Completion
 from jetspec_jax.config import check_head_fits
-from jetspec_jax.engine import (
-    MAX_SLOTS,
-    PLAIN,
-    Engine,
-    TokenIds,
-    TreeSettings,
-    check_request,
-    default_capacity,
-)
+from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TokenIds, TreeSettings, check_request
+from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.sampling import SamplingParams
 
 
@@ -36,6 +29,7 @@ def generate(
 
     Raises:
         ValueError: A request cannot be served; nothing has been generated then.
+        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
     return _run(target, None, prompts, sampling_params, PLAIN, max_slots, implementation)
 
@@ -70,6 +64,7 @@ def generate_tree(
     Raises:
         ValueError: A setting is out of its range, the head does not fit the target, or a request cannot be
             served; nothing has been generated then.
+        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
     settings = TreeSettings(budget, width, depth, algorithm)
     for value, kind in ((target, Target), (draft_head, Head)):

@@ -5,19 +5,23 @@ from pathlib import Path
 
 import numpy as np
 
-from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
-from jetspec_jax.completion import Completion
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import (
-    MAX_SLOTS,
-    PLAIN,
-    Engine,
-    Request,
-    TreeSettings,
-    check_request,
-    default_capacity,
+from jetspec_jax.checkpoint import (
+    Head,
+    Target,
+    load_draft_head,
+    load_target,
+    read_draft_head_config,
+    read_target_config,
+    resolve_dtype,
 )
+from jetspec_jax.compilation_cache import enable_compilation_cache
+from jetspec_jax.completion import Completion
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, Request, TreeSettings, check_request, make_decoder
+from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
 from jetspec_jax.generate import per_prompt, slots_for
+from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -50,8 +54,9 @@ class LLM:
         max_slots: int = MAX_SLOTS,
         implementation: str | None = None,
         ignore_config_keys: Collection[str] = (),
+        compilation_cache: str | Path = "auto",
     ):
-        """Loads the models.
+        """Loads the models, once all settings are known to be good and the device to be large enough.
 
         Args:
             target: A folder, a hub id, a loaded target, or "demo": the small embedded pair.
@@ -68,28 +73,53 @@ class LLM:
             max_slots: Most prompts that decode at the same time.
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of a ``config.json`` that the caller vouches for.
+            compilation_cache: Where compiled programs are kept for later processes, this whole process's:
+                "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
             ValueError: A checkpoint or a setting is not valid.
+            DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        if not isinstance(target, Target):
-            target = load_target(target, dtype=dtype, ignore_config_keys=ignore_config_keys)
-        self.target = target
-        if draft_head is not None and not isinstance(draft_head, Head):
-            draft_head = load_draft_head(
-                draft_head, dtype=dtype, target=target, ignore_config_keys=ignore_config_keys
-            )
-        self.draft_head = draft_head
+        ignored = {"ignore_config_keys": ignore_config_keys}
+        resolved = resolve_dtype(dtype)
+        unread: dict[str, ModelConfig | DraftHeadConfig] = {}
+        if isinstance(target, Target):
+            config, stores_dtype = target.config, target.weights["embed_tokens"].dtype
+        else:
+            config, stores_dtype = read_target_config(target, **ignored), resolved
+            unread[TARGET_WEIGHTS] = config
+        head_config = None
+        if isinstance(draft_head, Head):
+            head_config = draft_head.config
+        elif draft_head is not None:
+            head_config = unread[HEAD_WEIGHTS] = read_draft_head_config(draft_head, **ignored)
         settings = TreeSettings(budget, width, depth, algorithm)
-        settings.check(self.target.config, None if draft_head is None else draft_head.config.depth)
-        self.settings = PLAIN if draft_head is None else settings
-        self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
+        settings.check(config, None if head_config is None else head_config.depth)
+        self.settings = PLAIN if head_config is None else settings
+        self._capacity, self._max_slots = capacity, max_slots
         slots_for(1, max_slots)
-        # Made at once, so that a head or a setting that does not fit is refused here.
-        self._engine = self._make_engine(1, capacity)
+        decoder = make_decoder(config, head_config, self.settings, implementation=implementation)
+        check_engine_memory(
+            decoder,
+            EngineSize.of(config, 1, capacity),
+            stores_dtype,
+            weights=lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()},
+        )
+        enable_compilation_cache(compilation_cache)
+        self.target = target if isinstance(target, Target) else load_target(target, dtype=dtype, **ignored)
+        if draft_head is not None and not isinstance(draft_head, Head):
+            draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target, **ignored)
+        self.draft_head = draft_head
+        self._engine = Engine(
+            self.target,
+            self.draft_head,
+            self.settings,
+            capacity=capacity,
+            implementation=implementation,
+        )
 
     def generate(
         self,
@@ -104,6 +134,7 @@ class LLM:
 
         Raises:
             ValueError: A request cannot be served; nothing has been generated then.
+            DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self.encode(prompt) for prompt in texts]
@@ -154,6 +185,7 @@ class LLM:
 
         Raises:
             ValueError: The request cannot be served.
+            DeviceMemoryError: As for `generate`.
         """
         self._tokenizer()
         ids, params = self.encode(prompt), sampling_params or SamplingParams()
@@ -175,31 +207,25 @@ class LLM:
         return self.target.tokenizer
 
     def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
-        """An engine that holds these requests: the last one, if it does or if streams still use it."""
+        """The engine, large enough for these requests.
+
+        Raises:
+            RuntimeError: It is too small, and streams still use it.
+            DeviceMemoryError: The device cannot hold a larger one; it stays as it was.
+        """
         slots = slots_for(len(prompts), self._max_slots)
         need = max(len(p) + own.max_tokens for p, own in zip(prompts, params, strict=True))
         capacity = self._capacity or default_capacity(self.target.config, need)
         engine = self._engine
         if engine.busy:
-            if engine.capacity < capacity:
+            if engine.size.capacity < capacity:
                 raise RuntimeError(
-                    f"open streams hold an engine for {engine.capacity} tokens, and {need} are needed; end "
-                    "or close them first, or give LLM a larger capacity"
+                    f"open streams hold an engine for {engine.size.capacity} tokens, and {need} are needed; "
+                    "end or close them first, or give LLM a larger capacity"
                 )
-        elif engine.slots != slots or engine.capacity < capacity:
-            del engine, self._engine  # two sets of stores may not fit the device
-            self._engine = self._make_engine(slots, capacity)
-        return self._engine
-
-    def _make_engine(self, slots: int, capacity: int | None) -> Engine:
-        return Engine(
-            self.target,
-            self.draft_head,
-            self.settings,
-            slots=slots,
-            capacity=capacity,
-            implementation=self._implementation,
-        )
+        elif engine.size.slots != slots or engine.size.capacity < capacity:
+            engine.resize(slots, capacity)
+        return engine
 
 
 class Stream(Iterator[str]):

@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Int
 
 from jetspec_jax.block import Block
 from jetspec_jax.cache import attend_over, commit
+from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
 from jetspec_jax.proposer import Proposer, taps_of
-from jetspec_jax.sampling import choose
 from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
 
 
@@ -68,11 +68,13 @@ def prefill(
         settings.sampling,
         max_depth=0,
     )
+    # Always true, but a commit has to wait for the forward: see `cache.commit`.
+    written = jnp.where(choice[:, 0] >= 0, count, 0)
     finished = is_stop(choice, settings.stop_bits)[0, 0] | (settings.remaining[0] <= 1)
     anchor = choice[0, 0]
     state = replace(
         state,
-        stores=commit(state.stores, output.stash, own, count),
+        stores=commit(state.stores, output.stash, own, written),
         proposer=proposer_state,
         slots=state.slots._replace(lengths=state.slots.lengths.at[slot].add(count[0])),
         anchors=state.anchors.at[slot].set(anchor),

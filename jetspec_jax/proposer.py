@@ -5,7 +5,7 @@ whenever tokens are committed. The draft head is one; the decoder knows no more 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,6 +34,10 @@ class Proposer(Protocol):
         """State of an empty pool of pages; slots share the pages of the target's stores."""
         ...
 
+    def prepare(self, weights: Any) -> Any:
+        """The parameters in a form that many rounds read faster; `propose` and `commit` take either."""
+        ...
+
     def propose(
         self, weights: Any, state: Any, target: Transformer, anchors: Int[Array, "B"], slots: Slots
     ) -> Float[Array, "B D V"]:
@@ -58,6 +62,18 @@ class Proposer(Protocol):
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
     """The layers to tap for a proposer; none without one."""
     return () if proposer is None else proposer.taps
+
+
+class PreparedHead(NamedTuple):
+    """A draft head's parameters as rounds read them.
+
+    Attributes:
+        head: The parameters.
+        context: All layers' projections of the context side by side: see `DraftHead.context_projection`.
+    """
+
+    head: Weights
+    context: Float[Array, "M L G 2 E"]
 
 
 @dataclass(frozen=True)
@@ -86,9 +102,15 @@ class DraftHeadProposer:
         """A store per layer of the head."""
         return empty_stores(self.config.layers, num_pages, page_size, dtype)
 
+    def prepare(self, weights: Weights | PreparedHead) -> PreparedHead:
+        """The parameters, and the context's projections made contiguous."""
+        if isinstance(weights, PreparedHead):
+            return weights
+        return PreparedHead(weights, bind(self.config, weights).context_projection())
+
     def propose(
         self,
-        weights: Weights,
+        weights: Weights | PreparedHead,
         state: Any,
         target: Transformer,
         anchors: Int[Array, "B"],
@@ -99,14 +121,14 @@ class DraftHeadProposer:
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         block = Block.chain(tokens, "chain" if self.config.causal else "full")
         attend = attend_over(state, slots, block, implementation=self.implementation)
-        head = bind(self.config, weights)
+        head = bind(self.config, weights.head if isinstance(weights, PreparedHead) else weights)
         hidden = head(target.embed(block.tokens), block.positions(slots.lengths), attend)
         # The anchor's slot drafts nothing: the anchor is known.
         return target.logits(hidden[:, 1:])
 
     def commit(
         self,
-        weights: Weights,
+        weights: Weights | PreparedHead,
         state: Any,
         taps: Float[Array, "B R F"],
         slots: Slots,
@@ -114,4 +136,6 @@ class DraftHeadProposer:
     ) -> Any:
         """Projects the tapped tokens into every layer's context and stores them."""
         positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
-        return commit(state, bind(self.config, weights).context(taps, positions), slots, count)
+        weights = self.prepare(weights)
+        context = bind(self.config, weights.head).context(taps, positions, weights.context)
+        return commit(state, context, slots, count)

@@ -2,7 +2,7 @@
 
 Reading is strict. All names, shapes and types are checked against the module before a single tensor is read,
 and everything that is wrong is said in one error. Tensors then stream one by one from the file to the device,
-so that the host holds no more than one of them at a time.
+so that the host holds no more than one parameter at a time.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ def read_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp
         plan = _check(tensors, wrong, config, folder)
         weights: Weights = {}
         # Small checkpoints are there before a bar could be read.
-        for path, (key, name, shape) in tqdm(
-            plan.items(), desc=f"loading {folder.name}", unit=" tensors", delay=1, leave=False
-        ):
-            value = key.from_file(tensors[name].get_tensor(name), shape)
-            _put(weights, path, jnp.asarray(value, dtype=dtype))
+        for parameter in tqdm(plan, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False):
+            value = np.empty(parameter.shape, dtype)
+            for name, key in parameter.tensors.items():
+                key.from_file(tensors[name].get_tensor(name), value)
+            _put(weights, parameter.path, jnp.asarray(value))
     return weights
 
 
@@ -96,18 +97,19 @@ def save_checkpoint(
         raise FileExistsError(f"{folder} exists; name a new folder")
     parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
     expected = _expected(parse(raw_config))
-    shapes = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
+    given = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
+    wanted = {parameter.path: parameter.shape for parameter in expected}
     differing = sorted(
         ".".join(map(str, path))
-        for path in expected.keys() | shapes.keys()
-        if path not in expected or path not in shapes or expected[path][2] != shapes[path]
+        for path in wanted.keys() | given.keys()
+        if wanted.get(path) != given.get(path)
     )
     if differing:
         raise ValueError(f"these parameters are not those of the config: {differing}")
-    tensors = {
-        name: key.to_file(np.asarray(jnp.asarray(_get(weights, path), dtype=dtype)))
-        for path, (key, name, _) in expected.items()
-    }
+    tensors = {}
+    for parameter in expected:
+        value = np.asarray(jnp.asarray(_get(weights, parameter.path), dtype=dtype))
+        tensors |= {name: key.to_file(value) for name, key in parameter.tensors.items()}
     files = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n", **(extra_files or {})}
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -127,17 +129,25 @@ def save_checkpoint(
 ParameterPath = tuple[str | int, ...]
 
 
-def _expected(
-    config: ModelConfig | DraftHeadConfig,
-) -> dict[ParameterPath, tuple[Key, str, tuple[int, ...]]]:
-    """For every parameter its key-table entry, its published name and its shape."""
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of a module and the published tensors that it is made of, by name."""
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    tensors: dict[str, Key]
+
+
+def _expected(config: ModelConfig | DraftHeadConfig) -> list[_Parameter]:
+    """All parameters of a config's module."""
     module = abstract(config)
-    expected = {}
-    for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+    expected = []
+    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        path: ParameterPath = tuple(key_path)  # pyright: ignore[reportAssignmentType]
         dotted = ".".join(map(str, path))
-        matches = [(key, name) for key in module.KEYS if (name := key.published_name(dotted))]
-        ((key, name),) = matches  # a key table with none or two is a mistake of ours
-        expected[path] = key, name, parameter.shape
+        tensors = {name: key for key in module.KEYS if (name := key.published_name(dotted))}
+        assert tensors, f"no entry of the key table makes {dotted}"
+        expected.append(_Parameter(path, parameter.shape, tensors))
     return expected
 
 
@@ -191,19 +201,22 @@ def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], l
 
 def _check(
     tensors: Mapping[str, Any], wrong: list[str], config: ModelConfig | DraftHeadConfig, folder: Path
-) -> dict[ParameterPath, tuple[Key, str, tuple[int, ...]]]:
-    """The parameters' plan, once the files hold exactly what it needs."""
+) -> list[_Parameter]:
+    """The module's parameters, once the files hold exactly what they need."""
     expected = _expected(config)
-    names = {name for _, name, _ in expected.values()}
+    shapes = {
+        name: key.file_shape(parameter.shape)
+        for parameter in expected
+        for name, key in parameter.tensors.items()
+    }
+    names = set(shapes)
     surplus = set(tensors) - names - _redundant(config)
     wrong = wrong + [f"missing: {name}" for name in sorted(names - set(tensors))]
     wrong += [f"surplus: {name}" for name in sorted(surplus) if not name.endswith(IGNORED_SUFFIX)]
-    for key, name, shape in expected.values():
-        if name not in tensors:
-            continue
+    for name in sorted(names & set(tensors)):
         stored = tensors[name].get_slice(name)
-        if tuple(stored.get_shape()) != key.file_shape(shape):
-            wrong.append(f"misshapen: {name} is {stored.get_shape()}, expected {list(key.file_shape(shape))}")
+        if tuple(stored.get_shape()) != shapes[name]:
+            wrong.append(f"misshapen: {name} is {stored.get_shape()}, expected {list(shapes[name])}")
         if stored.get_dtype() not in FILE_DTYPES:
             wrong.append(f"unsupported type: {name} is {stored.get_dtype()}, not one of {FILE_DTYPES}")
     if wrong:

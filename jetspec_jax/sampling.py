@@ -1,9 +1,4 @@
-"""The target's choice at every node: greedy, or a sample whose noise depends on seed and position only.
-
-A sample is the argmax of the filtered logits plus Gumbel noise, and the noise is keyed by the request's seed
-and the absolute position of the emitted token. So a token is the same whether its position was reached by
-plain decoding or through any tree, in any batch: losslessness at any temperature is an equality.
-"""
+"""How requests are sampled: the settings of one, checked, and those of all slots as arrays."""
 
 import math
 import secrets
@@ -11,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
@@ -119,98 +113,6 @@ class Sampling(NamedTuple):
 def draw_seed() -> int:
     """A seed for a request that brings none."""
     return secrets.randbits(64)
-
-
-def choose(
-    logits: Float[Array, "B N V"],
-    depths: Int[Array, "B N"],
-    first_position: Int[Array, "B"],
-    sampling: Sampling,
-    *,
-    max_depth: int,
-) -> Int[Array, "B N"]:
-    """The target's next token at every node.
-
-    A batch that is greedy throughout does no more than the argmax.
-
-    Args:
-        logits: float32 logits of the nodes.
-        depths: Depth of each node, at most ``max_depth``.
-        first_position: Absolute position of the token that a node of depth 0 emits.
-        sampling: Settings of each slot.
-        max_depth: Static bound on the depths.
-    """
-    return jax.lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: _argmax(perturb(logits, depths, first_position, sampling, max_depth=max_depth)),
-        lambda: _argmax(logits),
-    )
-
-
-def perturb(
-    logits: Float[Array, "B N V"],
-    depths: Int[Array, "B N"],
-    first_position: Int[Array, "B"],
-    sampling: Sampling,
-    *,
-    max_depth: int,
-) -> Float[Array, "B N V"]:
-    """What `choose` takes the argmax of: scaled, filtered and noisy logits; at temperature 0 the logits.
-
-    Nodes at one position share their noise. The difference between the two largest entries of a row says how
-    firm a choice is: rounding can only flip it where that gap is tiny.
-    """
-    samples = (sampling.temperature > 0)[:, None, None]
-    scaled = logits / jnp.where(samples, sampling.temperature[:, None, None], 1.0)
-    filters = (sampling.top_k != NO_TOP_K) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    # Sorting the vocabulary is the dear part: skip it when nobody asks for it.
-    scaled = jax.lax.cond(
-        jnp.any(filters & (sampling.temperature > 0)),
-        lambda: _filter(scaled, sampling),
-        lambda: scaled,
-    )
-    noise = _noise(sampling.key, first_position, max_depth + 1, logits.shape[-1])
-    return jnp.where(samples, scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1), logits)
-
-
-def _argmax(logits: Float[Array, "B N V"]) -> Int[Array, "B N"]:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _noise(
-    keys: UInt32[Array, "B 2"], first_position: Int[Array, "B"], count: int, vocab: int
-) -> Float[Array, "B count V"]:
-    """Gumbel noise of ``count`` consecutive positions per slot."""
-
-    def at(key: UInt32[Array, "2"], position: Int[Array, ""]) -> Float[Array, "V"]:
-        # The implementation is named so that a user's global setting cannot change a seeded text.
-        typed = jax.random.wrap_key_data(key, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(typed, position), (vocab,), jnp.float32)
-
-    positions = first_position[:, None] + jnp.arange(count)[None, :]
-    return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
-
-
-def _filter(scaled: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Top-k, then top-p, then min-p: what is dropped becomes -inf.
-
-    Each filter is a threshold on the scaled logits, so tokens that tie with the last one kept are kept too.
-    """
-    ordered = -jnp.sort(-scaled, axis=-1)
-    vocab = scaled.shape[-1]
-    rank = jnp.arange(vocab)[None, None, :]
-    top_k = jnp.where(sampling.top_k == NO_TOP_K, vocab, jnp.minimum(sampling.top_k, vocab))
-    ordered = jnp.where(rank < top_k[:, None, None], ordered, -jnp.inf)
-    probability = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    # The likeliest token has nothing before it and always stays.
-    # top_p 1 keeps all, though a float32 sum may reach 1 before the last token: a slot that does not filter
-    # must not lose its tail because another one does.
-    top_p = sampling.top_p[:, None, None]
-    kept = (before < top_p) | (top_p >= 1) | (rank == 0)
-    least = jnp.min(jnp.where(kept & (ordered > -jnp.inf), ordered, jnp.inf), axis=-1, keepdims=True)
-    min_p = ordered[:, :, :1] + jnp.log(sampling.min_p)[:, None, None]
-    return jnp.where(scaled >= jnp.maximum(least, min_p), scaled, -jnp.inf)
 
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # test processes share one GPU
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the user's cache folder
 
 import hypothesis
 import jax

@@ -53,7 +53,7 @@ def draft_blocks(
     b, a = anchors.shape
     length, slots = tokens.shape[1], config.block_size
     places = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
-    context = head.context(taps, places)
+    context = head.context(taps, places, head.context_projection())
     anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1)
     masks = jnp.full((b, a, slots - 1), config.mask_token_id, tokens.dtype)
     block = jnp.concatenate([anchor_tokens[:, :, None], masks], axis=-1).reshape(b, a * slots)

@@ -37,14 +37,34 @@ class DraftHead(nnx.Module):
         )
         self.norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
 
-    def context(self, taps: Float[Array, "B T F"], positions: Int[Array, "B T"]) -> tuple[KV, ...]:
+    def context_projection(self) -> Float[Array, "M L G 2 E"]:
+        """All layers' key and value projections of the context, in one array.
+
+        They are parts of the layers' fused projections. Side by side they take one product for all layers.
+        """
+        return jnp.stack([layer.self_attn.qkv_proj[...][:, :, -2:] for layer in self.layers], axis=1)
+
+    def context(
+        self,
+        taps: Float[Array, "B T F"],
+        positions: Int[Array, "B T"],
+        projection: Float[Array, "M L G 2 E"],
+    ) -> tuple[KV, ...]:
         """Each layer's keys and values of the context features of tapped tokens.
 
         All layers read the same features, and read them without their input norm (only the block passes it).
         Keeping these rows rather than the taps keeps a few KB per token instead of tens.
+
+        Args:
+            taps: Outputs of the tapped layers.
+            positions: The tokens' absolute positions.
+            projection: What `context_projection` makes.
         """
         features = self.hidden_norm(einsum("btf,fm->btm", taps, self.fc[...]))
-        return tuple(layer.self_attn.keys_values(features, positions) for layer in self.layers)
+        projected = einsum("btm,mlgke->btlgke", features, projection)
+        return tuple(
+            layer.self_attn.finish(projected[:, :, i], positions)[1] for i, layer in enumerate(self.layers)
+        )
 
     def __call__(
         self, slots: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
@@ -56,7 +76,7 @@ class DraftHead(nnx.Module):
             positions: The slots' absolute positions, the anchor's own first.
             attend: Attention over the context and, inside a block, over earlier (or all) slots.
         """
-        x = slots
+        x, delta = slots, None
         for layer in self.layers:
-            x, _ = layer(x, positions, attend)
-        return self.norm(x)
+            x, delta, _ = layer(x, delta, positions, attend)
+        return self.norm.after(x, delta)[0]

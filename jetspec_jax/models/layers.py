@@ -14,6 +14,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import ModelConfig
+from pallas_kernels.qkv_rotary import qkv_rotary
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.silu_gate import silu_gate
 
 
 class KV(NamedTuple):
@@ -58,67 +61,81 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """Normalises the last axis."""
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(x.dtype)
-        return y.astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
+        return rms_norm(x, self.weight[...].astype(x.dtype), eps=self.eps)[0]
+
+    def after(
+        self, x: Float[Array, "*rows size"], delta: Float[Array, "*rows size"] | None
+    ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
+        """The sum of a residual stream and what a block adds to it, normalised, and as it is."""
+        return rms_norm(x, self.weight[...].astype(x.dtype), eps=self.eps, delta=delta)
 
 
-def rotate(x: Float[Array, "B N H E"], positions: Int[Array, "B N"], theta: float) -> Float[Array, "B N H E"]:
-    """Rotary embedding, half-split: element i pairs with i + E/2, at angle ``position / theta^(2i/E)``."""
-    half = x.shape[-1] // 2
+def rotary(
+    positions: Int[Array, "B N"], size: int, theta: float
+) -> tuple[Float[Array, "B N E2"], Float[Array, "B N E2"]]:
+    """Cosines and sines of a rotary embedding: element i turns by ``position / theta^(2i/E)``."""
+    half = size // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with per-head norms of queries and keys, before rotary."""
+    """Grouped-query attention with per-head norms of queries and keys, before rotary.
+
+    Queries, keys and values come from one product: at a few rows a product costs its weights' way from
+    memory, and three small ones cannot keep the memory busy. The fused weight is grouped by key/value head
+    (its query heads, its key, its value), so that it can still be split over devices by heads.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s attention."""
         m, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = param(rngs, (m, h, e), ("embed", "heads", "head_dim"), dtype)
-        self.k_proj = param(rngs, (m, g, e), ("embed", "kv_heads", "head_dim"), dtype)
-        self.v_proj = param(rngs, (m, g, e), ("embed", "kv_heads", "head_dim"), dtype)
+        self.qkv_proj = param(rngs, (m, g, h // g + 2, e), ("embed", "kv_heads", "qkv", "head_dim"), dtype)
         self.o_proj = param(rngs, (h, e, m), ("heads", "head_dim", "embed"), dtype)
         self.q_norm = RMSNorm(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
         self.k_norm = RMSNorm(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
-        self.layer, self.theta = layer, config.rope_theta
+        self.layer, self.theta, self.eps = layer, config.rope_theta, config.rms_norm_eps
         self.scale, self.window = e**-0.5, config.windows[layer]
-
-    def keys_values(self, x: Float[Array, "B N M"], positions: Int[Array, "B N"]) -> KV:
-        """Keys and values of ``x``, as a store keeps them."""
-        k = self.k_norm(einsum("bnm,mge->bnge", x, self.k_proj[...]))
-        return KV(rotate(k, positions, self.theta), einsum("bnm,mge->bnge", x, self.v_proj[...]))
 
     def __call__(
         self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
     ) -> tuple[Float[Array, "B N M"], KV]:
         """The attention's output and the block's own keys and values."""
-        q = self.q_norm(einsum("bnm,mhe->bnhe", x, self.q_proj[...]))
-        kv = self.keys_values(x, positions)
-        out = attend(self.layer, rotate(q, positions, self.theta), kv, scale=self.scale, window=self.window)
+        q, kv = self.finish(einsum("bnm,mgre->bngre", x, self.qkv_proj[...]), positions)
+        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        out = attend(self.layer, q, kv, scale=self.scale, window=self.window)
         return einsum("bnhe,hem->bnm", out, self.o_proj[...]), kv
+
+    def finish(
+        self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"]
+    ) -> tuple[Float[Array, "B N G R E"], KV]:
+        """Normed and rotated queries, as many as were projected, and what a store keeps of the rows."""
+        cos, sin = rotary(positions, projected.shape[-1], self.theta)
+        q, k, v = qkv_rotary(
+            projected,
+            self.q_norm.weight[...].astype(projected.dtype),
+            self.k_norm.weight[...].astype(projected.dtype),
+            cos,
+            sin,
+            eps=self.eps,
+        )
+        return q, KV(k, v)
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``."""
+    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the block."""
         m, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = param(rngs, (m, f), ("embed", "mlp"), dtype)
-        self.up_proj = param(rngs, (m, f), ("embed", "mlp"), dtype)
+        self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
         self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
-        gate = einsum("bnm,mf->bnf", x, self.gate_proj[...])
-        up = einsum("bnm,mf->bnf", x, self.up_proj[...])
-        return einsum("bnf,fm->bnm", jax.nn.silu(gate) * up, self.down_proj[...])
+        gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
+        return einsum("bnf,fm->bnm", silu_gate(gate_up), self.down_proj[...])
 
 
 class DecoderLayer(nnx.Module):
@@ -133,9 +150,21 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
-    ) -> tuple[Float[Array, "B N M"], KV]:
-        """The residual stream after this layer and the block's own keys and values."""
-        attended, kv = self.self_attn(self.input_layernorm(x), positions, attend)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        self,
+        x: Float[Array, "B N M"],
+        delta: Float[Array, "B N M"] | None,
+        positions: Int[Array, "B N"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"], KV]:
+        """Runs the layer over a residual stream of ``x + delta``.
+
+        The sum is left to whoever reads the stream next, which is always a norm: it adds and normalises in
+        one pass. ``delta`` is None before the first layer.
+
+        Returns:
+            The stream after this layer, again as two terms, and the block's own keys and values.
+        """
+        normed, x = self.input_layernorm.after(x, delta)
+        attended, kv = self.self_attn(normed, positions, attend)
+        normed, x = self.post_attention_layernorm.after(x, attended)
+        return x, self.mlp(normed), kv

@@ -2,14 +2,13 @@
 
 from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.key_table import Key
-from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, param
+from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
 
 
 class Output(NamedTuple):
@@ -68,24 +67,22 @@ class Transformer(nnx.Module):
             attend: Attention over the committed prefix and the block.
             taps: Layers (0-based) whose outputs, before the final norm, are returned.
         """
-        x = self.embed(tokens)
+        x, delta = self.embed(tokens), None
         stash, outputs = [], {}
         for i, layer in enumerate(self.layers):
-            x, kv = layer(x, positions, attend)
+            x, delta, kv = layer(x, delta, positions, attend)
             stash.append(kv)
             if i in taps:
-                outputs[i] = x
+                outputs[i] = x + delta
+        hidden, x = self.norm.after(x, delta)
         tapped = [outputs[i] for i in taps] or [x[:, :, :0]]
-        return Output(self.norm(x), jnp.concatenate(tapped, axis=-1), tuple(stash))
+        return Output(hidden, jnp.concatenate(tapped, axis=-1), tuple(stash))
 
     def logits(self, hidden: Float[Array, "B N M"]) -> Float[Array, "B N V"]:
-        """float32 logits of final-normed hidden states (the target's own, or a draft head's)."""
+        """Logits of final-normed hidden states (the target's own, or a draft head's), in their dtype.
+
+        Rows times the vocabulary is the largest array of a round. What reads it computes in float32, inside
+        its own fusion: no float32 copy is ever stored.
+        """
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-        return jnp.einsum(
-            "bnm,vm->bnv",
-            hidden,
-            table[...].astype(hidden.dtype),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        return einsum("bnm,vm->bnv", hidden, table[...])

@@ -1,4 +1,6 @@
-"""Token trees: candidates, building, acceptance and masks. Imports jax only and knows no model.
+"""Token trees: candidates, building, acceptance and masks; knows no model.
+
+Imports JAX and `pallas_kernels` only.
 
 Shapes, one legend for the package: B sequences, N nodes, D draft depth, W width (most children of
 a node), V vocabulary. Every function here is pure and works on whole batches; one sequence never

@@ -11,7 +11,8 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from jetspec_jax.tree.algorithms import Algorithm, get_algorithm
 from jetspec_jax.tree.candidates import Candidates, top_candidates
-from jetspec_jax.tree.token_tree import BUCKETS, TokenTree, bucket_for, root_tree
+from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX, TokenTree, bucket_for, root_tree
+from pallas_kernels.tree_growth import tree_growth
 
 
 def grow_tree(
@@ -22,6 +23,7 @@ def grow_tree(
     max_depth: Int[Array, " B"],
     *,
     num_nodes: int,
+    implementation: str | None = None,
 ) -> TokenTree:
     """Grows one tree per sequence, best node first, inside a traced program.
 
@@ -36,59 +38,29 @@ def grow_tree(
         caps: most children of a node at depth d, clipped to 0..W.
         budget: most nodes of each tree, root included, clipped to 1..N.
         max_depth: depth of the deepest node allowed; 0 leaves the root alone, more than D is D.
+        implementation: of `pallas_kernels.tree_growth`; None picks the best.
+
+    Raises:
+        ValueError: there is no such implementation.
+        NotImplementedError: it does not support the case or the device.
     """
-    batch, rows, width = candidates.tokens.shape
-    sequence = jnp.arange(batch, dtype=jnp.int32)
-    index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
-    tree = root_tree(root_tokens, num_nodes)
     if num_nodes == 1:
-        return tree
-
-    budget = jnp.clip(budget, 1, num_nodes).astype(jnp.int32)
-    # Children of a node at depth 0..D; 0 also means "too deep", so one lookup answers both.
+        return root_tree(root_tokens, num_nodes)
+    batch, rows, _ = candidates.tokens.shape
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
-    fan_out = jnp.where(within, jnp.clip(caps, 0, width), 0).astype(jnp.int32)
-    fan_out = jnp.pad(fan_out, ((0, 0), (0, 1)))
-
-    # The score of every node still to expand, -inf for all others: those expanded, those that may
-    # have no children, padding, and every node of a full tree. So each step adds nodes to every
-    # sequence that can take any, and nothing is left to do when all are -inf.
-    can_grow = (budget > 1) & (fan_out[:, 0] > 0)
-    priority = jnp.where(can_grow[:, None], tree.scores, -jnp.inf)  # the root's alone
-
-    def can_add(state: tuple[TokenTree, Array]) -> Array:
-        _, priority = state
-        return jnp.any(priority > -jnp.inf)
-
-    def expand(state: tuple[TokenTree, Array]) -> tuple[TokenTree, Array]:
-        tree, priority = state
-        node = jnp.argmax(priority, axis=1).astype(jnp.int32)  # the first, so the earliest
-        score = priority[sequence, node]
-        depth = tree.depths[sequence, node]
-        room = jnp.minimum(fan_out[sequence, depth], budget - tree.num_nodes)
-        added = jnp.where(score > -jnp.inf, room, 0)
-        num_nodes = tree.num_nodes + added
-
-        # A select over all nodes, not a scatter: a step is elementwise work that fuses.
-        rank = index - tree.num_nodes[:, None]
-        new = (rank >= 0) & (rank < added[:, None])
-        child = sequence[:, None], depth[:, None], jnp.clip(rank, 0, width - 1)
-        child_scores = score[:, None] + candidates.log_probs[child]
-        child_grows = fan_out[sequence, depth + 1] > 0
-        priority = jnp.where(index == node[:, None], -jnp.inf, priority)
-        priority = jnp.where(new & child_grows[:, None], child_scores, priority)
-        priority = jnp.where((num_nodes < budget)[:, None], priority, -jnp.inf)
-        tree = TokenTree(
-            tokens=jnp.where(new, candidates.tokens[child], tree.tokens),
-            parents=jnp.where(new, node[:, None], tree.parents),
-            depths=jnp.where(new, depth[:, None] + 1, tree.depths),
-            scores=jnp.where(new, child_scores, tree.scores),
-            num_nodes=num_nodes,
-        )
-        return tree, priority
-
-    tree, _ = jax.lax.while_loop(can_add, expand, (tree, priority))
-    return tree
+    parents, ranks, depths, scores, counts = tree_growth(
+        candidates.log_probs,
+        jnp.where(within, caps, 0).astype(jnp.int32),
+        budget.astype(jnp.int32),
+        num_nodes=num_nodes,
+        implementation=implementation,
+    )
+    sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    drafted = candidates.tokens[sequence, jnp.maximum(depths - 1, 0), ranks]
+    # Depth 0 is the root's and the padding's.
+    is_root = jnp.arange(num_nodes, dtype=jnp.int32)[None, :] == ROOT_INDEX
+    anchor = jnp.where(is_root, root_tokens.astype(jnp.int32)[:, None], 0)
+    return TokenTree(jnp.where(depths > 0, drafted, anchor), parents, depths, scores, counts)
 
 
 def build_tree(

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+# XLA:GPU has a kernel for the top 16 of rows from this size on; shorter ones it sorts.
+_LEAST_CHUNK = 1024
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,25 @@ def top_candidates(draft_logits: Float[Array, "B D V"], width: int) -> Candidate
 
     `width` is static and in 1..V. Log-probabilities are float32 whatever the logits are.
     """
-    # Normalising only the winners keeps a float32 [B, D, V] out of memory.
-    top, tokens = jax.lax.top_k(draft_logits, width)
-    total = jax.nn.logsumexp(draft_logits.astype(jnp.float32), axis=-1, keepdims=True)
-    return Candidates(tokens.astype(jnp.int32), top.astype(jnp.float32) - total)
+    batch, depth, vocab = draft_logits.shape
+    rows = batch * depth
+    # The best of every chunk, then the best of those: a draft's few rows are work for few blocks of a GPU,
+    # their chunks for many. Chunks and their winners are in order, so the lower id stays first among equals.
+    size = _chunk_size(vocab, max(width, _LEAST_CHUNK))
+    chunks = jnp.arange(vocab // size, dtype=jnp.int32)
+    # In float32, of which there is little here: XLA:GPU sorts short rows of bfloat16.
+    logits = draft_logits.astype(jnp.float32)
+    top, tokens = jax.lax.top_k(logits.reshape(rows * chunks.size, size), width)
+    tokens = tokens.reshape(rows, chunks.size, width) + size * chunks[None, :, None]
+    top, place = jax.lax.top_k(top.reshape(rows, -1), width)
+    tokens = jnp.take_along_axis(tokens.reshape(rows, -1), place, axis=1, mode="promise_in_bounds")
+    # Only the winners are normalised.
+    top = top.reshape(batch, depth, width)
+    best = top[:, :, :1]
+    total = jnp.sum(jnp.exp(logits - best), axis=-1, keepdims=True)
+    return Candidates(tokens.reshape(top.shape).astype(jnp.int32), top - best - jnp.log(total))
+
+
+def _chunk_size(vocab: int, least: int) -> int:
+    """The smallest size of at least `least` that divides the vocabulary."""
+    return next((size for size in range(least, vocab) if vocab % size == 0), vocab)

@@ -8,7 +8,9 @@ from jetspec_jax.tree.token_tree import TokenTree
 _WORD = 32
 
 
-def ancestor_bits(parents: Int[ArrayLike, "B N"]) -> UInt32[Array, "B N words"]:
+def ancestor_bits(
+    parents: Int[ArrayLike, "B N"], *, max_depth: int | None = None
+) -> UInt32[Array, "B N words"]:
     """Packed ancestor-or-self rows, ceil(N / 32) words each.
 
     Bit j % 32 of word j // 32 of row n is set iff j is n or an ancestor of n. A node whose parent
@@ -20,6 +22,11 @@ def ancestor_bits(parents: Int[ArrayLike, "B N"]) -> UInt32[Array, "B N words"]:
         1   2                     n=2    x . x .    0b0101
         |                         n=3    x x . x    0b1011
         3
+
+    Args:
+        parents: index of each node's parent, -1 for none.
+        max_depth: a depth that no node exceeds, if one is known. It is static and saves work:
+            the steps are as many as it has binary digits. None trusts nothing: N - 1.
     """
     parents = jnp.asarray(parents, jnp.int32)
     num_nodes = parents.shape[1]
@@ -31,10 +38,11 @@ def ancestor_bits(parents: Int[ArrayLike, "B N"]) -> UInt32[Array, "B N words"]:
         jnp.uint32(0),
     )
     bits = jnp.broadcast_to(own[None], (*parents.shape, words.size))
+    deepest = num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1)
     # Pointer doubling: rows that know s generations, joined with the row s generations up, know
     # 2s. N stands for "above the root": past the end, where a gather fills in nobody.
     up = jnp.where(parents < 0, num_nodes, parents)
-    for _ in range((num_nodes - 1).bit_length()):
+    for _ in range(deepest.bit_length()):
         above = jnp.take_along_axis(bits, up[:, :, None], axis=1, mode="fill", fill_value=0)
         bits = bits | above
         up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)

@@ -4,13 +4,19 @@ Shapes: B sequences, N block rows, H query heads, G key/value heads, E head size
 P pages, T pages per sequence.
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.tree_attention import reference
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.tree_attention import pallas_triton, reference
 from pallas_kernels.tree_attention.reference import PagedPrefix
 
-_IMPLEMENTATIONS = {"xla": reference.tree_attention}  # the preferred first
+_IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(pallas_triton.tree_attention, pallas_triton.unsupported),
+    "xla": Implementation(reference.tree_attention, lambda *args, **kwargs: None),
+}
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -43,7 +49,7 @@ def tree_attention(
     Args:
         mask: packed inner mask; words = ceil(N / 32), see `reference.unpack_mask`.
         prefix: the committed tokens; None when there are none.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
         window: W lets a query at position p see keys at positions > p - W only; None, all.
         depths: positions of the rows after the prefix; None, a chain 0, 1, ..., N - 1.
         sinks: one logit per query head that joins the softmax's denominator only.
@@ -52,20 +58,13 @@ def tree_attention(
     Raises:
         ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
             there is no such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
     """
-    _check(q, k, v, mask, prefix, window, depths, sinks)
-    if implementation is None:
-        implementation = next(iter(_IMPLEMENTATIONS))
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"tree_attention has no implementation {implementation!r};"
-            f" available: {', '.join(implementations())}"
-        )
+    _check(q, k, v, mask, prefix, scale, window, depths, sinks)
+    run = choose("tree_attention", _IMPLEMENTATIONS, implementation, q, k, v, mask, prefix)
     if depths is None:
         depths = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None, :], q.shape[:2])
-    return _IMPLEMENTATIONS[implementation](
-        q, k, v, mask, prefix, scale=scale, window=window, depths=depths, sinks=sinks
-    )
+    return run(q, k, v, mask, prefix, scale=scale, window=window, depths=depths, sinks=sinks)
 
 
 def _check(
@@ -74,6 +73,7 @@ def _check(
     v: Array,
     mask: Array,
     prefix: PagedPrefix | None,
+    scale: float,
     window: int | None,
     depths: Array | None,
     sinks: Array | None,
@@ -110,6 +110,8 @@ def _check(
         wrong.append(f"q is {q.dtype}, not one of {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
     if kv_heads < 1 or heads % kv_heads:
         wrong.append(f"{heads} query heads do not divide among {kv_heads} key/value heads")
+    if not 0 < scale < math.inf:
+        wrong.append(f"scale is {scale}; it must be positive")
     if window is not None and not 1 <= window < 2**31:
         wrong.append(f"window is {window}; it counts the query's own position, so at least 1")
     for name, array, shape, dtype in expected:

@@ -43,6 +43,16 @@ def unpack_mask(mask: UInt32[Array, "B N words"]) -> Bool[Array, "B N N"]:
     return seen.reshape(batch, rows, words * 32)[:, :, :rows].astype(bool)
 
 
+def visible_in_block(
+    mask: UInt32[Array, "B N words"], depths: Int[Array, "B N"], window: int | None
+) -> Bool[Array, "B N N"]:
+    """Which row sees which row of the block: by the mask, less what the window hides."""
+    visible = unpack_mask(mask)
+    if window is not None:
+        visible &= depths[:, None, :] > depths[:, :, None] - window
+    return visible
+
+
 def _gather(pages: Float[Array, "P page G E"], tables: Int32[Array, "B T"]) -> Array:
     """The pages of every sequence in logical order, [B, S, G, E]; "no page" reads some page."""
     batch, table = tables.shape
@@ -76,10 +86,7 @@ def tree_attention(
 
     # Positions count from the prefix's length: row i stands at depths[i], slot s at s - length.
     at = depths[:, :, None]
-    visible = unpack_mask(mask)
-    if window is not None:
-        visible &= depths[:, None, :] > at - window
-    parts = [(k, v, visible)]
+    parts = [(k, v, visible_in_block(mask, depths, window))]
     if prefix is not None:
         keys = _gather(prefix.k_pages, prefix.block_tables)
         values = _gather(prefix.v_pages, prefix.block_tables)

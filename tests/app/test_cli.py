@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from jetspec_jax import LLM, SamplingParams, cli
+from jetspec_jax import LLM, SamplingParams, cli, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from pallas_kernels.dispatch import gpu_problem
 
 PROMPT = "def read_lines(path):"
 
@@ -80,8 +81,8 @@ def test_a_stop_string_ends_the_text(capsys, llm):
 
 
 def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
-    def altered(target, prompts, params):
-        [completion] = real(target, prompts, params)
+    def altered(*arguments, **settings):
+        [completion] = real(*arguments, **settings)
         completion.token_ids[5] = 77
         return [completion]
 
@@ -111,6 +112,7 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
         (["generate", "--depth", "16", "x"], "depth must lie in 1..15"),
         (["generate", "--max-tokens", "9999", "x"], "context limit"),
         (["generate", "--dtype", "int8", "x"], "dtype must be"),
+        (["generate", "--implementation", "cuda", "x"], "no implementation 'cuda'"),
         (["generate", "--target", "no/such-target", "x"], "no/such-target"),
         (["info", "nowhere"], "nowhere is neither a folder nor a hub id"),
         (["info", str(DEMO_TARGET), "--target", str(DEMO_TARGET)], "is a target, not a draft head"),
@@ -122,6 +124,24 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="it can run here")
+def test_a_kernel_that_cannot_run_says_why(capsys):
+    code, out, err = run(capsys, "generate", "--implementation", "pallas_triton", "--budget", "16", PROMPT)
+    assert code == 2
+    assert out == ""
+    assert f"pallas_triton cannot run: {gpu_problem()}" in err
+    assert err.count("\n") == 1
+
+
+def test_too_little_memory_is_bad_luck_and_exit_code_2(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 2**20)
+    code, out, err = run(capsys, "generate", PROMPT)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("jetspec-jax: too little memory")
+    assert "weights of the draft head" in err
 
 
 def test_info_describes_a_head_and_its_fit(capsys):

@@ -41,6 +41,9 @@ class OracleProposer:
     def propose(self, weights, state, target, anchors, slots):
         return self.rows(weights, jnp.arange(anchors.shape[0]), slots.lengths)
 
+    def prepare(self, weights):
+        return weights
+
     def commit(self, weights, state, taps, slots, count):
         return state
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache import PagePool
-from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings
+from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings, say_which_attention
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
@@ -479,6 +480,31 @@ def test_leaving_a_stream_frees_its_pages(llm):
     rest = functools.reduce(lambda text, piece: text + piece, stream, "")
     assert expected.endswith(rest)
     assert stream.completion.text == expected
+
+
+def test_a_stream_that_has_ended_does_not_keep_an_engine_of_another_size(llm):
+    params = sampled(2, max_tokens=5)
+    stream = llm.stream(prompt_of(5), params)
+    pieces = "".join(stream)
+    two = llm.generate([prompt_of(5), prompt_of(6)], params)
+    stream.close()
+    assert pieces == two[0].text
+    assert llm.generate([prompt_of(5)], params)[0] == two[0]
+
+
+# What it runs on
+
+
+@pytest.mark.parametrize("problem", ["no GPU: the default device is a cpu", None])
+def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, problem):
+    monkeypatch.setattr("jetspec_jax.engine.gpu_problem", lambda: problem)
+    say_which_attention.cache_clear()
+    with caplog.at_level(logging.WARNING, "jetspec_jax"):
+        Engine(target, implementation="xla")  # who names it need not be told
+        assert caplog.messages == []
+        Engine(target)
+        Engine(target)
+    assert caplog.messages == ([f"tree attention runs on XLA: {problem}"] if problem else [])
 
 
 def test_a_request_waits_for_pages_and_takes_its_turn(target, alone):

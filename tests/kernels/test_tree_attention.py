@@ -2,25 +2,36 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, groupby, product
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
+from pallas_kernels.tree_attention import PagedPrefix, api, implementations, pallas_triton, tree_attention
+from pallas_kernels.tree_attention.config import Config, config_for, tuned
 from pallas_kernels.tree_attention.reference import unpack_mask
 from pallas_kernels.tree_attention.shapes import SHAPES
+from tests.kernels.lowering import KERNEL, lower_for_gpu
 
-PAGE, TABLE, SPARE = 4, 5, 3
+PAGE, TABLE, SPARE = 16, 3, 3
 CAPACITY = PAGE * TABLE
-LENGTHS = (0, 1, 7, 13, CAPACITY)
+LENGTHS = (0, 1, 7, 33, CAPACITY)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # half a bf16 step below 4 is 8e-3
+# Block rows, query heads of each key/value head, a dtype and a window: none, one that hides all but a row
+# itself, shorter than the tree is deep, shorter than the prefix, longer than everything.
+CASES = [
+    (1, 4, jnp.float32, 10),
+    (7, 1, jnp.float32, 1),
+    (16, 2, jnp.float32, None),
+    (16, 2, jnp.float32, 3),
+    (33, 4, jnp.float32, None),
+    (64, 2, jnp.bfloat16, 1000),
+]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One call's arrays on the host, as the oracle reads them."""
 
@@ -36,7 +47,7 @@ class Case:
 
     def args(self):
         """The operation's positional arguments."""
-        block = (self.q, self.k, self.v, pack(self.seen))
+        block = self.q, self.k, self.v, pack(self.seen)
         prefix = PagedPrefix(*map(jnp.asarray, (*self.pool, self.tables, self.lengths)))
         return (*map(jnp.asarray, block), prefix)
 
@@ -61,7 +72,7 @@ def random_tree(rng, rows, padding):
 
 
 @cache
-def make_case(rows, ratio=2, dtype=jnp.float32, size=8, kv_heads=2, lengths=LENGTHS, poison=np.nan):
+def make_case(rows, ratio=2, dtype=jnp.float32, size=16, kv_heads=2, lengths=LENGTHS, poison=np.nan):
     """Random trees over shuffled pages; whatever nobody may see holds `poison`."""
     rng, batch = np.random.default_rng(rows), len(lengths)
 
@@ -91,7 +102,8 @@ def make_case(rows, ratio=2, dtype=jnp.float32, size=8, kv_heads=2, lengths=LENG
     return Case(q, k, v, seen, depths, sinks, pool, tables, lengths)
 
 
-def oracle(case, *, scale, window=None, sinks=None, prefix=True):
+@cache
+def oracle(case, scale, window, sinks, prefix):
     """The definition, token by token in float64."""
     arrays = case.q, case.k, case.v, *case.pool
     q, k, v, k_pages, v_pages = (x.astype(np.float64) for x in arrays)
@@ -114,17 +126,20 @@ def oracle(case, *, scale, window=None, sinks=None, prefix=True):
                     values.append(v[b, j])
             for h in range(heads if keys else 0):
                 scores = np.array([q[b, i, h] @ key[h // ratio] for key in keys]) * scale
-                logits = scores if sinks is None else np.append(scores, sinks[h])
+                logits = np.append(scores, case.sinks[h]) if sinks else scores
                 weights = np.exp(scores - logits.max()) / np.exp(logits - logits.max()).sum()
                 out[b, i, h] = weights @ np.array([value[h // ratio] for value in values])
     return out
 
 
-@cache
-def jitted(implementation, scale, window):
-    """One function per static setting, so that tests share their compilations."""
-    static = {"implementation": implementation, "scale": scale, "window": window}
-    return jax.jit(partial(tree_attention, **static))
+def registered_call(shape, rows, length, dtype):
+    """The operation's positional arguments at a registered size."""
+    pool = jnp.zeros((length // shape.page, shape.page, shape.kv_heads, shape.head_size), dtype)
+    tables = jnp.zeros((1, length // shape.page), jnp.int32)
+    prefix = PagedPrefix(pool, pool, tables, jnp.asarray([length], jnp.int32))
+    q = jnp.zeros((1, rows, shape.heads, shape.head_size), dtype)
+    k = jnp.zeros((1, rows, shape.kv_heads, shape.head_size), dtype)
+    return q, k, k, jnp.zeros((1, rows, -(-rows // 32)), jnp.uint32), prefix
 
 
 def test_unpack_mask_example():
@@ -144,39 +159,38 @@ class TreeAttentionSuite:
 
     implementation: str
 
-    def run(self, case, *, prefix=True, scale=0.4, window=None, sinks=None, **settings):
+    @classmethod
+    @cache
+    def jitted(cls, scale, window):
+        """One function per class and static setting, so that tests share their compilations."""
+        attend = partial(tree_attention, implementation=cls.implementation)
+        return jax.jit(partial(attend, scale=scale, window=window))
+
+    def run(self, case, *, scale=0.4, window=None, sinks=False, prefix=True, **settings):
         """The jitted operation on a case, back on the host."""
         *block, pages = case.args()
-        attend = jitted(self.implementation, scale, window)
-        settings.setdefault("depths", jnp.asarray(case.depths))
-        return np.asarray(attend(*block, pages if prefix else None, sinks=sinks, **settings))
+        settings = {"depths": case.depths, "sinks": case.sinks if sinks else None} | settings
+        return np.asarray(self.jitted(scale, window)(*block, pages if prefix else None, **settings))
 
-    def check(self, case, *, scale=0.4, window=None, sinks=None, prefix=True):
+    def check(self, case, *, scale=0.4, window=None, sinks=False, prefix=True):
         out = self.run(case, scale=scale, window=window, sinks=sinks, prefix=prefix)
-        expected = oracle(case, scale=scale, window=window, sinks=sinks, prefix=prefix)
+        expected = oracle(case, scale, window, sinks, prefix)
         assert out.dtype == case.q.dtype
         atol = TOLERANCE[case.q.dtype.type]
         np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=atol)
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    @pytest.mark.parametrize(("rows", "ratio"), [(1, 4), (7, 1), (16, 2), (33, 4), (64, 2)])
-    def test_oracle(self, rows, ratio, dtype):
-        self.check(make_case(rows, ratio, dtype))
-
-    @pytest.mark.parametrize("window", [1, 3, 10, 1000])
-    def test_window(self, window):
-        """Shorter than the tree is deep, shorter than the prefix, longer than everything."""
-        case = make_case(16)
-        assert case.depths.max() > 3
+    @pytest.mark.parametrize(("rows", "ratio", "dtype", "window"), CASES)
+    def test_oracle(self, rows, ratio, dtype, window):
+        case = make_case(rows, ratio, dtype)
+        assert rows < 16 or case.depths.max() > 3
         self.check(case, window=window)
 
     @pytest.mark.parametrize("window", [None, 3])
     def test_sinks(self, window):
-        case = make_case(16)
-        self.check(case, window=window, sinks=case.sinks)
+        self.check(make_case(16), window=window, sinks=True)
 
     def test_no_prefix(self):
-        case = make_case(33)
+        case = make_case(33, 4)
         self.check(case, prefix=False)
         out = self.run(replace(case, lengths=np.zeros_like(case.lengths)))
         np.testing.assert_allclose(out, self.run(case, prefix=False), rtol=0, atol=1e-6)
@@ -187,22 +201,19 @@ class TreeAttentionSuite:
         ratio = shape.heads // shape.kv_heads
         case = make_case(5, ratio, jnp.float32, shape.head_size, shape.kv_heads, (6, 0))
         window = None if shape.window is None else 4
-        sinks = case.sinks if shape.sinks else None
-        self.check(case, scale=shape.head_size**-0.5, window=window, sinks=sinks)
+        self.check(case, scale=shape.head_size**-0.5, window=window, sinks=shape.sinks)
 
-    @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
-    def test_rows_that_see_nothing(self, with_sinks):
+    @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+    def test_rows_that_see_nothing(self, sinks):
         """Padding over nothing committed, and a window that has left the prefix behind."""
         case = make_case(16)
-        sinks = case.sinks if with_sinks else None
         out = self.run(case, sinks=sinks)
         padding = ~case.seen.any(axis=2)
         assert padding.any()
         assert not out[0][padding[0]].any()
         assert out[1:][padding[1:]].any(axis=(-2, -1)).all()
 
-        far = jnp.asarray(case.depths + 3)
-        out = self.run(case, sinks=sinks, depths=far, window=3)
+        out = self.run(case, sinks=sinks, depths=case.depths + 3, window=3)
         assert not out[padding].any()
         assert np.isfinite(out).all()
 
@@ -213,7 +224,7 @@ class TreeAttentionSuite:
 
     def test_page_order_changes_nothing(self):
         """The same tokens in other pages."""
-        case = make_case(7)
+        case = make_case(16)
         pages = case.pool.shape[1]
         order = np.random.default_rng(1).permutation(pages)
         present = (case.tables >= 0) & (case.tables < pages)
@@ -222,8 +233,8 @@ class TreeAttentionSuite:
         np.testing.assert_array_equal(self.run(case), self.run(moved))
 
     def test_second_call_has_the_same_bits(self):
-        case = make_case(33, 4, jnp.bfloat16)
-        np.testing.assert_array_equal(self.run(case), self.run(case))
+        case = make_case(64, 2, jnp.bfloat16)
+        np.testing.assert_array_equal(self.run(case, window=1000), self.run(case, window=1000))
 
     def test_batch_equals_alone(self):
         case = make_case(16)
@@ -236,22 +247,91 @@ class TreeAttentionSuite:
             alone = self.run(replace(case, **own))
             np.testing.assert_allclose(alone[0], together[b], rtol=0, atol=1e-6)
 
+
+class TestXla(TreeAttentionSuite):
+    implementation = "xla"
+
     def test_chain_is_the_default(self):
         """Without depths the rows follow each other; a window tells."""
-        case = make_case(7)
-        chain = jnp.broadcast_to(jnp.arange(7)[None, :], case.depths.shape)
+        case = make_case(16)
+        chain = np.broadcast_to(np.arange(16, dtype=np.int32), case.depths.shape)
         default = self.run(case, depths=None, window=3)
         np.testing.assert_array_equal(default, self.run(case, depths=chain, window=3))
         assert not np.array_equal(default, self.run(case, window=3))
 
 
-class TestXla(TreeAttentionSuite):
-    implementation = "xla"
+class TestPallasTritonInterpreted(TreeAttentionSuite):
+    """As on a GPU, which it fills, the kernel splits the keys of few rows, and not those of many."""
 
-    def test_is_the_default(self):
-        case = make_case(7)
-        out = jitted(None, 0.4, None)(*case.args(), depths=jnp.asarray(case.depths))
-        np.testing.assert_array_equal(out, self.run(case))
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        config = Config(16, 64, 4, 2, programs=40)
+        stand_in(api, partial(pallas_triton.tree_attention, config=config, interpret=True))
+
+    @pytest.mark.parametrize(
+        "config",
+        [Config(32, 32, 4, 2, programs=1), Config(16, 16, 4, 2, programs=1000)],
+        ids=["one", "as many as there are steps"],
+    )
+    def test_splits(self, config):
+        """Of many, some have no key to look at."""
+        case = make_case(16)
+        attend = partial(pallas_triton.tree_attention, scale=0.4, window=3, config=config, interpret=True)
+        out = jax.jit(attend)(*case.args(), depths=case.depths, sinks=case.sinks)
+        np.testing.assert_allclose(out, oracle(case, 0.4, 3, True, True), rtol=0, atol=1e-5)
+
+
+class TestPallasTriton:
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        [(shape, jnp.bfloat16) for shape in SHAPES]
+        + [(shape, jnp.float32) for shape in SHAPES if shape.head_size == 64],
+        ids=lambda value: getattr(value, "name", None),
+    )
+    def test_lowers_for_cuda(self, shape, dtype):
+        """Everything that the kernel says has a meaning in Triton, at real sizes."""
+        attend = partial(pallas_triton.tree_attention, scale=1.0, window=shape.window)
+
+        def call(args, depths, sinks):
+            return attend(*args, depths=depths, sinks=sinks)
+
+        for rows, length in ((1, 32768), (128, 1024)):
+            args = jax.eval_shape(partial(registered_call, shape, rows, length, dtype))
+            depths = jax.ShapeDtypeStruct((1, rows), jnp.int32)
+            sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.float32) if shape.sinks else None
+            assert KERNEL in lower_for_gpu(call, args, depths, sinks)
+
+    def test_unsupported_shapes(self):
+        case = make_case(7, size=8)
+        assert "head size 8 is not" in pallas_triton.unsupported_shape(*case.args()[::4])
+        q, *_, prefix = make_case(7).args()
+        pages = jnp.zeros((2, 24, 2, 16))
+        odd = replace(prefix, k_pages=pages, v_pages=pages)
+        assert "pages of 24 tokens" in pallas_triton.unsupported_shape(q, odd)
+        assert pallas_triton.unsupported_shape(q, prefix) is None
+
+
+class TestConfig:
+    def test_every_shape_has_one(self):
+        """Tuned or not, on any device, for any rows."""
+        for kind in ("", *tuned()):
+            for shape, dtype in product(SHAPES, ("float32", "bfloat16", "float16")):
+                for rows in shape.rows:
+                    folded = rows * shape.heads // shape.kv_heads
+                    assert config_for(kind, dtype, shape.head_size, folded).block_keys >= 16
+
+    def test_tuned_entries_are_in_order(self):
+        """The fewest rows first, so that the first that fits is the closest."""
+        for entries in tuned().values():
+            for key, group in groupby(entries, lambda entry: (entry["dtype"], entry["head_size"])):
+                rows = [entry["rows"] for entry in group]
+                assert rows == sorted(set(rows)), key
+
+    def test_all_mistakes_at_once(self):
+        with pytest.raises(ValueError, match=r"block_rows must be .* not 24; num_stages must be .* not 0"):
+            Config(24, 32, 4, 0, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -259,13 +339,8 @@ def test_registry_is_traceable(shape):
     """Every registered size, traced without running it."""
 
     def call(rows, length):
-        pool = jnp.zeros((length // shape.page, shape.page, shape.kv_heads, shape.head_size))
-        tables = jnp.zeros((1, length // shape.page), jnp.int32)
-        prefix = PagedPrefix(pool, pool, tables, jnp.asarray([length], jnp.int32))
-        q = jnp.zeros((1, rows, shape.heads, shape.head_size))
-        k = jnp.zeros((1, rows, shape.kv_heads, shape.head_size))
-        mask = jnp.zeros((1, rows, -(-rows // 32)), jnp.uint32)
-        return tree_attention(q, k, k, mask, prefix, scale=1.0, window=shape.window)
+        args = registered_call(shape, rows, length, jnp.float32)
+        return tree_attention(*args, scale=1.0, window=shape.window)
 
     for rows, length in zip(shape.rows, cycle(shape.prefixes), strict=False):
         out = jax.eval_shape(partial(call, rows, length))
@@ -273,22 +348,22 @@ def test_registry_is_traceable(shape):
     assert not any(length % shape.page for length in shape.prefixes)
 
 
-def test_implementations():
-    case = make_case(7)
-    assert implementations() == ("xla",)
-    with pytest.raises(ValueError, match=r"no implementation 'pallas_triton'; available: xla"):
-        tree_attention(*case.args(), scale=1.0, implementation="pallas_triton")
+def test_choice(monkeypatch):
+    case = make_case(16)
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    default = jax.jit(partial(tree_attention, scale=0.4))(*case.args(), depths=case.depths)
+    np.testing.assert_array_equal(default, TestXla().run(case))
+    args = case.args()
+    with pytest.raises(ValueError, match=r"no implementation 'mosaic'; available: pallas_triton, xla"):
+        tree_attention(*args, scale=1.0, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match=r"pallas_triton cannot run: no GPU here"):
+        tree_attention(*args, scale=1.0, implementation="pallas_triton")
 
 
+@pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
     """Static mistakes are ValueErrors with or without run-time type checking."""
-
-    @pytest.fixture(autouse=True)
-    def no_type_checks(self):
-        before = jaxtyping.config.jaxtyping_disable
-        jaxtyping.config.update("jaxtyping_disable", True)
-        yield
-        jaxtyping.config.update("jaxtyping_disable", before)
 
     @pytest.fixture
     def call(self):
@@ -301,7 +376,7 @@ class TestRefusals:
             ("q", lambda x: x[0], r"q must be \[B, N, H, E\]"),
             ("q", lambda x: x[:, :, :3], "3 query heads do not divide among 2"),
             ("q", lambda x: x.astype(jnp.int32), "q is int32, not one of float32"),
-            ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 8\), expected \(5, 33, 2, 8\)"),
+            ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 16\), expected \(5, 33, 2, 16\)"),
             ("v", lambda x: x[:, :, :1], "v is "),
             ("v", lambda x: x.astype(jnp.bfloat16), "v holds bfloat16, expected float32"),
             ("mask", lambda x: x[:, :, :1], r"mask is \(5, 33, 1\), expected \(5, 33, 2\)"),
@@ -321,6 +396,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
+            ({"scale": 0.0}, "scale is 0.0"),
             ({"window": 0}, "window is 0"),
             ({"window": 2**31}, "window is 2147483648"),
             ({"depths": jnp.zeros((5, 32), jnp.int32)}, r"depths is \(5, 32\)"),
@@ -330,7 +406,7 @@ class TestRefusals:
     )
     def test_settings(self, call, settings, message):
         with pytest.raises(ValueError, match=message):
-            tree_attention(**call, **settings)
+            tree_attention(**call | settings)
 
     def test_all_at_once(self, call):
         with pytest.raises(ValueError, match=r"window is 0.*mask is "):

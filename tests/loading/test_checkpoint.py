@@ -90,24 +90,27 @@ def fetched(monkeypatch):
 class TestLayout:
     def test_target(self, folder, tensors):
         weights = load_target(folder, dtype="float32").weights
-        assert len(jax.tree.leaves(weights)) == len(tensors)
         attention = weights["layers"][1]["self_attn"]
         prefix = "model.layers.1.self_attn."
         # A linear layer is stored [out, in]; heads are consecutive rows of q and columns of o.
-        q = tensors[prefix + "q_proj.weight"].reshape(4, 8, 12)
+        q, k, v = (tensors[prefix + f"{name}_proj.weight"].reshape(-1, 8, 12) for name in "qkv")
         o = tensors[prefix + "o_proj.weight"].reshape(12, 4, 8)
-        np.testing.assert_array_equal(attention["q_proj"], np.einsum("hem->mhe", q))
+        # Fused: in each of the two groups its two query heads, its key head and its value head.
+        fused = np.stack([q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]).reshape(2, 4, 8, 12)
+        np.testing.assert_array_equal(attention["qkv_proj"], np.einsum("grem->mgre", fused))
         np.testing.assert_array_equal(attention["o_proj"], np.einsum("mhe->hem", o))
         np.testing.assert_array_equal(attention["k_norm"]["weight"], tensors[prefix + "k_norm.weight"])
         np.testing.assert_array_equal(weights["embed_tokens"], tensors["model.embed_tokens.weight"])
         np.testing.assert_array_equal(weights["lm_head"], tensors["lm_head.weight"])
         down = tensors["model.layers.2.mlp.down_proj.weight"]
         np.testing.assert_array_equal(weights["layers"][2]["mlp"]["down_proj"], down.T)
+        gate, up = (tensors[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        fused = np.stack([gate.T, up.T], axis=1)
+        np.testing.assert_array_equal(weights["layers"][2]["mlp"]["gate_up_proj"], fused)
 
     def test_draft_head(self, head_folder):
         tensors = load_file(head_folder / "model.safetensors")
         weights = load_draft_head(head_folder, dtype="float32").weights
-        assert len(jax.tree.leaves(weights)) == len(tensors)
         np.testing.assert_array_equal(weights["fc"], tensors["fc.weight"].T)
         norm = tensors["layers.1.input_layernorm.weight"]
         np.testing.assert_array_equal(weights["layers"][1]["input_layernorm"]["weight"], norm)
@@ -536,7 +539,7 @@ class TestStreaming:
         assert sorted(fetched) == names  # each once
         assert peak < 4 * largest
 
-    def test_progress(self, folder, tensors, monkeypatch):
+    def test_progress(self, folder, monkeypatch):
         bars = []
 
         def bar(items, **settings):
@@ -544,5 +547,5 @@ class TestStreaming:
             return items
 
         monkeypatch.setattr(safetensors_io, "tqdm", bar)
-        load_target(folder)
-        assert bars == [(len(tensors), "loading target")]
+        target = load_target(folder)
+        assert bars == [(len(jax.tree.leaves(target.weights)), "loading target")]

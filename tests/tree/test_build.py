@@ -205,6 +205,14 @@ class TestGrow:
         for b in (0, 1, 3, 4, 5):
             assert nodes_of(tree, b) == nodes_of(clean, b)
 
+    def test_implementation(self, candidates):
+        """Passed on to the kernels, which know what there is."""
+        arguments = [jnp.asarray(x, jnp.int32) for x in (np.arange(6), np.full((6, 7), 3), [32] * 6, [7] * 6)]
+        named = grow_tree(candidates, *arguments, num_nodes=32, implementation="xla")
+        jax.tree.map(np.testing.assert_array_equal, named, grow_tree(candidates, *arguments, num_nodes=32))
+        with pytest.raises(ValueError, match="no implementation 'numpy'"):
+            grow_tree(candidates, *arguments, num_nodes=32, implementation="numpy")
+
     def test_impossible_tokens_are_never_expanded(self):
         logits = jnp.full((1, 3, 8), -jnp.inf).at[:, :, 4].set(0.0)
         tree = grow(top_candidates(logits, 2), [0], np.full((1, 3), 2), [16], [3], 16)

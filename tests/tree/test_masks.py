@@ -58,6 +58,22 @@ def test_is_the_definition(num_nodes, reach):
         assert not unpacked[:, num_nodes:].any()
 
 
+@pytest.mark.parametrize("max_depth", [0, 1, 2, 3, 4, 7, 8, 15, 63, 99])
+def test_a_known_depth_changes_nothing(max_depth):
+    """Trees that are just that deep, so that one step less would show."""
+    rng, depths, parents = np.random.default_rng(max_depth), [0], [-1]
+    for node in range(1, 64):
+        chain = node <= max_depth
+        parent = node - 1 if chain else rng.choice(np.flatnonzero(np.array(depths) < max(max_depth, 1)))
+        parents.append(int(parent) if max_depth else -1)
+        depths.append(depths[parent] + 1 if max_depth else 0)
+    assert max(depths) == min(max_depth, 63)
+    parents = np.array([parents], np.int32)
+    np.testing.assert_array_equal(ancestor_bits(parents, max_depth=max_depth), ancestor_bits(parents))
+    if max_depth in (1, 2, 4, 8):
+        assert (ancestor_bits(parents, max_depth=max_depth - 1) != ancestor_bits(parents)).any()
+
+
 def test_goldens(accept_goldens, make_tree):
     for _, arrays in accept_goldens:
         tokens, parents, depths = arrays["tree"].tolist()

@@ -1,0 +1,87 @@
+"""The phases of a round, one at a time: each repeated on the device by a program of its own."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from bench.scene import Stores, join, split
+from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
+
+#: What the phases before have made, by their names.
+Made = Mapping[str, Any]
+
+# In the order of a round.
+PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]] = {
+    "draft": lambda decoder, weights, state, made: decoder.draft(weights, state),
+    "build": lambda decoder, weights, state, made: decoder.build(state, made["draft"]),
+    "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["build"]),
+    "accept": lambda decoder, weights, state, made: decoder.accept(
+        state, made["build"], made["verify"].logits
+    ),
+    "commit": lambda decoder, weights, state, made: decoder.commit(
+        weights, state, made["build"], made["verify"], made["accept"]
+    ),
+}
+
+
+def repeat(decoder: TreeDecoder) -> Any:
+    """The jitted `_repeat`, compiled as the decoder's rounds are."""
+    return _jitted(tuple(decoder.compiler_options.items()))
+
+
+@functools.cache
+def _jitted(compiler_options: tuple[tuple[str, bool], ...]) -> Any:
+    options = dict(compiler_options)
+    return jax.jit(_repeat, static_argnums=(0, 1), donate_argnums=3, compiler_options=options)
+
+
+def _repeat(
+    decoder: TreeDecoder,
+    phase: str,
+    weights: DecodeWeights,
+    stores: Stores,
+    inputs: tuple[DecodeState, Made],
+    turns: Int[Array, ""],
+) -> tuple[Stores, Any]:
+    """Runs one phase ``turns`` times on the device. ``stores`` is donated.
+
+    Args:
+        decoder: The decoder whose phase it is.
+        phase: One of `PHASES`.
+        weights: The parameters.
+        stores: Of the state; a commit writes the same rows at every turn.
+        inputs: The state without its stores, and what the phases before have made.
+        turns: How often.
+
+    Returns:
+        The stores, and what the phase makes (a commit: the state without its stores, and the record).
+    """
+
+    if decoder.proposer is not None:
+        weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
+
+    def run(stores: Stores, inputs: tuple[DecodeState, Made]) -> tuple[Stores, Any]:
+        state, made = inputs
+        result = PHASES[phase](decoder, weights, join(stores, state), made)
+        if phase == "commit":
+            state, record = result
+            stores, state = split(state)
+            result = state, record
+        return stores, result
+
+    def turn(_: Array, carried: tuple[Stores, Any, Any]) -> tuple[Stores, Any, Any]:
+        stores, inputs, last = carried
+        # Behind the barrier the inputs come from the turn before, as far as the compiler knows, so that it
+        # can move nothing out of the loop. The weights do not pass it, just as in a round.
+        inputs, _ = jax.lax.optimization_barrier((inputs, last))
+        stores, result = run(stores, inputs)
+        return stores, inputs, result
+
+    shapes = jax.eval_shape(run, stores, inputs)[1]
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    stores, _, result = jax.lax.fori_loop(0, turns, turn, (stores, inputs, nothing))
+    return stores, result

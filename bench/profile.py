@@ -1,0 +1,122 @@
+"""What runs on a GPU during rounds: kernels by class, out of a trace of JAX's own profiler.
+
+A trace has a plane per device. A GPU's plane has a line per stream with the kernels and copies as they ran,
+and further lines that XLA derives from them ("XLA Ops", "XLA Modules", "Steps"), which would count everything
+twice. Other devices have no streams, and so no kernels here.
+"""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+# The first that is found in a kernel's name, in lower case. XLA names a kernel after its HLO instruction,
+# libraries after their templates, Pallas after the `name` of the call.
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("tree attention", r"attention|flash|fmha"),
+    ("tree growth", r"grow|tree_build|build_tree"),
+    ("matmul", r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|matmul|(\b|_)dot(\b|_)"),
+    ("top-k, sort", r"top_?k|sort|select_?k|radix"),
+    ("commit, scatter", r"commit|paged_write|scatter|dynamic_update_slice"),
+    ("norm, rotary, softmax", r"softmax|norm|rsqrt|rotary"),
+    ("reduce, argmax", r"reduc|argmax"),
+    ("copy, memset", r"memcpy|memset|copy|transpose"),
+    ("gather", r"gather|dynamic_slice"),
+    ("element-wise", r"fusion|wrapped_|silu"),
+)
+OTHER = "other"
+TOP = 25
+
+
+class Kernel(NamedTuple):
+    """One launch on a device."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+
+
+def classify(name: str) -> str:
+    """The class of a kernel."""
+    lowered = name.lower()
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, lowered)), OTHER)
+
+
+def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
+    """What runs on the GPUs until what ``run`` returns is there; nothing where there is no GPU."""
+    options = jax.profiler.ProfileOptions()
+    # Python's and the host's own events would make the trace large and the host slow.
+    options.python_tracer_level = 0
+    options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(run())
+        return [
+            kernel
+            for path in sorted(Path(folder).rglob("*.xplane.pb"))
+            for kernel in kernels_of(ProfileData.from_file(str(path)))
+        ]
+
+
+def kernels_of(data: Any) -> list[Kernel]:
+    """The kernels and copies on the streams of the GPUs of a ``ProfileData``."""
+    return [
+        Kernel(event.name, event.start_ns, event.duration_ns)
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        if line.name.startswith("Stream #")
+        for event in line.events
+    ]
+
+
+def summarise(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
+    """Microseconds and launches per round by class, the time when nothing ran, and the longest kernels.
+
+    Kernels on two streams may overlap, so the classes may sum to more than ``busy_us``.
+    """
+    launches = Counter(kernel.name for kernel in kernels)
+    micros = dict.fromkeys(launches, 0.0)
+    for kernel in kernels:
+        micros[kernel.name] += kernel.duration_ns / 1e3
+    classes = {
+        kind: {
+            "us": sum(micros[name] for name in names) / rounds,
+            "launches": sum(launches[name] for name in names) / rounds,
+        }
+        for kind in (*(kind for kind, _ in CLASSES), OTHER)
+        if (names := [name for name in micros if classify(name) == kind])
+    }
+    busy = _union(kernels) / 1e3
+    span = (max(k.start_ns + k.duration_ns for k in kernels) - min(k.start_ns for k in kernels)) / 1e3
+    return {
+        "classes": classes,
+        "launches": len(kernels) / rounds,
+        "busy_us": busy / rounds,
+        "idle_us": (span - busy) / rounds,
+        "top": [
+            {
+                "kernel": name,
+                "class": classify(name),
+                "us": total / rounds,
+                "launches": launches[name] / rounds,
+                "mean_us": total / launches[name],
+            }
+            for name, total in sorted(micros.items(), key=lambda item: -item[1])[:TOP]
+        ],
+    }
+
+
+def _union(kernels: Iterable[Kernel]) -> float:
+    """Nanoseconds in which at least one kernel ran."""
+    busy, end = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_ns):
+        stop = kernel.start_ns + kernel.duration_ns
+        busy += max(0.0, stop - max(kernel.start_ns, end))
+        end = max(end, stop)
+    return busy

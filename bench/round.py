@@ -1,0 +1,238 @@
+"""``python -m bench round``: one round of speculation, its phases, and how far they are from the hardware.
+
+Every slot is put behind a context of random pages, without a prefill, and rounds run from there on the
+device. A round is compared with its floor: the bytes that it must read at the bandwidth that this very device
+reaches, or the operations that it must compute at its matmul rate, whichever takes longer. With random
+weights nearly every draft is refused, so a round commits about one token and the context stays what it was.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from bench.attention import implementation_of
+from bench.floors import measure_ceilings
+from bench.measure import Case, Measured, Plan, measure
+from bench.report import machine, show, write_json
+from bench.round_plot import plot_rounds
+from bench.round_report import notes_of, row_of, tables_of
+from bench.scene import Scene, random_weights
+from bench.shapes import SHAPES, Shape, find_shape
+from jetspec_jax import (
+    DecodeWeights,
+    SamplingParams,
+    enable_compilation_cache,
+    load_draft_head,
+    load_target,
+)
+from jetspec_jax.checkpoint import resolve_dtype
+from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
+from jetspec_jax.tree import bucket_for
+from pallas_kernels.tree_attention import implementations
+
+# Arguments that are no part of the report.
+_PATHS = ("run", "compilation_cache", "json", "plot")
+# The most of the free memory that the stores of all cases may take together: programs need the rest.
+STORES_SHARE = 0.6
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser(
+        "round", help="one round, phase by phase, and its floor", description=__doc__
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
+    add("--target", help="folder or hub id, instead of --shape")
+    add("--draft-head", help="folder or hub id, with --target")
+    add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
+    add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens of a slot (default: 1024)")
+    add("--batches", type=int, nargs="+", default=[1], help="slots (default: 1)")
+    add("--width", type=int, default=7, help="of the trees (default: 7)")
+    add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
+    add("--top-p", type=float, help="with a temperature (default: all tokens)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
+    add("--rounds", type=int, default=ROUNDS_PER_DISPATCH, help="of a dispatch (default: as the engine's)")
+    add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
+    add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
+    add("--profile", action="store_true", help="also record a GPU's kernels, by class")
+    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add("--json", type=Path, default=Path("results/round.json"), help="where to")
+    add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the tables, and writes the JSON and the plot."""
+    plan, dtype = _plan(arguments), resolve_dtype(arguments.dtype)
+    enable_compilation_cache(arguments.compilation_cache)
+    names, shape, make_weights = _models(arguments, dtype)
+    cases = _cases(arguments, shape, plan)
+    attention = {
+        case: implementation_of(
+            shape.target, plan.scene(case, shape), bucket_for(case.budget), dtype, plan.implementation
+        )
+        for case in cases
+    }
+    weights = make_weights()
+
+    measured: dict[Case, Measured] = {}
+    with tqdm(total=plan.steps(len(cases)) + 1, unit="step") as bar:
+
+        def step(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        for group in groups(cases, shape, dtype, plan, _free_bytes()):
+            measured |= measure(group, shape, weights, plan, step)
+        # Read before the ceilings are measured, which need large arrays of their own.
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        step("ceilings")
+        ceilings = measure_ceilings(dtype, plan.repeats)
+
+    rows = []
+    for case, found in measured.items():
+        plain = measured[case._replace(budget=1)]
+        row = row_of(case, found, plain, shape, dtype.itemsize, plan, ceilings)
+        rows.append({**row, "implementation": attention[case]})
+    report = {
+        "benchmark": "round",
+        **machine(),
+        **names,
+        "dtype": str(dtype),
+        "implementation": ", ".join(sorted(set(attention.values()))),
+        "arguments": _arguments(arguments),
+        "rounds_per_dispatch": ROUNDS_PER_DISPATCH,
+        "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
+        "peak_memory_bytes": peak,
+        "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
+        "rows": rows,
+    }
+    notes = notes_of(report)
+    title = (
+        f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
+        f"{report['implementation']}, {report['device']}, JAX {report['jax']}"
+    )
+    print(f"\n{title}")
+    *tables, (heading, table) = tables_of(rows)
+    for others in tables:
+        show(*others)
+    show(heading, table, notes)
+    write_json(arguments.json, {**report, "notes": notes})
+    plot = arguments.plot or arguments.json.with_suffix(".png")
+    plot_rounds(rows, title, plot)
+    print(f"wrote {plot}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """What all cases have in common, checked.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+    for name in ("rounds", "repeats"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    return Plan(
+        params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
+        width=arguments.width,
+        rounds=arguments.rounds,
+        repeats=arguments.repeats,
+        implementation=arguments.implementation,
+        phases=arguments.phases,
+        profile=arguments.profile,
+    )
+
+
+def _models(
+    arguments: argparse.Namespace, dtype: jnp.dtype
+) -> tuple[dict[str, str], Shape, Callable[[], DecodeWeights]]:
+    """What the models are called in the report, their configs, and what makes their parameters.
+
+    Raises:
+        ValueError: The arguments name none, or two.
+        FileNotFoundError: There is no such checkpoint.
+    """
+    if arguments.target is None and arguments.draft_head is None:
+        name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
+        shape = find_shape(name)
+        return (
+            {"shape": name},
+            shape,
+            lambda: DecodeWeights(
+                random_weights(shape.target, dtype, seed=0), random_weights(shape.head, dtype, seed=1)
+            ),
+        )
+    if arguments.shape is not None:
+        raise ValueError("--shape stands for random weights: it goes with neither --target nor --draft-head")
+    if arguments.target is None or arguments.draft_head is None:
+        raise ValueError("--target and --draft-head go together")
+    target = load_target(arguments.target, dtype=arguments.dtype)
+    head = load_draft_head(arguments.draft_head, dtype=arguments.dtype, target=target)
+    weights = DecodeWeights(target.weights, head.weights)
+    return _names(arguments), Shape(target.config, head.config), lambda: weights
+
+
+def _cases(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case]:
+    """All cases, the plain step first in each scene.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    for name in ("batches", "contexts"):
+        if min(getattr(arguments, name)) < 1:
+            raise ValueError(f"--{name} must be at least 1, not {min(getattr(arguments, name))}")
+    for budget in arguments.budgets:
+        TreeSettings(budget, plan.width).check(shape.target, shape.head.depth)
+    cases = [
+        Case(batch, context, budget)
+        for batch in sorted(set(arguments.batches))
+        for context in sorted(set(arguments.contexts))
+        for budget in sorted({1, *arguments.budgets})
+    ]
+    limit = shape.target.max_position_embeddings
+    for case in cases:
+        scene = plan.scene(case, shape)
+        if case.context + scene.room > limit:
+            raise ValueError(
+                f"--contexts {case.context} and room for the {scene.room} tokens that {plan.rounds} rounds "
+                f"may commit go beyond the target's context limit of {limit}"
+            )
+    return cases
+
+
+def groups(
+    cases: list[Case], shape: Shape, dtype: jnp.dtype, plan: Plan, free_bytes: int | None
+) -> list[list[Case]]:
+    """Cases that take turns: all of them if their stores fit into memory at once, else scene by scene."""
+    scenes: dict[Scene, list[Case]] = {}
+    for case in cases:
+        scenes.setdefault(plan.scene(case, shape), []).append(case)
+    with_head = plan.decoder(cases[0]._replace(budget=2), shape)
+    needed = sum(scene.num_bytes(with_head, dtype) for scene in scenes)
+    fits = free_bytes is None or needed <= STORES_SHARE * free_bytes
+    return [cases] if fits else list(scenes.values())
+
+
+def _free_bytes() -> int | None:
+    """Free memory of the device; None where it does not tell, as a CPU, whose memory is the host's."""
+    memory = jax.devices()[0].memory_stats() or {}
+    return memory["bytes_limit"] - memory["bytes_in_use"] if "bytes_limit" in memory else None
+
+
+def _names(arguments: argparse.Namespace) -> dict[str, str]:
+    """The checkpoints' names, without the folders of this machine."""
+    return {"target": Path(arguments.target).name, "draft_head": Path(arguments.draft_head).name}
+
+
+def _arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings, without paths of this machine."""
+    given = {key: value for key, value in vars(arguments).items() if key not in _PATHS}
+    return {**given, **(_names(arguments) if arguments.target else {})}

@@ -1,0 +1,140 @@
+"""Random weights, and decoding states in the midst of a sequence, all made on the device.
+
+Time depends on shapes, not on what weights mean; but never time on zeros, which draw less power than data.
+
+Shapes: B slots, S committed tokens, P pages, T pages per slot.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
+from jetspec_jax.cache import Slots
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.engine import PAGE_SIZE
+from jetspec_jax.models import Weights, abstract, weights_of
+
+# More than any run emits: no slot may stop while it is timed.
+ENDLESS = 2**30
+
+#: A state's stores: the target's, and the proposer's state.
+Stores = tuple[Any, Any]
+
+
+def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int) -> Weights:
+    """Parameters of a model: normal with deviation 0.02, norms 1."""
+    shapes = weights_of(abstract(config))
+    normal = _random_like(shapes, dtype, seed, 0.02)
+    return jax.tree.map(lambda value: jnp.ones_like(value) if value.ndim == 1 else value, normal)
+
+
+def split(state: DecodeState) -> tuple[Stores, DecodeState]:
+    """A state's stores, and the state without them."""
+    return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
+
+
+def join(stores: Stores, state: DecodeState) -> DecodeState:
+    """The inverse of `split`."""
+    return replace(state, stores=stores[0], proposer=stores[1])
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Slots that all hold the same number of tokens in scattered pages, with room for some more.
+
+    Attributes:
+        batch: B.
+        context: S.
+        room: Tokens that fit behind them.
+    """
+
+    batch: int
+    context: int
+    room: int
+
+    @property
+    def pages_per_slot(self) -> int:
+        """T."""
+        return -(-(self.context + self.room) // PAGE_SIZE)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot's pages hold."""
+        return self.pages_per_slot * PAGE_SIZE
+
+    def num_bytes(self, decoder: TreeDecoder, dtype: jnp.dtype) -> int:
+        """Bytes of the stores."""
+        leaves = jax.tree.leaves(split(self._shapes(decoder, dtype))[0])
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
+        """Stores full of normal values: also pages that hold nothing are not zero."""
+        return _random_like(split(self._shapes(decoder, dtype))[0], dtype, seed=2, scale=1.0)
+
+    def slots(
+        self, decoder: TreeDecoder, dtype: jnp.dtype, budget: int, params: SamplingParams
+    ) -> DecodeState:
+        """A state without its stores: every slot decodes behind ``context`` tokens and does not stop."""
+        # Compiled, so that the stores of the empty state are never made.
+        empty = jax.jit(lambda: split(self._empty(decoder, dtype))[1])()
+        rng = np.random.default_rng(0)
+        pages = rng.permutation(self.batch * self.pages_per_slot).astype(np.int32)
+        settings = [
+            SlotSettings.of(
+                replace(params, seed=slot, max_tokens=ENDLESS),
+                (),
+                vocab_size=decoder.target.vocab_size,
+                budget=budget,
+                depth=decoder.depth,
+            )
+            for slot in range(self.batch)
+        ]
+        return replace(
+            empty,
+            slots=Slots(
+                jnp.asarray(pages.reshape(self.batch, -1)), jnp.full(self.batch, self.context, jnp.int32)
+            ),
+            anchors=jnp.asarray(rng.integers(0, decoder.target.vocab_size, self.batch, np.int32)),
+            active=jnp.ones(self.batch, bool),
+            settings=jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *settings),
+        )
+
+    def _empty(self, decoder: TreeDecoder, dtype: jnp.dtype) -> DecodeState:
+        return decoder.empty_state(
+            self.batch,
+            num_pages=self.batch * self.pages_per_slot,
+            pages_per_slot=self.pages_per_slot,
+            page_size=PAGE_SIZE,
+            dtype=dtype,
+        )
+
+    def _shapes(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Any:
+        return jax.eval_shape(lambda: self._empty(decoder, dtype))
+
+
+def _random_like(shapes: Any, dtype: jnp.dtype, seed: int, scale: float) -> Any:
+    """Normal values for every floating leaf; other leaves stay zero.
+
+    Leaf by leaf, so that a few small programs serve a whole model and no more than one leaf's random bits are
+    in memory.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    values = [
+        _normal(key, jnp.asarray(scale, dtype), shape=leaf.shape)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+        else jnp.zeros(leaf.shape, leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, values)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _normal(key: Array, scale: Array, *, shape: tuple[int, ...]) -> Array:
+    return scale * jax.random.normal(key, shape, scale.dtype)

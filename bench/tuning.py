@@ -1,0 +1,210 @@
+"""The search for the kernel's best tiles: what to try, in which order, and where the result is kept.
+
+Shapes: N block rows, H query heads, G key/value heads, E head size.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.tree_attention.config import Config
+from pallas_kernels.tree_attention.shapes import Shape
+
+#: Seconds over seconds at the floor, summed over what a task covers: for each configuration.
+Score = Callable[[Sequence[Config]], list[float]]
+Entry = Mapping[str, Any]
+
+ROWS_AND_KEYS = (16, 32, 64, 128)
+WARPS = (2, 4, 8)
+# A step's page number is itself loaded: three stages are one step of keys and values ahead, five are two.
+# The first pass takes the first of the coarse ones that a tile runs with.
+STAGES, COARSE_STAGES = (1, 3, 5), (3, 1)
+# Programs for each multiprocessor.
+PROGRAMS, COARSE_PROGRAMS = (0.5, 1, 2, 3, 4), (1, 4)
+# How many tiles are looked at more closely, and how far behind the best a tile may be to be tried again.
+BEST, HOPELESS = 4, 2.0
+# Configurations that are compiled together.
+CHUNK = 32
+# At least one 16 x 8 product of the tensor cores for each warp in a step.
+LEAST_SCORES = 128
+# Accumulators of a thread; 255 registers are all that it has.
+MOST_ACCUMULATORS = 128
+# A program on an A100 can have 163 KB of shared memory, on an H100 227; what does not fit is skipped.
+MOST_SHARED_BYTES = 224 << 10
+# A row block reads all keys: with more of them the same keys are read too often.
+MOST_ROW_BLOCKS = 16
+
+
+class OutOfTime(Exception):
+    """The time that was given is over."""
+
+
+class Task(NamedTuple):
+    """One entry of the table: what shares a configuration.
+
+    Attributes:
+        dtype: bfloat16 (for all 16-bit floats) or float32.
+        head_size: E.
+        rows: Query rows of a key/value head, N * H / G.
+        calls: Shapes with that many, and their N.
+    """
+
+    dtype: str
+    head_size: int
+    rows: int
+    calls: tuple[tuple[Shape, int], ...]
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.dtype}, head size {self.head_size}, {self.rows} rows"
+
+
+def tasks_of(shapes: Iterable[Shape], dtypes: Sequence[str], rows: Sequence[int] | None) -> list[Task]:
+    """A task for each kind of call; ``rows`` in place of each shape's own."""
+    calls: dict[tuple[str, int, int], list[tuple[Shape, int]]] = {}
+    for shape, dtype in product(shapes, dtypes):
+        for count in rows or shape.rows:
+            folded = count * shape.heads // shape.kv_heads
+            calls.setdefault((dtype, shape.head_size, folded), []).append((shape, count))
+    order = sorted(calls, key=lambda key: (dtypes.index(key[0]), *key[1:]))
+    return [Task(*key, tuple(calls[key])) for key in order]
+
+
+def makes_sense(config: Config, task: Task) -> bool:
+    """Whether a configuration has a chance: it fits, no tile is mostly padding, no warp has nothing to do."""
+    threads = 32 * config.num_warps
+    row = task.head_size * jnp.dtype(task.dtype).itemsize
+    ahead = (config.num_stages - 1) // 2
+    shared = row * (config.block_rows + 2 * (ahead + 1) * config.block_keys)
+    most_rows = max(16, 1 << (task.rows - 1).bit_length())
+    # As few row blocks as that, or as the largest tile that the registers hold makes.
+    least_rows = min(task.rows // MOST_ROW_BLOCKS, *_largest_rows(task.head_size))
+    return (
+        least_rows <= config.block_rows <= most_rows
+        # A step reads one page.
+        and config.block_keys <= min(shape.page for shape, _ in task.calls)
+        and config.block_rows * task.head_size <= MOST_ACCUMULATORS * threads
+        and config.block_rows * config.block_keys >= LEAST_SCORES * config.num_warps
+        and shared <= MOST_SHARED_BYTES
+    )
+
+
+def _largest_rows(head_size: int) -> tuple[int, int]:
+    return max(ROWS_AND_KEYS), MOST_ACCUMULATORS * 32 * max(WARPS) // head_size
+
+
+def different(configs: Iterable[Config], task: Task, seen: set[Any]) -> Iterator[Config]:
+    """Those whose launches differ from each other's and from ``seen``, which grows.
+
+    Where the rows alone make enough programs, aiming at more or fewer changes nothing.
+    """
+    for config in configs:
+        tiles = [-(-task.rows // config.block_rows) * shape.kv_heads for shape, _ in task.calls]
+        splits = tuple(max(1, config.programs // count) for count in tiles)
+        key = replace(config, programs=1), splits
+        if key not in seen:
+            seen.add(key)
+            yield config
+
+
+def search(
+    task: Task, score: Score, multiprocessors: int, deadline: float = float("inf")
+) -> list[tuple[float, Config]]:
+    """All configurations that were tried and ran, the best first.
+
+    First all tiles one step ahead, or none where only that runs, with one program for each multiprocessor,
+    and with four those that are not hopeless; then the best with all stages and all numbers of programs.
+
+    Args:
+        task: What to tune.
+        score: Times configurations; infinity for one that fails.
+        multiprocessors: Of the device.
+        deadline: Of `time.monotonic()`.
+
+    Raises:
+        OutOfTime: The deadline has passed, and not all was tried.
+    """
+    scores: dict[Config, float] = {}
+    seen: set[Any] = set()
+
+    def try_all(configs: Iterable[Config]) -> None:
+        chosen = [c for c in different(configs, task, seen) if makes_sense(c, task)]
+        for i in range(0, len(chosen), CHUNK):
+            if time.monotonic() > deadline:
+                raise OutOfTime
+            chunk = chosen[i : i + CHUNK]
+            scores.update(zip(chunk, score(chunk), strict=True))
+
+    def ranking() -> list[Config]:
+        return sorted((c for c in scores if scores[c] < float("inf")), key=scores.__getitem__)
+
+    def best() -> dict[tuple[int, int, int], Config]:
+        """The best configuration of each tile that ran, the best tile first."""
+        found: dict[tuple[int, int, int], Config] = {}
+        for c in ranking():
+            found.setdefault((c.block_rows, c.block_keys, c.num_warps), c)
+        return found
+
+    def leaders() -> list[Config]:
+        return list(best().values())[:BEST]
+
+    few, many = (round(factor * multiprocessors) for factor in COARSE_PROGRAMS)
+    tiles = list(product(ROWS_AND_KEYS, ROWS_AND_KEYS, WARPS))
+    for stages in COARSE_STAGES:
+        done = best()
+        try_all(Config(*tile, stages, few) for tile in tiles if tile not in done)
+    ran = ranking()
+    try_all(replace(c, programs=many) for c in ran if scores[c] <= HOPELESS * scores[ran[0]])
+    try_all(replace(c, num_stages=stages) for c in leaders() for stages in STAGES)
+    numbers = [max(1, round(factor * multiprocessors)) for factor in PROGRAMS]
+    try_all(replace(c, programs=number) for c in leaders() for number in numbers)
+    return [(scores[config], config) for config in ranking()]
+
+
+def with_entry(
+    table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task, config: Config
+) -> dict[str, list[Entry]]:
+    """The table with a task's entry added or replaced, in ascending order of rows; others stay."""
+    key = _key(task)
+    kept = [entry for entry in table.get(device_kind, []) if _key_of(entry) != key]
+    dtype, head_size, rows = key
+    added = {"dtype": dtype, "head_size": head_size, "rows": rows, "config": asdict(config)}
+    return {
+        **{kind: list(own) for kind, own in table.items()},
+        device_kind: sorted([*kept, added], key=_key_of),
+    }
+
+
+def has_entry(table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task) -> bool:
+    """Whether a task was tuned on a device."""
+    return any(_key_of(entry) == _key(task) for entry in table.get(device_kind, []))
+
+
+def read_table(path: Path) -> dict[str, list[Entry]]:
+    """The table; an empty one where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
+    """Writes the table, an entry a line, whole or not at all."""
+    devices = [
+        f"  {json.dumps(kind)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
+        for kind, entries in sorted(table.items())
+    ]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("{\n" + ",\n".join(devices) + "\n}\n", encoding="utf-8")
+    partial.rename(path)
+
+
+def _key(task: Task) -> tuple[str, int, int]:
+    return task.dtype, task.head_size, task.rows
+
+
+def _key_of(entry: Entry) -> tuple[str, int, int]:
+    return entry["dtype"], entry["head_size"], entry["rows"]

@@ -1,0 +1,105 @@
+"""What a round cannot do without: the bytes that it must read and the operations that it must compute.
+
+Every phase that runs a model reads that model's parameters once, the keys and values of the context once for
+each slot, and of the embedding table only the rows of its tokens. Logits, masks, norms and what is kept
+between two kernels are left out: a lower bound may be too low, never too high.
+
+Shapes: B slots, S committed tokens, N nodes, D draft depth.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import abstract, weights_of
+
+# Parameters of a draft head that make features of taps: the commit's work, not the draft's.
+FEATURES = frozenset({"fc", "hidden_norm"})
+
+
+class Work(NamedTuple):
+    """Bytes moved to or from memory, and multiplications and additions."""
+
+    bytes: int = 0
+    operations: int = 0
+
+    def seconds(self, bandwidth: float, rate: float) -> float:
+        """Least seconds, at ``bandwidth`` bytes and ``rate`` operations a second."""
+        return max(self.bytes / bandwidth, self.operations / rate)
+
+
+def round_work(
+    target: ModelConfig,
+    head: DraftHeadConfig | None,
+    *,
+    batch: int,
+    context: int,
+    budget: int,
+    itemsize: int,
+) -> dict[str, Work]:
+    """The work of the phases of a round that run a model; a plain step only verifies and commits.
+
+    Args:
+        target: The target.
+        head: The draft head; None in plain decoding.
+        batch: B.
+        context: S, of every slot.
+        budget: Nodes of a slot's tree.
+        itemsize: Bytes of a parameter and of an element of the stores.
+    """
+    lm_head = target.vocab_size * target.hidden_size
+    body = parameters(target) - lm_head * (1 if target.tie_word_embeddings else 2)
+    rows = batch * budget
+    work = {
+        "verify": Work(
+            itemsize * (body + lm_head + rows * target.hidden_size + batch * _kv(target, context)),
+            2 * rows * (body + lm_head) + rows * _scores(target, context),
+        ),
+        # Of each slot's path at least the root is written.
+        "commit": Work(itemsize * batch * _kv(target, 1), 0),
+    }
+    if head is None:
+        return work
+    features = parameters(head, FEATURES)
+    drafts = parameters(head) - features
+    # Each layer's keys and values of the features, by the projections that the draft slots use too.
+    features += head.layers.hidden_size * _kv(head.layers, 1)
+    rows = batch * head.block_size
+    work["draft"] = Work(
+        itemsize * (drafts + lm_head + rows * target.hidden_size + batch * _kv(head.layers, context)),
+        2 * rows * drafts + 2 * batch * head.depth * lm_head + rows * _scores(head.layers, context),
+    )
+    work["commit"] = Work(
+        work["commit"].bytes + itemsize * (features + batch * _kv(head.layers, 1)), 2 * batch * features
+    )
+    return work
+
+
+def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
+    """Number of a model's parameters, or of those below any of the given names."""
+    return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
+
+
+@functools.cache
+def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights_of(abstract(config)))
+    return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}
+
+
+def _kv(config: ModelConfig, tokens: int) -> int:
+    """Elements of the keys and values of a slot's last tokens, as far as each layer's window reaches."""
+    row = 2 * config.num_kv_heads * config.head_dim
+    return row * sum(_seen(window, tokens) for window in config.windows)
+
+
+def _scores(config: ModelConfig, context: int) -> int:
+    """Operations of one row's attention to the context and itself: products with keys and with values."""
+    row = 4 * config.num_heads * config.head_dim
+    return row * sum(_seen(window, context + 1) for window in config.windows)
+
+
+def _seen(window: int | None, tokens: int) -> int:
+    return tokens if window is None else min(window, tokens)

@@ -1,0 +1,61 @@
+"""Compiled programs kept between processes: JAX's persistent compilation cache, with a place of its own.
+
+A first request compiles for seconds. JAX can keep what it compiled in a folder, one for the whole process,
+and read it back when the same program is wanted again from the same JAX for the same kind of device.
+"""
+
+import logging
+import tempfile
+from pathlib import Path
+
+import jax
+import platformdirs
+from jax.experimental.compilation_cache import compilation_cache
+
+# All programs are kept, also those that compile in less than JAX's usual second: a run begins with some
+# twenty small ones, and their times add up.
+MIN_COMPILE_SECONDS = 0.0
+
+# JAX's settings, which its Config class does not declare.
+_FOLDER = "jax_compilation_cache_dir"
+_ENABLED = "jax_enable_compilation_cache"
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+
+_log = logging.getLogger("jetspec_jax")
+
+
+def enable_compilation_cache(folder: str | Path = "auto") -> None:
+    """Keeps compiled programs in a folder, where later processes find them.
+
+    This is a setting of JAX for the whole process: programs of other code are kept as well. Nothing is ever
+    removed from the folder; it may be deleted at any time. Whoever can write to it can make this process run
+    code, so it should be the user's own. A folder that cannot be written to is a line of the log, no error.
+
+    Args:
+        folder: Where to. "auto" is ``jetspec_jax/compiled`` in the user's cache folder (on Linux
+            ``$XDG_CACHE_HOME`` or ``~/.cache``); it changes nothing where JAX has been told of a folder
+            already or not to keep programs, and nothing on a CPU. A folder that is named is used in any case.
+            "off" changes nothing.
+    """
+    if folder == "off":
+        return
+    if folder == "auto":
+        chosen = getattr(jax.config, _FOLDER) or not getattr(jax.config, _ENABLED)
+        # XLA may find that a CPU lacks features that it compiled for a moment ago: it then logs pages of them
+        # and compiles anew (jax-ml/jax#38445), or worse, runs what the processor cannot.
+        if chosen or jax.default_backend() == "cpu":
+            return
+        path = platformdirs.user_cache_path("jetspec_jax", appauthor=False) / "compiled"
+    else:
+        path = Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        _log.warning("compiled programs are not kept: cannot write to %s: %s", path, error.strerror)
+        return
+    jax.config.update(_ENABLED, True)
+    jax.config.update(_FOLDER, str(path))
+    jax.config.update(_MIN_SECONDS, MIN_COMPILE_SECONDS)
+    # JAX opens the folder once, when it first compiles.
+    compilation_cache.reset_cache()

@@ -1,0 +1,159 @@
+"""How much an engine holds at a time, and whether a device can hold that.
+
+Shapes: B slots, N nodes, D draft depth, S tokens of a slot, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode import TreeDecoder
+from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
+from jetspec_jax.proposer import taps_of
+from jetspec_jax.state import DecodeState
+from jetspec_jax.tree import BUCKETS
+from pallas_kernels.dispatch import gpu_problem
+
+# One step of the attention kernel's keys: pages of 128 were no faster on an H200, and waste more.
+PAGE_SIZE = 64
+PREFILL_CHUNK = 128
+# Tokens that a slot can hold unless a request needs more: most requests then share their programs.
+DEFAULT_CAPACITY = 1024
+# Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
+# of them. XLA reserves those for greedy requests too. A test holds this against XLA's own count.
+LOGITS_COPIES = 6
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """How much an engine holds.
+
+    Attributes:
+        slots: Requests that decode at the same time.
+        capacity: Tokens of a slot, prompt and output together.
+        num_pages: Pages of all slots together.
+    """
+
+    slots: int
+    capacity: int
+    num_pages: int
+
+    @classmethod
+    def of(
+        cls, target: ModelConfig, slots: int, capacity: int | None, num_pages: int | None = None
+    ) -> "EngineSize":
+        """A size, checked; None is the usual capacity, and pages enough for every slot to be full.
+
+        Raises:
+            ValueError: It is out of its range.
+        """
+        limit = target.max_position_embeddings
+        capacity = default_capacity(target, 0) if capacity is None else capacity
+        if slots < 1:
+            raise ValueError(f"an engine needs at least one slot, not {slots}")
+        if not 1 <= capacity <= limit:
+            raise ValueError(f"capacity must lie in 1..{limit}, the target's context limit, not {capacity}")
+        return cls(slots, capacity, slots * -(-capacity // PAGE_SIZE) if num_pages is None else num_pages)
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Pages that a slot can name."""
+        return -(-self.capacity // PAGE_SIZE)
+
+    def empty_state(self, decoder: TreeDecoder, dtype: jnp.dtype) -> DecodeState:
+        """A decoder's state of this size."""
+        return decoder.empty_state(
+            self.slots,
+            num_pages=self.num_pages,
+            pages_per_slot=self.pages_per_slot,
+            page_size=PAGE_SIZE,
+            dtype=dtype,
+        )
+
+
+def default_capacity(config: ModelConfig, need: int) -> int:
+    """Tokens per slot: the usual capacity, or the next power of two that holds ``need``."""
+    usual = max(DEFAULT_CAPACITY, 1 << (need - 1).bit_length() if need else 0)
+    return min(usual, config.max_position_embeddings)
+
+
+def check_engine_memory(
+    decoder: TreeDecoder,
+    size: EngineSize,
+    dtype: jnp.dtype,
+    *,
+    weights: Callable[[], Bytes] = dict,
+    reclaimed: int = 0,
+) -> None:
+    """Checks that the device can hold an engine, with a margin of the target's largest matrix.
+
+    The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
+    between arrays.
+
+    Args:
+        decoder: The engine's decoder.
+        size: How much it should hold.
+        dtype: Of the stores and of the computation.
+        weights: Weights that are not on the device yet.
+        reclaimed: Bytes in use that are given back first.
+
+    Raises:
+        DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
+    """
+
+    def needs(
+        decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
+    ) -> dict[str, int]:
+        stores = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
+        return {
+            **weights(),
+            f"stores of {size.slots} x {size.capacity} tokens": array_bytes(stores),
+            f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
+            "margin": largest_parameter_bytes(decoder.target, dtype),
+        }
+
+    def smaller() -> Iterator[tuple[str, int | str, Bytes]]:
+        for bucket in reversed(BUCKETS[: BUCKETS.index(decoder.bucket)]):
+            proposer = None if bucket == 1 else decoder.proposer
+            yield "budget", bucket, needs(decoder=replace(decoder, bucket=bucket, proposer=proposer))
+        for capacity in _halves(size.capacity):
+            yield "capacity", capacity, needs(size=EngineSize.of(decoder.target, size.slots, capacity))
+        for slots in _halves(size.slots):
+            yield "max_slots", slots, needs(size=EngineSize.of(decoder.target, slots, size.capacity))
+        if dtype.itemsize > 2 and TARGET_WEIGHTS in weights():  # a loaded target keeps its dtype
+            half = {name: count // 2 for name, count in weights().items()}
+            yield "dtype", "bfloat16", {**needs(dtype=jnp.dtype(jnp.bfloat16)), **half}
+
+    check_memory(needs, reclaimed=reclaimed, smaller=smaller)
+
+
+def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
+    """Bytes, from above, that the largest program of a decoder needs beside its arguments while it runs.
+
+    They are: float32 logits ``[B, N, V]`` as often as sampling copies them (or draft logits ``[B, D, V]``,
+    where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
+    makes of them; and, where attention is plain XLA, the pages of all slots gathered for every layer and all
+    scores of one layer.
+    """
+    target, slots, nodes = decoder.target, size.slots, decoder.bucket
+    logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
+    rows = max(slots * nodes, PREFILL_CHUNK)
+    keys_values = 2 * target.num_kv_heads * target.head_dim
+    kept = target.num_layers * keys_values + len(taps_of(decoder.proposer)) * target.hidden_size
+    attention = 4 * target.num_heads * target.head_dim + 2 * keys_values
+    layer = 4 * target.hidden_size + 3 * target.intermediate_size + attention
+    gathered = scores = 0
+    if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
+        # One copy more, in the layer at work: what nobody sees is masked.
+        gathered = (target.num_layers + 1) * slots * size.capacity * keys_values
+        scores = 2 * target.num_heads * rows * (size.capacity + 2 * max(nodes, PREFILL_CHUNK))
+    return 4 * (logits + scores) + dtype.itemsize * (rows * (kept + layer) + gathered)
+
+
+def _halves(value: int) -> Iterator[int]:
+    """Half of a value, a quarter, and so on down to 1."""
+    while (value := value // 2) >= 1:
+        yield value

@@ -1,0 +1,100 @@
+"""Bytes on a device: what is free, what something takes, and an error before it is read or allocated.
+
+A device that does not say how much memory it has, as a CPU does not, passes every check.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import abstract, weights_of
+
+#: Bytes by what they are for.
+Bytes = Mapping[str, int]
+
+TARGET_WEIGHTS = "weights of the target"
+HEAD_WEIGHTS = "weights of the draft head"
+
+
+class DeviceMemoryError(RuntimeError):
+    """A device cannot hold what is asked of it; nothing was read or allocated for it."""
+
+
+def free_bytes() -> int | None:
+    """Bytes that the device can still give; None if it does not say."""
+    stats = _device().memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def check_memory(
+    needs: Callable[[], Bytes],
+    *,
+    reclaimed: int = 0,
+    smaller: Callable[[], Iterable[tuple[str, int | str, Bytes]]] = tuple,
+) -> None:
+    """Checks that the device can give what is needed; asks for it only where the device says what it has.
+
+    Args:
+        needs: What is needed.
+        reclaimed: Bytes in use that are given back first.
+        smaller: Other values of settings, with what they would need. The error recommends the first of each
+            setting that fits.
+
+    Raises:
+        DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
+    """
+    free = free_bytes()
+    if free is None:
+        return
+    parts = needs()
+    free, total = free + reclaimed, sum(parts.values())
+    if total <= free:
+        return
+    fitting: dict[str, int | str] = {}
+    for setting, value, other in smaller():
+        if sum(other.values()) <= free:
+            fitting.setdefault(setting, value)
+    width = max(map(len, parts))
+    lines = [f"too little memory on {_device().device_kind}: {_gib(total)} needed, {_gib(free)} free"]
+    lines += [f"  {name:<{width}}  {_gib(size):>11}" for name, size in parts.items()]
+    if fitting:
+        settings = [f"{setting} {value}" for setting, value in fitting.items()]
+        lines.append(f"one of these would fit: {', '.join(settings)}")
+    raise DeviceMemoryError("\n".join(lines))
+
+
+def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
+    """Bytes of a config's parameters."""
+    return sum(_parameter_sizes(config)) * dtype.itemsize
+
+
+def largest_parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
+    """Bytes of the largest of a config's parameters."""
+    return max(_parameter_sizes(config)) * dtype.itemsize
+
+
+def array_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, or of the shapes that stand in their place."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def _parameter_sizes(config: ModelConfig | DraftHeadConfig) -> tuple[int, ...]:
+    return tuple(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights_of(abstract(config))))
+
+
+def _device() -> Any:
+    """Where arrays are put unless told otherwise."""
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,35 @@
+"""Derivatives for kernels, which have none of their own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def differentiable(kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, with the derivatives of `reference`.
+
+    Only the arguments are kept for the backward pass, which computes `reference` again. Reverse mode alone:
+    `jax.jvp` of the result raises a TypeError.
+
+    Args:
+        kernel: takes arrays (or None) by position and static settings by keyword.
+        reference: takes the same and gives the same up to rounding, in what JAX can differentiate.
+    """
+
+    @functools.wraps(kernel)
+    def call(*arrays: Any, **settings: Any) -> Any:
+        run = jax.custom_vjp(functools.partial(kernel, **settings))
+
+        def forward(*arrays: Any) -> tuple[Any, tuple[Any, ...]]:
+            return kernel(*arrays, **settings), arrays
+
+        def backward(arrays: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+            _, transpose = jax.vjp(functools.partial(reference, **settings), *arrays)
+            return transpose(cotangents)
+
+        run.defvjp(forward, backward)
+        return run(*arrays)
+
+    return call

@@ -1,0 +1,93 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: B sequences, N block rows, R rows to write, P pages.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.paged_write import pallas_triton, reference
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(pallas_triton.paged_write, pallas_triton.unsupported),
+    "xla": Implementation(reference.paged_write, lambda *args: None),
+}
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `paged_write(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def paged_write(
+    pools: Sequence[Shaped[Array, "P page ..."]],
+    blocks: Sequence[Shaped[Array, "B N ..."]],
+    nodes: Int32[Array, "B R"],
+    slots: Int32[Array, "B R"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Shaped[Array, "P page ..."], ...]:
+    """Write rows of every block into the pool beside it, all of them at the same places.
+
+    For every b and r, row `nodes[b, r]` of `blocks[i][b]` goes to slot `slots[b, r]` of `pools[i]`, where
+    slot s is place `s % page` of page `s // page`. Nothing is written where the slot lies outside
+    [0, P * page) or the node outside [0, N). No two rows of a call may name the same slot. Bits are copied as
+    they are; what no row names keeps its own.
+
+    One block of four rows, the rows 0 and 2 of which go to pages 3 and 1 of size 2:
+
+        nodes  0  2 -1          page 0  . .     page 2  . .
+        slots  7  2  3     ->   page 1  2 .     page 3  . 0
+
+    Args:
+        pools: at least one; row shape and dtype may differ from pool to pool. A jitted caller that donates
+            them, or carries them through a loop, gets them back written in place.
+        blocks: as many, each with the rows of its pool.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
+            there is no such implementation.
+        NotImplementedError: the named implementation does not support the case.
+    """
+    _check(pools, blocks, nodes, slots)
+    write = choose("paged_write", _IMPLEMENTATIONS, implementation, pools, blocks, nodes, slots)
+    return write(pools, blocks, nodes, slots)
+
+
+def _check(pools: Sequence[Array], blocks: Sequence[Array], nodes: Array, slots: Array) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if not pools or len(pools) != len(blocks):
+        raise ValueError(
+            f"paged_write: {len(pools)} pools and {len(blocks)} blocks; as many of both, and one"
+        )
+    if pools[0].ndim < 2 or blocks[0].ndim < 2 or nodes.ndim != 2:
+        raise ValueError(
+            "paged_write: pools must be [P, page, ...], blocks [B, N, ...] and nodes [B, R],"
+            f" got {pools[0].shape}, {blocks[0].shape}, {nodes.shape}"
+        )
+    pages, block = pools[0].shape[:2], blocks[0].shape[:2]
+    expected = [
+        ("nodes", nodes, (block[0], nodes.shape[1]), jnp.dtype(jnp.int32)),
+        ("slots", slots, nodes.shape, jnp.dtype(jnp.int32)),
+    ]
+    for i, pool in enumerate(pools):
+        row = pool.shape[2:]
+        expected.append((f"pools[{i}]", pool, (*pages, *row), pool.dtype))
+        expected.append((f"blocks[{i}]", blocks[i], (*block, *row), pool.dtype))
+
+    wrong = []
+    if pages[0] * pages[1] >= 2**31:
+        wrong.append(f"{pages[0]} pages of {pages[1]} are more slots than an int32 can name")
+    for name, array, shape, dtype in expected:
+        if array.shape != shape:
+            wrong.append(f"{name} is {array.shape}, expected {shape}")
+        if array.dtype != dtype:
+            wrong.append(f"{name} holds {array.dtype}, expected {dtype}")
+        if array.size == 0:
+            wrong.append(f"{name} is {array.shape}: nothing to write, or nowhere")
+    if wrong:
+        raise ValueError("paged_write: " + "; ".join(wrong))

@@ -1,0 +1,99 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.qkv_rotary import pallas_triton, reference
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(
+        differentiable(pallas_triton.qkv_rotary, reference.qkv_rotary), pallas_triton.unsupported
+    ),
+    "xla": Implementation(reference.qkv_rotary, lambda *args: None),
+}
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `qkv_rotary(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def qkv_rotary(
+    qkv: Float[Array, "B N G heads E"],
+    q_weight: Float[Array, "E"] | None,
+    k_weight: Float[Array, "E"] | None,
+    cos: Float32[Array, "B N half"],
+    sin: Float32[Array, "B N half"],
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
+    """Split a fused projection, normalise the heads of queries and keys, and rotate them.
+
+    In each of the G groups lie its R query heads, then its key, then its value, so heads = R + 2. R may be 0,
+    where keys and values alone are wanted.
+
+        qkv  [q q q q k v]  [q q q q k v]  ...
+
+    A query or key x with a weight becomes `rms_norm(x, weight, eps=eps)` of that operation, rounded to the
+    dtype of x. Rotary is half-split and in float32: element i < E/2 pairs with element i + E/2,
+
+        x[i], x[i + E/2]  ->  x[i] * cos[i] - x[i + E/2] * sin[i],  x[i + E/2] * cos[i] + x[i] * sin[i]
+
+    and is rounded once. Values are copied. (Rotary: Su et al., arXiv 2104.09864; half-split as in GPT-NeoX.)
+
+    Args:
+        qkv: in float32, bfloat16 or float16.
+        q_weight: of any floating dtype; None leaves the queries as they are.
+        k_weight: likewise for the keys.
+        cos: cosines of each node's angles, half = E / 2.
+        sin: their sines.
+        eps: of the norms; static.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Returns:
+        (q, k, v), in the dtype of `qkv`.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
+            there is no such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
+    """
+    arrays = qkv, q_weight, k_weight, cos, sin
+    _check(*arrays)
+    return choose("qkv_rotary", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, eps=eps)
+
+
+def _check(qkv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if qkv.ndim != 5:
+        raise ValueError(f"qkv_rotary: qkv must be [B, N, G, R + 2, E], got {qkv.shape}")
+    batch, nodes, _, heads, size = qkv.shape
+    wrong = []
+    if qkv.dtype not in _DTYPES:
+        wrong.append(f"qkv holds {qkv.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
+    if heads < 2:
+        wrong.append(f"qkv has {heads} heads in a group: no key or no value")
+    if size % 2:
+        wrong.append(f"heads of {size} elements do not split into halves")
+    angles = (batch, nodes, size // 2)
+    for name, array, shape, dtype in (
+        ("q_weight", q_weight, (size,), jnp.floating),
+        ("k_weight", k_weight, (size,), jnp.floating),
+        ("cos", cos, angles, jnp.float32),
+        ("sin", sin, angles, jnp.float32),
+    ):
+        if array is None:
+            continue
+        if array.shape != shape:
+            wrong.append(f"{name} is {array.shape}, expected {shape}")
+        if not jnp.issubdtype(array.dtype, dtype):
+            wrong.append(f"{name} holds {array.dtype}, expected {dtype.__name__}")
+    if wrong:
+        raise ValueError("qkv_rotary: " + "; ".join(wrong))

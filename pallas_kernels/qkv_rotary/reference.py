@@ -1,0 +1,32 @@
+"""Split, norm and rotary in plain JAX: the specification, the test oracle, the fallback and the derivative.
+
+Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.rms_norm.reference import rms_norm
+
+
+def qkv_rotary(
+    qkv: Float[Array, "B N G heads E"],
+    q_weight: Float[Array, "E"] | None,
+    k_weight: Float[Array, "E"] | None,
+    cos: Float32[Array, "B N half"],
+    sin: Float32[Array, "B N half"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
+    """See `api.qkv_rotary`, which checks the shapes."""
+
+    def turn(x: Array, weight: Array | None) -> Array:
+        if weight is not None:
+            x, _ = rms_norm(x, weight, None, eps=eps)
+        heads = range(2, x.ndim - 1)
+        c, s = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(x.dtype)
+
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    return turn(q, q_weight), turn(k, k_weight), v

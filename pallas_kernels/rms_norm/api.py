@@ -1,0 +1,80 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: M elements of a row.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.rms_norm import pallas_triton, reference
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(
+        differentiable(pallas_triton.rms_norm, reference.rms_norm), pallas_triton.unsupported
+    ),
+    "xla": Implementation(reference.rms_norm, lambda *args: None),
+}
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `rms_norm(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def rms_norm(
+    x: Float[Array, "*rows M"],
+    weight: Float[Array, "M"],
+    *,
+    eps: float,
+    delta: Float[Array, "*rows M"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
+    """Add `delta` to the residual stream and normalise the rows of the sum; both are returned.
+
+        total = x + delta                                             in the dtype of x
+        y = total / sqrt(mean(total^2) + eps)                         in float32
+        normed = y * weight                                           in the dtype of x
+
+    `y` and `weight` are cast before they are multiplied, as Qwen3's norm does it. (The norm: Zhang and
+    Sennrich, arXiv 1910.07467.)
+
+    Args:
+        x: rows of M elements, in float32, bfloat16 or float16.
+        weight: of any floating dtype.
+        eps: what keeps the division safe; static.
+        delta: of the dtype of `x`; None for nothing to add.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Returns:
+        (normed, total); with no delta, `total` is `x`.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
+            there is no such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
+    """
+    _check(x, weight, delta)
+    norm = choose("rms_norm", _IMPLEMENTATIONS, implementation, x, weight, delta)
+    return norm(x, weight, delta, eps=eps)
+
+
+def _check(x: Array, weight: Array, delta: Array | None) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if not x.ndim:
+        raise ValueError("rms_norm: x must be [..., M], got a scalar")
+    wrong = []
+    if x.dtype not in _DTYPES:
+        wrong.append(f"x holds {x.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
+    if weight.shape != x.shape[-1:]:
+        wrong.append(f"weight is {weight.shape}, expected {x.shape[-1:]}")
+    if not jnp.issubdtype(weight.dtype, jnp.floating):
+        wrong.append(f"weight holds {weight.dtype}, expected floating")
+    if delta is not None and delta.shape != x.shape:
+        wrong.append(f"delta is {delta.shape}, expected {x.shape}")
+    if delta is not None and delta.dtype != x.dtype:
+        wrong.append(f"delta holds {delta.dtype}, expected {x.dtype}")
+    if wrong:
+        raise ValueError("rms_norm: " + "; ".join(wrong))

@@ -1,0 +1,23 @@
+"""RMS norm in plain JAX: the specification, the test oracle, the fallback and the derivative.
+
+Shapes: M elements of a row.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rms_norm(
+    x: Float[Array, "*rows M"],
+    weight: Float[Array, "M"],
+    delta: Float[Array, "*rows M"] | None,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
+    """See `api.rms_norm`, which checks the shapes."""
+    total = x if delta is None else x + delta
+    y = total.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    weight = jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
+    return y.astype(x.dtype) * weight, total

@@ -1,0 +1,115 @@
+"""The filters' threshold in plain JAX: the specification, the test oracle and the fallback.
+
+Nothing is sorted: a few readings of the logits find a threshold exactly.
+
+Shapes: B slots, N rows of each, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped, UInt32
+
+# Bits of a threshold that one reading of the logits finds, from 2**bits - 1 sums. With more of them XLA:GPU
+# stores what they are made of between two kernels.
+_BITS_AT_ONCE = 2
+
+
+def least_kept(
+    logits: Float[Array, "B N V"],
+    temperature: Float32[Array, "B"],
+    top_k: Int[Array, "B"],
+    top_p: Float32[Array, "B"],
+    min_p: Float32[Array, "B"],
+) -> Float32[Array, "B N"]:
+    """See `api.least_kept`, which checks the shapes."""
+    samples = temperature > 0
+    by_k, by_p, by_min = samples & (top_k > 0), samples & (top_p < 1), samples & (min_p > 0)
+    heat = jnp.where(samples, temperature, 1.0)[:, None]
+
+    def search() -> Float32[Array, "B N"]:
+        highest = jnp.max(logits, axis=-1).astype(jnp.float32)
+
+        def weigh() -> Float32[Array, "B N V"]:
+            return jnp.exp((logits.astype(jnp.float32) - highest[:, :, None]) / heat[:, :, None])
+
+        def by_top_k() -> Float32[Array, "B N"]:
+            # All tokens are at or above -inf, so to keep as many as there are keeps all.
+            count = jnp.where(by_k, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])
+            return _threshold(logits, lambda: jnp.ones((1, 1, 1), jnp.int32), count[:, None])
+
+        def by_top_p(least: Float32[Array, "B N"]) -> Float32[Array, "B N"]:
+            kept = logits.astype(jnp.float32) >= least[:, :, None]
+            total = jnp.sum(jnp.where(kept, weigh(), 0), axis=-1)
+            found = _threshold(logits, weigh, top_p[:, None] * total)
+            # top_p 1 keeps all, though a float32 sum may reach 1 before the last token: a slot that does not
+            # filter must not lose its tail because another one does. Rounding must not undo top-k either.
+            return jnp.where(by_p[:, None], jnp.maximum(found, least), least)
+
+        least = jnp.full(logits.shape[:2], -jnp.inf, jnp.float32)
+        least = jax.lax.cond(jnp.any(by_k), by_top_k, lambda: least)
+        least = jax.lax.cond(jnp.any(by_p), by_top_p, lambda least: least, least)
+        least = jnp.maximum(least, highest + heat * jnp.log(min_p)[:, None])
+        filters = (by_k | by_p | by_min)[:, None]
+        return jnp.where(filters, jnp.minimum(least, highest), -jnp.inf)
+
+    nothing = jnp.full(logits.shape[:2], -jnp.inf, jnp.float32)
+    return jax.lax.cond(jnp.any(by_k | by_p | by_min), search, lambda: nothing)
+
+
+def _threshold(
+    logits: Float[Array, "B N V"],
+    weigh: Callable[[], Shaped[Array, "#B #N #V"]],
+    goal: Shaped[Array, "B #N"],
+) -> Float32[Array, "B N"]:
+    """The largest number such that the logits at or above it weigh at least ``goal``; -inf if there is none.
+
+    Floats are ordered like the integers their bits make, so a few bits at a time find the number exactly: by
+    8 reductions of 16-bit logits, 16 of float32, and without a sort. Where every logit weighs 1::
+
+        logits 5. 3. 3. 1.    goal 1 -> 5.    goal 2 -> 3.    goal 3 -> 3.    goal 4 -> 1.
+
+    Args:
+        logits: The logits.
+        weigh: Makes their weights, none negative. Called where they are summed: weights that came from
+            outside the loop would be stored.
+        goal: What to reach in each row, above 0.
+    """
+    bits = jnp.finfo(logits.dtype).bits
+
+    def narrow(i: Int[Array, ""], rank: UInt32[Array, "B N"]) -> UInt32[Array, "B N"]:
+        step = jnp.uint32(1) << (bits - _BITS_AT_ONCE * (i + 1)).astype(jnp.uint32)
+        weights = weigh()
+        steps = [
+            jnp.where(logits >= _float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
+            for n in range(1, 2**_BITS_AT_ONCE)
+        ]
+        return rank + step * sum((total >= goal).astype(jnp.uint32) for total in _sums(steps))
+
+    # The number of turns is static: a GPU's host then has no condition to wait for.
+    rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
+    return _float_at(rank, logits.dtype).astype(jnp.float32)
+
+
+def _float_at(rank: UInt32[Array, "B N"], dtype: jnp.dtype) -> Float[Array, "B N"]:
+    """The number of this rank in the order of a floating type; what lies beyond the infinities is infinite.
+
+    The bits of positive numbers are in their order, those of negative ones in the reverse::
+
+        rank (16 bits)    0x007F    0x407F    0x7FFF    0x8000    0xBF80    0xFF80
+        bits              0xFF80    0xBF80    0x8000    0x0000    0x3F80    0x7F80
+        bfloat16            -inf        -1        -0         0         1       inf
+    """
+    info = jnp.finfo(dtype)
+    sign, nans = jnp.uint32(1 << (info.bits - 1)), jnp.uint32((1 << info.nmant) - 1)
+    rank = jnp.clip(rank, nans, sign + (sign - 1 - nans))  # there are NaNs at both ends
+    pattern = jnp.where(rank >= sign, rank - sign, ~rank)
+    return jax.lax.bitcast_convert_type(pattern.astype(f"uint{info.bits}"), dtype)
+
+
+def _sums(terms: Sequence[Shaped[Array, "B N V"]]) -> Sequence[Shaped[Array, "B N"]]:
+    """The sums over the vocabulary of several terms of one array, which is read once for all of them."""
+    # Sums apart become one kernel on XLA:GPU, in which they share what they are made of. One reduction of
+    # several operands has that stored first.
+    return [jnp.sum(term, axis=-1) for term in terms]

@@ -1,0 +1,88 @@
+"""Tile sizes and launch settings of the Triton kernel: data, apart from what the operation means."""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the kernel cuts its work up. No setting changes a result by more than rounding.
+
+    Attributes:
+        block_rows: query rows of a program: block rows times the query heads that share a key/value head.
+        block_keys: keys that a program looks at in one step, which never leaves a page.
+        num_warps: warps of a program.
+        num_stages: depth of the loop's pipeline. The number of a page is itself loaded, so that 3 stages have
+            one step of keys and values on its way while another is computed, and 5 have two.
+        programs: programs to aim at. Where the rows make fewer, several programs share the keys of one
+            row block, and a second kernel merges their parts.
+    """
+
+    block_rows: int
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: naming every setting that is out of its range.
+        """
+        wrong = [
+            f"{name} must be a power of two of at least {least}, not {value}"
+            for name, value, least in (
+                ("block_rows", self.block_rows, 16),
+                ("block_keys", self.block_keys, 16),
+                ("num_warps", self.num_warps, 1),
+            )
+            if value < least or value & (value - 1)
+        ]
+        wrong += [
+            f"{name} must be at least 1, not {value}"
+            for name, value in (("num_stages", self.num_stages), ("programs", self.programs))
+            if value < 1
+        ]
+        if wrong:
+            raise ValueError("Config: " + "; ".join(wrong))
+
+
+def config_for(device_kind: str, dtype: str, head_size: int, rows: int) -> Config:
+    """The tuned configuration of a call, or a safe one on devices and shapes that nobody tuned.
+
+    Args:
+        device_kind: as `jax.Device.device_kind` gives it.
+        dtype: name of the inputs' dtype; 16-bit floats share their entries.
+        head_size: E.
+        rows: query rows of one key/value head, N * H // G.
+    """
+    dtype = "float32" if dtype == "float32" else "bfloat16"
+    entries = [
+        entry
+        for entry in tuned().get(device_kind, [])
+        if entry["dtype"] == dtype and entry["head_size"] == head_size
+    ]
+    if entries:
+        entry = next((entry for entry in entries if rows <= entry["rows"]), entries[-1])
+        return Config(**entry["config"])
+    return default_config(dtype, head_size, rows)
+
+
+def default_config(dtype: str, head_size: int, rows: int) -> Config:
+    """A configuration that fits every GPU since Ampere: its tiles take at most about 64 KB."""
+    wide = head_size * (4 if dtype == "float32" else 2) > 256
+    block_rows = 16 if rows <= 16 else 32 if rows <= 32 or wide else 64
+    block_keys = 16 if head_size >= 512 else 32
+    return Config(block_rows, block_keys, num_warps=4, num_stages=3, programs=128)
+
+
+@functools.cache
+def tuned() -> dict[str, Sequence[dict[str, Any]]]:
+    """What `python -m bench kernel --tune` found, by device kind; the fewest rows first."""
+    text = resources.files("pallas_kernels.tree_attention").joinpath("tuned.json").read_text()
+    return json.loads(text)

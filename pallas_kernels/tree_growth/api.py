@@ -1,0 +1,87 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: B sequences, N nodes, D levels below the root, W candidates of a level.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.tree_growth import pallas_triton, reference
+from pallas_kernels.tree_growth.reference import Growth
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(pallas_triton.tree_growth, pallas_triton.unsupported),
+    "xla": Implementation(reference.tree_growth, lambda *args, **kwargs: None),
+}
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `tree_growth(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def tree_growth(
+    log_probs: Float32[Array, "B D W"],
+    fan_out: Int32[Array, "B D"],
+    budget: Int32[Array, "B"],
+    *,
+    num_nodes: int,
+    implementation: str | None = None,
+) -> Growth:
+    """Grow one tree per sequence, best node first, out of candidates that depend on the depth alone.
+
+    Until the budget is reached or nothing can grow: take the unexpanded node with the highest score,
+    its sum of log-probabilities (the earliest inserted among equals), and append as its children the
+    first `fan_out[b, depth]` candidates of its level, as far as the budget goes. A node whose score
+    is -inf or NaN is never expanded. (The token tree of JetSpec, arXiv 2606.18394.)
+
+    Two levels with two candidates each, and a budget of five nodes:
+
+        log_probs            tree         parents  [  -1,    0,    0,     1,    1]
+          -0.5  -1.0          0           ranks    [   0,    0,    1,     0,    1]
+          -0.25 -2.0         / \\          depths   [   0,    1,    1,     2,    2]
+                            1   2         scores   [ 0.0, -0.5, -1.0, -0.75, -2.5]
+                           / \\
+                          3   4
+
+    Args:
+        log_probs: row d holds the candidates of nodes at depth d + 1.
+        fan_out: children of an expanded node at depth d, clipped to 0..W; a node at depth D has none.
+        budget: most nodes of each tree, root included, clipped to 1..N.
+        num_nodes: N, at least 1; static.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or
+            there is no such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
+    """
+    _check(log_probs, fan_out, budget, num_nodes)
+    grow = choose("tree_growth", _IMPLEMENTATIONS, implementation, log_probs, num_nodes=num_nodes)
+    if num_nodes == 1 or log_probs.size == 0:
+        return reference.roots(log_probs.shape[0], num_nodes)
+    # With a zero for depth D, one lookup answers both how many children and whether any.
+    fan_out = jnp.pad(jnp.clip(fan_out, 0, log_probs.shape[2]), ((0, 0), (0, 1)))
+    return grow(log_probs, fan_out, budget, num_nodes=num_nodes)
+
+
+def _check(log_probs: Array, fan_out: Array, budget: Array, num_nodes: int) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if log_probs.ndim != 3:
+        raise ValueError(f"tree_growth: log_probs must be [B, D, W], got {log_probs.shape}")
+    batch, levels, _ = log_probs.shape
+    wrong = []
+    if num_nodes < 1:
+        wrong.append(f"num_nodes is {num_nodes}; the root alone is 1")
+    for name, array, shape, dtype in (
+        ("log_probs", log_probs, log_probs.shape, jnp.float32),
+        ("fan_out", fan_out, (batch, levels), jnp.int32),
+        ("budget", budget, (batch,), jnp.int32),
+    ):
+        if array.shape != shape:
+            wrong.append(f"{name} is {array.shape}, expected {shape}")
+        if array.dtype != dtype:
+            wrong.append(f"{name} holds {array.dtype}, expected {dtype.__name__}")
+    if wrong:
+        raise ValueError("tree_growth: " + "; ".join(wrong))

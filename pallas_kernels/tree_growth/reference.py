@@ -1,0 +1,99 @@
+"""Best-first growth in plain JAX: the specification, the test oracle and the fallback.
+
+Shapes: B sequences, N nodes, D levels below the root, W candidates of a level.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+
+class Growth(NamedTuple):
+    """A batch of trees whose node 0 is the root. Parents come before their children.
+
+    Padding, the nodes from `num_nodes` on, has parent -1, rank 0, depth 0 and score -inf.
+
+    Attributes:
+        parents: Index of each node's parent, -1 for the root.
+        ranks: Which candidate of its level a node is; 0 for the root.
+        depths: Distance from the root.
+        scores: Sum of the log-probabilities from the root on, whose own is 0.
+        num_nodes: Nodes of each tree, root included.
+    """
+
+    parents: Int32[Array, "B N"]
+    ranks: Int32[Array, "B N"]
+    depths: Int32[Array, "B N"]
+    scores: Float32[Array, "B N"]
+    num_nodes: Int32[Array, "B"]
+
+
+def roots(batch: int, num_nodes: int) -> Growth:
+    """Trees of the root alone: where growing starts."""
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
+    zeros = jnp.zeros((batch, num_nodes), jnp.int32)
+    scores = jnp.where(index == 0, jnp.float32(0), -jnp.inf)
+    return Growth(
+        parents=zeros - 1,
+        ranks=zeros,
+        depths=zeros,
+        scores=jnp.broadcast_to(scores, zeros.shape),
+        num_nodes=jnp.ones((batch,), jnp.int32),
+    )
+
+
+def tree_growth(
+    log_probs: Float32[Array, "B D W"],
+    fan_out: Int32[Array, "B D1"],
+    budget: Int32[Array, "B"],
+    *,
+    num_nodes: int,
+) -> Growth:
+    """See `api.tree_growth`, which clips `fan_out` and appends a zero for the nodes at depth D."""
+    batch, _, width = log_probs.shape
+    sequence = jnp.arange(batch, dtype=jnp.int32)
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
+    budget = jnp.clip(budget, 1, num_nodes)
+    tree = roots(batch, num_nodes)
+
+    # The score of every node still to expand, -inf for all others: those expanded, those that may
+    # have no children, padding, and every node of a full tree. So each step adds nodes to every
+    # sequence that can take any, and nothing is left to do when all are -inf.
+    can_grow = (budget > 1) & (fan_out[:, 0] > 0)
+    priority = jnp.where(can_grow[:, None], tree.scores, -jnp.inf)  # the root's alone
+
+    def can_add(state: tuple[Growth, Array]) -> Array:
+        _, priority = state
+        return jnp.any(priority > -jnp.inf)
+
+    def expand(state: tuple[Growth, Array]) -> tuple[Growth, Array]:
+        tree, priority = state
+        node = jnp.argmax(priority, axis=1).astype(jnp.int32)  # the first, so the earliest
+        score = priority[sequence, node]
+        depth = tree.depths[sequence, node]
+        room = jnp.minimum(fan_out[sequence, depth], budget - tree.num_nodes)
+        added = jnp.where(score > -jnp.inf, room, 0)
+        num_nodes = tree.num_nodes + added
+
+        # A select over all nodes, not a scatter: a step is elementwise work that fuses.
+        rank = index - tree.num_nodes[:, None]
+        new = (rank >= 0) & (rank < added[:, None])
+        child = sequence[:, None], depth[:, None], jnp.clip(rank, 0, width - 1)
+        child_scores = score[:, None] + log_probs[child]
+        child_grows = fan_out[sequence, depth + 1] > 0
+        priority = jnp.where(index == node[:, None], -jnp.inf, priority)
+        priority = jnp.where(new & child_grows[:, None], child_scores, priority)
+        priority = jnp.where((num_nodes < budget)[:, None], priority, -jnp.inf)
+        tree = Growth(
+            parents=jnp.where(new, node[:, None], tree.parents),
+            ranks=jnp.where(new, rank, tree.ranks),
+            depths=jnp.where(new, depth[:, None] + 1, tree.depths),
+            scores=jnp.where(new, child_scores, tree.scores),
+            num_nodes=num_nodes,
+        )
+        return tree, priority
+
+    tree, _ = jax.lax.while_loop(can_add, expand, (tree, priority))
+    return tree

@@ -1,0 +1,297 @@
+"""``python -m bench kernel`` on tiny shapes: wrong kernels are caught, and what is reported adds up."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import kernel, kernel_cases, kernel_check, kernel_programs, kernel_speed
+from bench.__main__ import main
+from bench.kernel_cases import attend_by, chain, layer_call, layer_tables, random_block, random_pool
+from bench.kernel_programs import Program, kernel_micros, split_at_pauses, trace_apart
+from bench.kernel_speed import Case, Time, num_layers, pages_read, work_of
+from bench.profile import Kernel
+from bench.work import Work
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_attention import PagedPrefix, api, reference
+from pallas_kernels.tree_attention.reference import unpack_mask
+from pallas_kernels.tree_attention.shapes import Shape
+
+PLAIN = Shape("plain", heads=4, kv_heads=2, head_size=16, page=16, rows=(1,), prefixes=(32, 64))
+WINDOWED = replace(PLAIN, name="windowed", window=8, sinks=True, rows=(16,), prefixes=(32,))
+
+
+@pytest.fixture(autouse=True)
+def tiny_shapes(monkeypatch):
+    monkeypatch.setattr(kernel, "SHAPES", (PLAIN, WINDOWED))
+    monkeypatch.setattr(kernel, "ROWS", (5,))
+    monkeypatch.setattr(kernel_speed, "OTHER_BYTES", 1 << 12)
+    monkeypatch.setattr(kernel_speed, "GPU_BYTES", 1 << 12)
+
+
+def plant(monkeypatch, change):
+    """An implementation "planted": the reference, after ``change`` of its result for the given prefix."""
+
+    def run(q, k, v, mask, prefix, **settings):
+        return change(reference.tree_attention(q, k, v, mask, prefix, **settings), prefix).astype(q.dtype)
+
+    monkeypatch.setitem(api._IMPLEMENTATIONS, "planted", Implementation(run, lambda *_, **__: None))
+
+
+class TestReport:
+    def test_every_case_has_a_time_and_a_floor(self, tmp_path, capsys):
+        path = tmp_path / "out" / "kernel.json"
+        arguments = "--implementation xla --repeats 2 --seed 3 --batch 2"
+        assert main(["kernel", *arguments.split(), "--json", str(path)]) == 0
+        report = json.loads(path.read_text())
+        assert report["implementation"] == "xla"
+        assert report["dtype"] == "bfloat16"
+        assert report["seed"] == 3
+        assert report["device"]
+        assert report["jax"]
+        assert str(tmp_path) not in path.read_text()
+        assert all(value > 0 for value in report["ceilings"].values())
+
+        names = [(row["shape"], row["rows"], row["prefix"]) for row in report["rows"]]
+        assert names == [("plain", 1, 32), ("plain", 1, 64), ("windowed", 16, 32)]
+        ceilings = report["ceilings"]
+        for row in report["rows"]:
+            seconds = max(row["bytes"] / ceilings["bandwidth"], row["operations"] / ceilings["matmul"])
+            assert row["floor_us"] == pytest.approx(1e6 * seconds)
+            assert row["floor_us"] > 0
+            assert row["times_floor"] == pytest.approx(row["us"] / row["floor_us"])
+            assert row["layers"] % kernel_cases.UNROLL == 0
+            # There is nothing to compare the reference with, and no configuration that it uses.
+            assert row["xla_us"] is row["times_faster"] is row["config"] is None
+        for check in report["checks"]:
+            assert 0 <= check["relative_error"] <= check["tolerance"]
+        assert {check["dtype"] for check in report["checks"]} == {"bfloat16", "float32"}
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        out = capsys.readouterr().out
+        assert f"{len(report['checks'])} comparisons with the reference in float32, all right (seed 3)" in out
+
+    def test_the_reference_is_timed_beside_a_kernel(self, tmp_path, monkeypatch):
+        plant(monkeypatch, lambda out, prefix: out)
+        path, plot = tmp_path / "kernel.json", tmp_path / "plots" / "kernel.png"
+        arguments = (
+            "--implementation planted --shapes plain --rows 5 --prefixes 40 --dtypes float32 --repeats 1"
+        )
+        assert main(["kernel", *arguments.split(), "--json", str(path), "--plot", str(plot)]) == 0
+        (row,) = json.loads(path.read_text())["rows"]
+        assert row["times_faster"] == pytest.approx(row["xla_us"] / row["us"])
+        assert row["bytes"] == 4 * 2 * ((40 + 5) * 2 * 16 + 5 * 4 * 16)
+        assert plot.exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("", "pallas_triton cannot run: no GPU: the default device is a cpu"),
+            ("--tune", "pallas_triton cannot run: no GPU: the default device is a cpu"),
+            ("--implementation mosaic", "--implementation must be one of pallas_triton, xla, not 'mosaic'"),
+            ("--shapes gpt-9", "--shapes must be one of plain, windowed, not 'gpt-9'"),
+            ("--dtypes int8", "--dtypes must be one of bfloat16, float32, not 'int8'"),
+            ("--rows 0", "--rows must be at least 1, not 0"),
+            ("--prefixes 8 -1", "--prefixes must be at least 1, not -1"),
+            ("--batch 0", "--batch must be at least 1"),
+            ("--repeats 0", "--repeats must be at least 1"),
+        ],
+    )
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU runs pallas_triton")
+    def test_bad_arguments_are_named(self, arguments, message, tmp_path, capsys):
+        assert main(["kernel", *arguments.split(), "--json", str(tmp_path / "k.json")]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("bench: ")
+        assert message in err
+        assert not list(tmp_path.iterdir())
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("change", "dtype", "message"),
+        [
+            (lambda out, prefix: out * 1.03, "bfloat16", "e-02, above 2e-02"),
+            (lambda out, prefix: out * 1.00003, "float32", "relative error of 3.0e-05, above 1e-05"),
+            # One row of one sequence that sees a long prefix: small beside the others.
+            (lambda out, prefix: out.at[-1, 0].multiply(1.03), "bfloat16", "row 0"),
+            (lambda out, prefix: out + 0 * prefix.k_pages.sum(), "bfloat16", "NaN or infinity"),
+        ],
+        ids=["bfloat16", "float32", "one row", "NaN"],
+    )
+    def test_a_wrong_kernel_is_not_timed(self, change, dtype, message, tmp_path, monkeypatch, capsys):
+        plant(monkeypatch, change)
+        monkeypatch.setattr(kernel, "time_shape", lambda *_: pytest.fail("timed"))
+        monkeypatch.setattr(kernel, "measure_ceilings", lambda *_: pytest.fail("timed"))
+        arguments = f"--implementation planted --shapes plain --rows 5 --prefixes 32 --dtypes {dtype}"
+        assert main(["kernel", *arguments.split(), "--json", str(tmp_path / "k.json")]) == 1
+        err = capsys.readouterr().err
+        assert f"bench: planted is wrong: plain, {dtype}, 5 rows, prefixes of 0 1 7 15 16 32: " in err
+        assert message in err
+        assert "1 of 1 comparisons failed" in err
+        assert not list(tmp_path.iterdir())
+
+    def test_other_bits_at_the_second_call(self):
+        out = np.ones((2, 3, 4, 16), np.float32)
+        again = out.copy()
+        again[1, 2, 3, 4] += 1e-6
+        assert kernel_check.compare(out, out, out, 1e-5) == (0.0, None)
+        assert kernel_check.compare(out, again, out, 1e-5) == (0.0, "a second call gives other bits")
+
+    def test_a_row_that_sees_nothing_must_be_zero(self):
+        expected = np.zeros((1, 2, 4, 16), np.float32)
+        assert kernel_check.compare(expected, expected, expected, 1e-5) == (0.0, None)
+        error, problem = kernel_check.compare(expected + 1e-9, expected, expected, 1e-5)
+        assert error == np.inf
+        assert "sequence 0, row 0 (100% of all rows)" in problem
+
+    def test_all_lengths_are_tried(self):
+        checks = list(kernel_check.checks_of(WINDOWED, ("bfloat16", "float32"), (1, 5, 33, 64), (48, 256)))
+        # Around a page of 16; 43 is beyond the window and in the midst of a page.
+        ragged = (0, 1, 7, 15, 16, 43, 48)
+        assert [tuple(check[1:]) for check in checks] == [
+            *(("bfloat16", rows, ragged) for rows in (1, 5, 33, 64)),
+            ("bfloat16", 5, (256,)),
+            *(("float32", rows, ragged) for rows in (1, 33)),
+            ("float32", 5, (256,)),
+        ]
+
+
+class TestCases:
+    @pytest.mark.parametrize("rows", [1, 33, 300])
+    def test_blocks_are_trees(self, rows):
+        block = random_block(np.random.default_rng(0), rows, [0, rows // 4])
+        np.testing.assert_array_equal(unpack_mask(jnp.asarray(block.mask)), block.seen)
+        for seen, depths, padding in zip(block.seen, block.depths, (0, rows // 4), strict=True):
+            real = rows - padding
+            assert not seen[real:].any()
+            assert not seen[:, real:].any()
+            assert seen[:real, 0].all()
+            np.testing.assert_array_equal(depths[:real], seen[:real].sum(axis=1) - 1)
+            for i in range(real):
+                # Whoever sees a row sees what that row sees; nobody sees a later row.
+                assert not (seen[seen[i]] & ~seen[i]).any()
+                assert not seen[i, i + 1 :].any()
+        if rows == 300:
+            np.testing.assert_array_equal(block.depths[0], np.arange(300))
+
+    def test_nobody_may_read_anything_but_these(self):
+        lengths = (0, 1, 16, 33)
+        call = kernel_cases.ragged_call(np.random.default_rng(0), WINDOWED, 9, lengths, np.dtype(np.float32))
+        tables, pages = np.asarray(call.prefix.block_tables), np.asarray(call.prefix.k_pages)
+        read = np.concatenate(
+            [
+                pages[table[: -(-n // 16)]].reshape(-1, 2, 16)[:n]
+                for table, n in zip(tables, lengths, strict=True)
+            ]
+        )
+        assert np.isfinite(read).all()
+        assert np.isfinite(pages).sum() == read.size == 50 * 2 * 16
+        unseen = ~np.asarray(unpack_mask(call.mask)).any(axis=1)
+        np.testing.assert_array_equal(np.isnan(np.asarray(call.v)).all(axis=(2, 3)), unseen)
+        assert unseen.any()
+
+    def test_tables_of_layers(self):
+        """The example of the docstring, and no page of two layers."""
+        order = np.random.default_rng(0).permutation(6)
+        expected = order[np.asarray([[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 0, 1]])]
+        np.testing.assert_array_equal(layer_tables(6, 3, 1, 4, 2)[:, 0], expected)
+        assert np.unique(layer_tables(24, 3, 2, 4, 4)).size == 24
+
+    def test_a_chain_is_one_layer_after_the_other(self):
+        dtype = np.dtype(np.float32)
+        pool = random_pool(WINDOWED, 24, dtype)
+        tables = layer_tables(24, 8, 1, 3, 3)
+        prefix = PagedPrefix(*pool, tables[0], jnp.asarray([37], jnp.int32))
+        rng = np.random.default_rng(0)
+        call = layer_call(rng, WINDOWED, random_block(rng, 5, [0]), prefix, dtype)
+        attend = jax.jit(attend_by(WINDOWED, "xla"))
+        last = jnp.zeros_like(call.q)
+        for table in tables:
+            last = attend(call._replace(q=call.q + last, prefix=replace(prefix, block_tables=table)))
+        np.testing.assert_allclose(jax.jit(partial(chain, attend))(call, tables), last, atol=1e-5)
+
+
+class TestWork:
+    def test_a_token(self):
+        # Two KV heads of 16, four query heads; 33 keys in bfloat16.
+        expected = Work(2 * 2 * (33 * 2 * 16 + 4 * 16), 4 * 33 * 4 * 16)
+        assert work_of(Case(PLAIN, 1, 32, 1, "bfloat16")) == expected
+        # Seven of the prefix and itself.
+        expected = Work(4 * 2 * 3 * (8 * 2 * 16 + 4 * 16), 3 * 4 * 8 * 4 * 16)
+        assert work_of(Case(WINDOWED, 1, 32, 3, "float32")) == expected
+
+    def test_a_prompt_chunk(self):
+        work = work_of(Case(PLAIN, 300, 10, 1, "bfloat16"))
+        assert work.bytes == 2 * 2 * (310 * 2 * 16 + 300 * 4 * 16)
+        assert work.operations == 4 * (300 * 10 + 300 * 301 // 2) * 4 * 16
+        work = work_of(Case(WINDOWED, 300, 10, 1, "bfloat16"))
+        assert work.bytes == 2 * 2 * (307 * 2 * 16 + 300 * 4 * 16)
+        # Every row sees eight, whether they are of the prefix or of the chunk.
+        assert work.operations == 4 * 300 * 8 * 4 * 16
+
+    def test_layers_are_enough_to_miss_the_caches(self, monkeypatch):
+        monkeypatch.setattr(kernel_speed, "OTHER_BYTES", 1 << 16)
+        monkeypatch.setattr(kernel_speed, "GPU_BYTES", 1 << 16)
+        case = Case(PLAIN, 1, 64, 1, "bfloat16")
+        # A token's keys and values take 2 x 2 x 2 x 16 bytes.
+        assert num_layers(case, "xla") * 64 * 128 >= 1 << 16
+        assert num_layers(case, "xla") == 8
+        assert num_layers(case._replace(prefix=4096), "xla") == 4
+        # A kernel reads the pages of a window only: one more than it fills.
+        windowed = case._replace(shape=WINDOWED, prefix=4096)
+        assert pages_read(windowed, "xla") == 256
+        assert pages_read(windowed, "pallas_triton") == 2
+        assert num_layers(windowed, "pallas_triton") * 2 * 16 * 128 == 1 << 16
+
+    def test_a_gpus_own_clock_counts(self, monkeypatch):
+        monkeypatch.setattr(kernel_speed, "on_gpu", lambda: True)
+        monkeypatch.setattr(
+            kernel_speed, "kernel_micros", lambda programs, name: [{"a": 2.0, "b": 0.5} for _ in programs]
+        )
+        case = Case(PLAIN, 1, 32, 1, "float32")
+        times = kernel_speed.time_shape([case], ["xla"], 1)
+        assert times == {(case, "xla"): Time(2.5, times[case, "xla"].wall, {"a": 2.0, "b": 0.5}, 4)}
+        assert times[case, "xla"].wall > 0
+
+
+class TestTraces:
+    def test_pauses_tell_programs_apart(self):
+        apart = kernel_programs.GAP_NS + 1
+        kernels = [Kernel("b", 1000, 500), Kernel("a", 0, 2000), Kernel("c", 2000 + apart, 10)]
+        groups = split_at_pauses(kernels)
+        assert [[kernel.name for kernel in group] for group in groups] == [["a", "b"], ["c"]]
+        assert split_at_pauses([]) == []
+
+    def test_a_stray_pause_costs_a_trace_for_each(self, monkeypatch):
+        traces = []
+
+        def trace_kernels(run):
+            traces.append(run)
+            run()
+            return [Kernel("a", 0, 5)]
+
+        monkeypatch.setattr(kernel_programs, "trace_kernels", trace_kernels)
+        assert len(trace_apart([lambda: None])) == len(traces) == 1
+        assert trace_apart([lambda: None, lambda: None]) == [[Kernel("a", 0, 5)]] * 2
+        assert len(traces) == 4
+
+    def test_micros_of_a_layer(self, monkeypatch):
+        program = Program(lambda: None, (), layers=2, dispatches=2)
+        kernels = [
+            *(Kernel("tree_attention_1", 0, duration) for duration in (90_000, 3000, 3000, 1000)),
+            *(Kernel("tree_attention_merge", 0, 500) for _ in range(4)),
+            Kernel("fusion", 0, 7000),
+        ]
+        monkeypatch.setattr(kernel_programs, "trace_apart", lambda runs: [kernels] * len(runs))
+        # Four layers were launched; the slow first one does not count.
+        named = {"tree_attention_1": 3.0, "tree_attention_merge": 0.5}
+        assert kernel_micros([program] * 2, "tree_attention") == [named] * 2
+        assert kernel_micros([program], None) == [{**named, "fusion": 1.75}]
+        assert kernel_micros([], None) == []
+        with pytest.raises(
+            RuntimeError, match="no kernel in the trace is called 'mosaic'; there are: fusion, tree"
+        ):
+            kernel_micros([program], "mosaic")

@@ -1,0 +1,352 @@
+"""``python -m bench round`` on a tiny shape: what it reports, and the arithmetic behind it."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import phases, profile, work
+from bench.__main__ import main
+from bench.measure import Case, Plan
+from bench.round import groups
+from bench.round_report import host_work, tables_of
+from bench.scene import join, random_weights
+from bench.shapes import SHAPES
+from jetspec_jax import DecodeWeights, SamplingParams
+from jetspec_jax.config import check_head_fits
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import ROUNDS_PER_DISPATCH
+from pallas_kernels.tree_attention import implementations
+
+TINY = SHAPES["tiny"]
+FLOAT32 = jnp.dtype(jnp.float32)
+PLAN = Plan(
+    SamplingParams(temperature=1.0),
+    width=7,
+    rounds=2,
+    repeats=1,
+    implementation="xla",
+    phases=True,
+    profile=False,
+)
+
+
+class TestReport:
+    def test_every_case_has_its_phases_floors_and_host_work(self, tmp_path, capsys):
+        path = tmp_path / "out" / "round.json"
+        arguments = "--shape tiny --budgets 12 --contexts 70 --batches 2 --rounds 3 --repeats 2 --profile"
+        assert main(["round", *arguments.split(), "--json", str(path)]) == 0
+        report = json.loads(path.read_text())
+        assert report["shape"] == "tiny"
+        assert report["device"]
+        assert report["compilation_cache"] is False
+        assert report["rounds_per_dispatch"] == ROUNDS_PER_DISPATCH
+        assert all(value > 0 for value in report["ceilings"].values())
+        assert str(tmp_path) not in path.read_text()
+
+        plain, tree = report["rows"]
+        assert [row["budget"] for row in (plain, tree)] == [1, 12]
+        assert [row["bucket"] for row in (plain, tree)] == [1, 16]
+        for row in (plain, tree):
+            assert (row["batch"], row["context"]) == (2, 70)
+            assert row["implementation"] in implementations()
+            # 70 tokens and room for 3 rounds of up to 8, in pages of 64.
+            assert row["capacity"] == 128
+            assert list(row["phases_ms"]) == ["draft", "build", "verify", "accept", "commit"]
+            assert row["phases_sum_ms"] == pytest.approx(sum(row["phases_ms"].values()))
+            assert row["floor_ms"] == pytest.approx(sum(part["ms"] for part in row["floors"].values()))
+            assert all(part["ms"] > 0 for part in row["floors"].values())
+            assert row["times_floor"] == pytest.approx(row["round_ms"] / row["floor_ms"])
+            assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
+            assert row["round_ms"] == pytest.approx(1e3 * np.median(row["dispatch_seconds"]) / 3)
+            assert len(row["dispatch_seconds"]) == 2
+            assert 1 <= row["tokens_per_round"] <= 8
+            assert row["dispatches_per_round"] == 1 / ROUNDS_PER_DISPATCH
+            rounds = 256 / row["tokens_per_round"]
+            assert row["waits_per_256_tokens"] == math.ceil(rounds / ROUNDS_PER_DISPATCH)
+            assert all(seconds > 0 for seconds in row["compile_seconds"].values())
+        assert plain["tokens_per_round"] == 1
+        assert plain["phases_ms"]["draft"] == plain["phases_ms"]["build"] == 0
+        assert all(seconds > 0 for seconds in tree["phases_ms"].values())
+        assert set(plain["floors"]) == {"verify", "commit"}
+        assert set(tree["floors"]) == {"draft", "verify", "commit"}
+        assert set(plain["compile_seconds"]) == {"decode", "verify", "accept", "commit"}
+        assert set(tree["compile_seconds"]) == {"decode", *phases.PHASES}
+
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        out = capsys.readouterr().out
+        assert f"attention {report['implementation']}" in out
+        if report["platform"] == "cpu":
+            assert plain["profile"] == tree["profile"] == {}
+            assert "has no GPU streams" in out
+
+    def test_checkpoints_are_named_without_their_folders(self, tmp_path):
+        path, plot = tmp_path / "round.json", tmp_path / "plots" / "round.png"
+        models = ["--target", str(DEMO_TARGET), "--draft-head", str(DEMO_DRAFT_HEAD)]
+        arguments = "--budgets 1 --contexts 40 --rounds 2 --repeats 1 --no-phases --temperature 1 --top-p 0.9"
+        assert main(["round", *models, *arguments.split(), "--json", str(path), "--plot", str(plot)]) == 0
+        report = json.loads(path.read_text())
+        assert (report["target"], report["draft_head"]) == (DEMO_TARGET.name, DEMO_DRAFT_HEAD.name)
+        assert report["arguments"]["target"] == DEMO_TARGET.name
+        assert str(DEMO_TARGET.parent) not in path.read_text()
+        (row,) = report["rows"]
+        assert (row["budget"], row["phases_ms"], row["profile"]) == (1, {}, None)
+        assert plot.exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("--shape qwen9", "--shape must be one of tiny"),
+            ("--shape tiny --target x --draft-head y", "--shape stands for random weights"),
+            ("--target x", "--target and --draft-head go together"),
+            ("--shape tiny --budgets 300", "budget"),
+            ("--shape tiny --budgets 0", "budget"),
+            ("--shape tiny --width 600", "width must lie in 1..512"),
+            ("--shape tiny --contexts 0", "--contexts must be at least 1"),
+            ("--shape tiny --batches 0 2", "--batches must be at least 1"),
+            ("--shape tiny --contexts 4090", "context limit of 4096"),
+            ("--shape tiny --rounds 0", "--rounds must be at least 1"),
+            ("--shape tiny --repeats 0", "--repeats must be at least 1"),
+            ("--shape tiny --temperature -1", "temperature"),
+            ("--shape tiny --top-p 2", "top_p"),
+            ("--shape tiny --dtype int8", "dtype must be"),
+            ("--shape tiny --implementation abacus", "--implementation must be one of"),
+        ],
+    )
+    def test_bad_arguments_are_named(self, arguments, message, capsys, tmp_path):
+        assert main(["round", *arguments.split(), "--json", str(tmp_path / "r.json")]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("bench: ")
+        assert message in err
+        assert not list(tmp_path.iterdir())
+
+
+class TestMeasuring:
+    def test_phases_in_a_row_are_a_round(self):
+        """However often each is repeated."""
+        case = Case(batch=2, context=70, budget=16)
+        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        weights = DecodeWeights(
+            random_weights(TINY.target, FLOAT32, seed=0), random_weights(TINY.head, FLOAT32, seed=1)
+        )
+        stores = scene.stores(decoder, FLOAT32)
+        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        expected, expected_record = jax.jit(decoder.round)(weights, join(stores, state))
+
+        made = {}
+        for turns, phase in enumerate(phases.PHASES, start=1):
+            stores, made[phase] = phases.repeat(
+                decoder, phase, weights, stores, (state, dict(made)), np.int32(turns)
+            )
+        after, record = made["commit"]
+        np.testing.assert_array_equal(made["build"].num_nodes, [16, 16])
+        jax.tree.map(np.testing.assert_array_equal, record, expected_record)
+        jax.tree.map(
+            lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5),
+            join(stores, after),
+            expected,
+        )
+
+    def test_slots_hold_random_tokens_in_scattered_pages(self):
+        case = Case(batch=3, context=70, budget=16)
+        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        tables = np.asarray(state.slots.block_tables)
+        assert sorted(tables.ravel()) == list(range(3 * scene.pages_per_slot))
+        assert sorted(tables.ravel()) != tables.ravel().tolist()
+        np.testing.assert_array_equal(state.slots.lengths, [70, 70, 70])
+        assert np.all(state.active)
+        stores = scene.stores(decoder, FLOAT32)
+        for leaf in jax.tree.leaves(stores):
+            assert np.all(leaf != 0)
+        assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
+
+    def test_cases_take_turns_if_their_stores_fit(self):
+        cases = [Case(1, context, budget) for context in (70, 700) for budget in (1, 16)]
+        assert groups(cases, TINY, FLOAT32, PLAN, None) == [cases]
+        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
+        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 10) == [cases[:2], cases[2:]]
+
+    @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 16), (3.0, 6), (4.0, 4), (16.0, 1)])
+    def test_waits_of_the_host(self, tokens, waits):
+        assert ROUNDS_PER_DISPATCH == 16
+        assert host_work(tokens) == {"dispatches_per_round": 1 / 16, "waits_per_256_tokens": waits}
+
+
+class TestWork:
+    # Of the tiny shape, by hand. A layer: queries and output 64 x 64 each, keys and values 64 x 32 each,
+    # three of 64 x 128 for the feed-forward block, norms of 64, 64, 16 and 16.
+    LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 64 + 64 + 16 + 16
+    LM_HEAD = 512 * 64
+
+    def test_a_plain_step(self):
+        counted = work.round_work(TINY.target, None, batch=2, context=100, budget=1, itemsize=4)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        # Two layers, keys and values, two heads of 16.
+        token = 2 * 2 * 2 * 16
+        scores = 2 * 4 * 4 * 16 * 101
+        assert counted == {
+            "verify": work.Work(4 * (read + 2 * 64 + 2 * 100 * token), 2 * (2 * read + scores)),
+            "commit": work.Work(4 * 2 * token, 0),
+        }
+
+    def test_a_round(self):
+        counted = work.round_work(TINY.target, TINY.head, batch=1, context=100, budget=32, itemsize=2)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        assert counted["verify"].bytes == 2 * (read + 32 * 64 + 100 * 2 * 2 * 2 * 16)
+        assert counted["verify"].operations == 32 * (2 * read + 2 * 4 * 4 * 16 * 101)
+        # One layer and a norm over 8 slots; logits of the 7 that draft.
+        drafts = self.LAYER + 64
+        assert counted["draft"].bytes == 2 * (drafts + self.LM_HEAD + 8 * 64 + 100 * 2 * 2 * 16)
+        assert counted["draft"].operations == 2 * 8 * drafts + 2 * 7 * self.LM_HEAD + 8 * 4 * 4 * 16 * 101
+        # One tap layer through fc, its norm, keys and values; a row in each of 3 layers.
+        features = 64 * 64 + 64 + 64 * 32 * 2
+        assert counted["commit"] == work.Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
+
+    def test_tied_embeddings_are_read_once_and_windows_bound_the_context(self):
+        target = dataclasses.replace(TINY.target, tie_word_embeddings=True, windows=(8, None))
+        counted = work.round_work(target, None, batch=1, context=100, budget=1, itemsize=4)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        assert counted["verify"].bytes == 4 * (read + 64 + (8 + 100) * 2 * 2 * 16)
+        assert counted["verify"].operations == 2 * read + (8 + 101) * 4 * 4 * 16
+
+    def test_the_longer_of_reading_and_computing_counts(self):
+        assert work.Work(bytes=10, operations=6).seconds(bandwidth=2, rate=3) == 5
+        assert work.Work(bytes=10, operations=60).seconds(bandwidth=2, rate=3) == 20
+
+    @pytest.mark.parametrize(("budget", "milliseconds"), [(1, 3.56), (128, 4.36), (256, 5.90)])
+    def test_qwen3_8b_on_an_h200(self, budget, milliseconds):
+        """At 4.3 TB/s and 790 TFLOP/s, bfloat16, 1,024 tokens of context: 15.1 GB are read, then also 3.4."""
+        target, head = SHAPES["qwen3-8b"]
+        counted = work.round_work(
+            target, None if budget == 1 else head, batch=1, context=1024, budget=budget, itemsize=2
+        )
+        floor = sum(part.seconds(4.3e12, 790e12) for part in counted.values())
+        assert 1e3 * floor == pytest.approx(milliseconds, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191)]
+)
+def test_shapes_are_the_published_models(name, billions):
+    target, head = SHAPES[name]
+    check_head_fits(head, target)
+    assert work.parameters(target) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+class TestProfile:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("nvjet_tst_128x8_64x12_2x1_v_bz_splitK_TNT", "matmul"),
+            ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1", "matmul"),
+            ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>(Params)", "matmul"),
+            ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)", "matmul"),
+            ("void gemvNSP_kernel<__nv_bfloat16, float, 1, 16>(...)", "matmul"),
+            ("void dot_kernel<float, 128, 0>(...)", "matmul"),
+            ("gemm_fusion_dot_general_12", "matmul"),
+            ("fusion_dot_3", "matmul"),
+            ("tree_attention", "tree attention"),
+            ("tree_attention_merge", "tree attention"),
+            ("tree_growth", "tree growth"),
+            ("void raft::matrix::detail::select::radix::radix_topk_kernel<float>", "top-k, sort"),
+            ("void cub::DeviceRadixSortOnesweepKernel<float>(...)", "top-k, sort"),
+            ("sort_7_1", "top-k, sort"),
+            ("input_scatter_fusion_2", "commit, scatter"),
+            ("loop_dynamic_update_slice_fusion", "commit, scatter"),
+            ("paged_write", "commit, scatter"),
+            ("triton_softmax_14", "norm, rotary, softmax"),
+            ("loop_multiply_rsqrt_fusion", "norm, rotary, softmax"),
+            ("rms_norm", "norm, rotary, softmax"),
+            ("qkv_rotary", "norm, rotary, softmax"),
+            ("silu_gate", "element-wise"),
+            ("input_reduce_fusion_1", "reduce, argmax"),
+            ("wrapped_reduce", "reduce, argmax"),
+            ("MemcpyD2D", "copy, memset"),
+            ("Memset", "copy, memset"),
+            ("copy_fusion", "copy, memset"),
+            ("wrapped_transpose", "copy, memset"),
+            ("loop_gather_fusion", "gather"),
+            ("loop_add_fusion_3", "element-wise"),
+            ("fusion_31", "element-wise"),
+            ("wrapped_convert", "element-wise"),
+            ("set_while_condition_kernel", "other"),
+        ],
+    )
+    def test_kernels_have_classes(self, name, kind):
+        assert profile.classify(name) == kind
+
+    def test_only_streams_of_gpus_are_read(self):
+        """Lines that XLA derives from the streams would count the same time twice."""
+        text = """
+            planes { name: "/host:CPU"
+              lines { name: "python" events { metadata_id: 1 duration_ps: 9000 } }
+              event_metadata { key: 1 value { id: 1 name: "host work" } } }
+            planes { name: "/device:GPU:0"
+              lines { name: "Stream #20(Compute)" timestamp_ns: 100
+                events { metadata_id: 1 offset_ps: 1000000 duration_ps: 2000000 }
+                events { metadata_id: 2 offset_ps: 4000000 duration_ps: 3000000 } }
+              lines { name: "Stream #21(MemcpyD2D)" timestamp_ns: 100
+                events { metadata_id: 3 offset_ps: 6000000 duration_ps: 2000000 } }
+              lines { name: "XLA Ops" timestamp_ns: 100
+                events { metadata_id: 2 offset_ps: 1000000 duration_ps: 6000000 } }
+              lines { name: "Steps" events { metadata_id: 4 duration_ps: 7000000 } }
+              event_metadata { key: 1 value { id: 1 name: "gemm_fusion_dot_1" } }
+              event_metadata { key: 2 value { id: 2 name: "loop_add_fusion" } }
+              event_metadata { key: 3 value { id: 3 name: "MemcpyD2D" } }
+              event_metadata { key: 4 value { id: 4 name: "1" } } }
+        """
+        data = jax.profiler.ProfileData.from_serialized_xspace(
+            jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+        )
+        kernels = profile.kernels_of(data)
+        assert [(kernel.name, kernel.duration_ns) for kernel in kernels] == [
+            ("gemm_fusion_dot_1", 2000),
+            ("loop_add_fusion", 3000),
+            ("MemcpyD2D", 2000),
+        ]
+        assert [kernel.start_ns - kernels[0].start_ns for kernel in kernels] == [0, 3000, 5000]
+
+    def test_time_and_launches_per_round(self):
+        kernels = [
+            profile.Kernel("nvjet_a", 0, 4000),
+            profile.Kernel("fusion_1", 4000, 1000),
+            profile.Kernel("MemcpyD2D", 4500, 2500),  # beside the fusion
+            profile.Kernel("nvjet_a", 10_000, 2000),
+        ]
+        found = profile.summarise(kernels, rounds=2)
+        assert found["classes"] == {
+            "matmul": {"us": 3.0, "launches": 1.0},
+            "copy, memset": {"us": 1.25, "launches": 0.5},
+            "element-wise": {"us": 0.5, "launches": 0.5},
+        }
+        assert (found["launches"], found["busy_us"], found["idle_us"]) == (2.0, 4.5, 1.5)
+        assert [(part["kernel"], part["us"], part["mean_us"]) for part in found["top"]] == [
+            ("nvjet_a", 3.0, 3.0),
+            ("MemcpyD2D", 1.25, 2.5),
+            ("fusion_1", 0.5, 1.0),
+        ]
+
+    def test_the_screen_shows_classes_and_the_longest_kernels(self):
+        kernels = [profile.Kernel("nvjet_a", 0, 4000), profile.Kernel("fusion_1", 5000, 1000)]
+        row = {
+            **Case(1, 70, 16)._asdict(),
+            **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
+            "waits_per_256_tokens": 16,
+            "compile_seconds": {"decode": 1.0},
+            "phases_ms": {},
+            "profile": profile.summarise(kernels, rounds=1),
+        }
+        whole, classes, longest = (table for _, table in tables_of([row]))
+        assert [line["budget"] for line in whole] == [16]
+        assert [(line["class"], line["us"], line["launches"]) for line in classes] == [
+            ("matmul", 4.0, 1.0),
+            ("element-wise", 1.0, 1.0),
+            ("(busy)", 5.0, 2.0),
+            ("(idle)", 1.0, 0.0),
+        ]
+        assert [line["kernel"] for line in longest] == ["nvjet_a", "fusion_1"]

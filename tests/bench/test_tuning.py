@@ -1,0 +1,294 @@
+"""``python -m bench kernel --tune`` with a made-up clock: what it tries, finds, keeps and leaves."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from bench import tuning_run
+from bench.floors import Ceilings
+from bench.kernel_speed import Case, work_of
+from bench.tuning import (
+    STAGES,
+    OutOfTime,
+    Task,
+    has_entry,
+    makes_sense,
+    read_table,
+    search,
+    tasks_of,
+    with_entry,
+    write_table,
+)
+from pallas_kernels.tree_attention import config as config_module
+from pallas_kernels.tree_attention import pallas_triton
+from pallas_kernels.tree_attention.config import Config, config_for
+from pallas_kernels.tree_attention.shapes import SHAPES, Shape
+
+BY_NAME = {shape.name: shape for shape in SHAPES}
+QWEN = Task("bfloat16", 128, 256, ((replace(BY_NAME["qwen3-8b"], page=128), 64),))
+BEST = Config(block_rows=64, block_keys=32, num_warps=4, num_stages=3, programs=3 * 132)
+
+
+def far_from(best):
+    """A clock on which a configuration is the slower the more settings are off, and by how much."""
+
+    def score(configs):
+        return [
+            1 + sum(0.1 * abs(np.log2(asdict(c)[name] / value)) for name, value in asdict(best).items())
+            for c in configs
+        ]
+
+    return score
+
+
+class TestTasks:
+    def test_shapes_share_entries(self):
+        tasks = tasks_of((BY_NAME["qwen3-8b"], BY_NAME["qwen3-0.6b"]), ("bfloat16", "float32"), (1, 32, 64))
+        assert [task[:3] for task in tasks] == [
+            (dtype, 128, rows) for dtype in ("bfloat16", "float32") for rows in (2, 4, 64, 128, 256)
+        ]
+        assert [(shape.name, rows) for shape, rows in tasks[3].calls] == [
+            ("qwen3-8b", 32),
+            ("qwen3-0.6b", 64),
+        ]
+
+    @pytest.mark.parametrize("task", tasks_of(SHAPES, ("bfloat16", "float32"), None), ids=str)
+    def test_every_registered_call_has_something_to_try(self, task):
+        tried = []
+
+        def score(configs):
+            tried.extend(configs)
+            return [1.0] * len(configs)
+
+        search(task, score, 132)
+        assert len(set(tried)) == len(tried) > 0
+        assert all(makes_sense(config, task) for config in tried)
+        assert len(tried) < 120
+
+
+class TestPruning:
+    @pytest.mark.parametrize(
+        ("change", "sensible"),
+        [
+            ({}, True),
+            ({"block_rows": 128, "num_warps": 8}, True),
+            ({"block_rows": 128}, True),
+            ({"block_rows": 128, "num_warps": 2}, False),  # 256 accumulators a thread
+            ({"block_rows": 16, "num_warps": 8}, False),  # warps without a product
+            ({"block_keys": 128}, True),  # a whole page; 144 KiB
+            ({"block_keys": 256, "num_stages": 1}, False),  # two pages; 144 KiB
+            ({"block_keys": 128, "num_stages": 5}, True),  # 208 KiB
+            ({"block_keys": 128, "num_stages": 6}, True),  # no step more is ahead
+            ({"block_keys": 128, "num_stages": 7}, False),  # 272 KiB
+            ({"block_rows": 128, "block_keys": 128, "num_stages": 5}, True),  # 224 KiB
+        ],
+    )
+    def test_of_256_rows(self, change, sensible):
+        assert makes_sense(replace(BEST, **change), QWEN) == sensible
+
+    def test_by_the_rows(self):
+        few, many = QWEN._replace(rows=20), QWEN._replace(rows=2048)
+        assert [r for r in (16, 32, 64) if makes_sense(replace(BEST, block_rows=r), few)] == [16, 32]
+        assert [r for r in (32, 64, 128) if makes_sense(replace(BEST, block_rows=r), many)] == [128]
+
+    def test_by_the_page(self):
+        """Of all that share the entry, the smallest counts."""
+        shape = QWEN.calls[0][0]
+        small = QWEN._replace(calls=(*QWEN.calls, (replace(shape, page=64), 64)))
+        assert [k for k in (32, 64, 128) if makes_sense(replace(BEST, block_keys=k), small)] == [32, 64]
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_size", "block_keys", "stages"),
+        [
+            ("bfloat16", 128, 128, [1, 3, 5]),  # 80, 144 and 208 KiB
+            ("float32", 128, 64, [1, 3, 5]),  # 96, 160 and 224 KiB
+            ("float32", 128, 128, [1]),  # 160, 288 and 416 KiB
+            ("bfloat16", 256, 128, [1]),  # the same
+            ("float32", 256, 32, [1, 3]),  # 128, 192 and 256 KiB
+            ("float32", 256, 128, []),  # 320 KiB
+        ],
+    )
+    def test_by_the_shared_memory(self, dtype, head_size, block_keys, stages):
+        task = QWEN._replace(dtype=dtype, head_size=head_size)
+        tile = replace(BEST, block_keys=block_keys)
+        assert [n for n in STAGES if makes_sense(replace(tile, num_stages=n), task)] == stages
+
+
+class TestSearch:
+    def test_finds_the_best(self):
+        for stages in STAGES:
+            best = replace(BEST, num_stages=stages)
+            ranking = search(QWEN, far_from(best), 132)
+            assert ranking[0] == (1.0, best)
+            assert [score for score, _ in ranking] == sorted(score for score, _ in ranking)
+
+    def test_what_fails_is_left_out(self):
+        def score(configs):
+            found = far_from(BEST)(configs)
+            return [float("inf") if c.block_rows == 64 else s for c, s in zip(configs, found, strict=True)]
+
+        ranking = search(QWEN, score, 132)
+        assert ranking[0][1].block_rows in (32, 128)
+        assert np.isfinite([found for found, _ in ranking]).all()
+        assert search(QWEN, lambda configs: [float("inf")] * len(configs), 132) == []
+
+    def test_tiles_that_run_only_with_nothing_ahead_are_tried(self):
+        """Whether the estimate says so (float32: 128 keys) or the compiler (bfloat16: all)."""
+        for task, keys in ((QWEN._replace(dtype="float32"), 128), (QWEN, 32)):
+            best = replace(BEST, block_keys=keys, num_stages=1)
+
+            def score(configs, *, best=best):
+                found = far_from(best)(configs)
+                return [float("inf") if c.num_stages > 1 else s for c, s in zip(configs, found, strict=True)]
+
+            assert search(task, score, 132)[0] == (1.0, best)
+
+    def test_the_first_pass_is_one_step_ahead(self):
+        chunks = []
+
+        def score(configs):
+            chunks.append(configs)
+            return [1.0] * len(configs)
+
+        search(QWEN, score, 132)
+        assert {(config.num_stages, config.programs) for config in chunks[0]} == {(3, 132)}
+
+    def test_what_is_better_with_more_stages_than_the_first_pass_has(self):
+        """Two steps ahead are best, but with the tile that is the fourth with one step ahead."""
+        tiles = [(64, 32, 4), (128, 32, 4), (32, 32, 4), (64, 64, 4)]
+
+        def seconds(c):
+            tile = c.block_rows, c.block_keys, c.num_warps
+            place = tiles.index(tile) if tile in tiles else len(tiles)
+            gain = 4 if (place, c.num_stages) == (3, 5) else 1
+            return (1 + 0.15 * place + 0.1 * abs(np.log2(c.programs / BEST.programs))) / gain
+
+        ranking = search(QWEN, lambda configs: [seconds(c) for c in configs], 132)
+        assert ranking[0][1] == replace(BEST, block_keys=64, num_stages=5)
+
+    def test_launches_that_are_equal_are_tried_once(self):
+        """2,048 rows in tiles of 128 for eight heads are 128 programs, also where up to 255 are asked for."""
+        tried = []
+
+        def score(configs):
+            tried.extend(configs)
+            return [1.0] * len(configs)
+
+        search(QWEN._replace(rows=2048), score, 132)
+        assert {config.programs for config in tried} == {132, 264, 396, 528}
+
+    def test_the_deadline(self):
+        with pytest.raises(OutOfTime):
+            search(QWEN, far_from(BEST), 132, time.monotonic() - 1)
+
+
+class TestTable:
+    def test_an_entry_is_added_in_order_or_replaced(self, tmp_path, monkeypatch):
+        path = tmp_path / "tuned.json"
+        assert read_table(path) == {}
+        other = with_entry({}, "other device", QWEN, BEST)
+        table = other
+        for rows in (1024, 4, 256):
+            table = with_entry(table, "device", QWEN._replace(rows=rows), BEST)
+        table = with_entry(table, "device", QWEN._replace(dtype="float32"), BEST)
+        table = with_entry(table, "device", QWEN, replace(BEST, num_warps=8))
+        assert [(entry["dtype"], entry["rows"]) for entry in table["device"]] == [
+            ("bfloat16", 4),
+            ("bfloat16", 256),
+            ("bfloat16", 1024),
+            ("float32", 256),
+        ]
+        assert table["other device"] == other["other device"]
+        assert has_entry(table, "device", QWEN)
+        assert not has_entry(table, "device", QWEN._replace(head_size=64))
+        assert not has_entry(table, "third device", QWEN)
+
+        write_table(path, table)
+        assert read_table(path) == table
+        assert len(path.read_text().splitlines()) == 2 + 2 * 2 + 5
+        # As the kernel reads it: the first entry that holds the call's rows.
+        monkeypatch.setattr(config_module, "tuned", lambda: table)
+        assert config_for("device", "bfloat16", 128, 5) == replace(BEST, num_warps=8)
+        assert config_for("device", "float16", 128, 257) == BEST
+
+    def test_an_empty_table_is_written(self, tmp_path):
+        write_table(tmp_path / "tuned.json", {})
+        assert read_table(tmp_path / "tuned.json") == {}
+
+
+class TestTune:
+    def tune(self, tmp_path, *, make_score=None, rows=(16, 64), limit_seconds=60.0, again=False):
+        return tuning_run.tune(
+            (BY_NAME["qwen3-8b"],),
+            ("bfloat16",),
+            rows,
+            (1024, 8192),
+            limit_seconds=limit_seconds,
+            again=again,
+            table_path=tmp_path / "tuned.json",
+            json_path=tmp_path / "tuning.json",
+            make_score=make_score or (lambda task, prefixes: far_from(BEST)),
+        )
+
+    def test_goes_on_where_it_stopped(self, tmp_path, capsys):
+        assert self.tune(tmp_path, limit_seconds=-1.0) == 0
+        out = capsys.readouterr().out
+        assert "remains: bfloat16, head size 128, 64 rows" in out
+        assert "remains: bfloat16, head size 128, 256 rows" in out
+        assert not list(tmp_path.iterdir())
+
+        assert self.tune(tmp_path, rows=(64,)) == 0
+        (entries,) = read_table(tmp_path / "tuned.json").values()
+        found = Config(**entries[0]["config"])
+        assert replace(found, programs=1) == replace(BEST, programs=1)
+        report = json.loads((tmp_path / "tuning.json").read_text())
+        (task,) = report["tasks"]
+        assert task["ranking"][0] == {"x floor": task["x floor"], "config": asdict(found)}
+        assert task["calls"] == [{"shape": "qwen3-8b", "rows": 64}]
+
+        asked = []
+
+        def make_score(task, prefixes):
+            asked.append((task.rows, tuple(prefixes)))
+            return far_from(BEST)
+
+        assert self.tune(tmp_path, make_score=make_score) == 0
+        assert asked == [(64, (1024, 8192))]
+        assert "1 of 2 entries are there already" in capsys.readouterr().out
+        (entries,) = read_table(tmp_path / "tuned.json").values()
+        assert [entry["rows"] for entry in entries] == [64, 256]
+        assert self.tune(tmp_path, make_score=make_score, again=True) == 0
+        assert len(asked) == 3
+
+    def test_nothing_that_runs_is_no_entry(self, tmp_path):
+        failing = lambda task, prefixes: lambda configs: [float("inf")] * len(configs)  # noqa: E731
+        assert self.tune(tmp_path, make_score=failing) == 0
+        assert not list(tmp_path.iterdir())
+
+
+def test_only_what_is_right_is_timed(monkeypatch):
+    """The kernel on Pallas's interpreter, with one configuration that computes something else."""
+    shape = Shape("tiny", heads=4, kv_heads=2, head_size=16, window=20, sinks=True, page=16)
+    task = Task("float32", 16, 10, ((shape, 5),))
+    wrong, right = Config(16, 16, 2, 1, 3), Config(16, 16, 2, 1, 4)
+    attend, timed = partial(pallas_triton.tree_attention, interpret=True), []
+
+    def run(*args, config, **settings):
+        return attend(*args, config=config, **settings) * (1.01 if config == wrong else 1)
+
+    def kernel_micros(programs, name):
+        timed.extend(programs)
+        return [{"tree_attention": 2e6, "tree_attention_merge": 1e6}] * len(programs)
+
+    monkeypatch.setattr(pallas_triton, "tree_attention", run)
+    monkeypatch.setattr(tuning_run, "kernel_micros", kernel_micros)
+    monkeypatch.setattr(tuning_run, "LAYERS", 4)
+    ceilings = Ceilings(reduction=1e3, copy=1e3, matmul=1e3)
+    scores = tuning_run.Scorer(task, (32, 64), ceilings)([wrong, right])
+    floors = [work_of(Case(shape, 5, prefix, 1, "float32")).seconds(1e3, 1e3) for prefix in (32, 64)]
+    assert scores == [float("inf"), pytest.approx(sum(3 / floor for floor in floors))]
+    assert [int(program.arguments[0].prefix.lengths[0]) for program in timed] == [32, 64]

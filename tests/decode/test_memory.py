@@ -1,0 +1,267 @@
+"""Too little device memory is an error before anything is read or allocated, and leaves what there was."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jetspec_jax import (
+    LLM,
+    DeviceMemoryError,
+    SamplingParams,
+    TreeDecoder,
+    checkpoint,
+    generate,
+    load_draft_head,
+    load_target,
+    memory,
+)
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import Engine, TreeSettings, make_decoder
+from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
+from jetspec_jax.memory import array_bytes, weight_bytes
+from jetspec_jax.state import DecodeWeights
+from tests.decode.tiny import TINY, head_config, random_head, random_target
+
+FLOAT32 = jnp.dtype(jnp.float32)
+SHORT = SamplingParams(max_tokens=4)
+PARTS = ("stores of", "workspace for", "margin")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Says how much memory the device has free; None is a device that does not say."""
+
+    def has(free):
+        monkeypatch.setattr(memory, "free_bytes", lambda: free)
+
+    return has
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch):
+    def fail(*_):
+        raise AssertionError("weights were read before all was checked")
+
+    monkeypatch.setattr(checkpoint, "read_weights", fail)
+
+
+def needs(decoder, size, dtype=FLOAT32, **settings):
+    """Bytes of every part of an engine, as an error lists them."""
+    seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "free_bytes", lambda: -(2**60))
+        patch.setattr(memory, "_gib", lambda count: f"{count} GiB")
+        with pytest.raises(DeviceMemoryError) as info:
+            check_engine_memory(decoder, size, dtype, **settings)
+    for name, count in re.findall(r"^  (.*\S)\s+(\d+) GiB$", str(info.value), re.MULTILINE):
+        seen[name] = int(count)
+    return seen
+
+
+def total(decoder, size, dtype=FLOAT32, **settings):
+    return sum(needs(decoder, size, dtype, **settings).values())
+
+
+def assert_lists(lines, parts):
+    for line, part in zip(lines, parts, strict=True):
+        assert line.startswith(f"  {part}")
+        assert line.endswith(" GiB")
+
+
+def decoder_for(config, budget):
+    return make_decoder(config, head_config(config), TreeSettings(budget, width=3), implementation="xla")
+
+
+def test_stores_are_counted_as_they_are_allocated():
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    engine = Engine(target, head, TreeSettings(16), slots=3, capacity=130)
+    parts = needs(engine.decoder, engine.size)
+    assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state)
+    tokens = 3 * 3 * 64  # whole pages
+    row = 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    assert array_bytes((engine.state.stores, engine.state.proposer)) == tokens * row * (TINY.num_layers + 1)
+    assert list(parts) == ["stores of 3 x 130 tokens", "workspace for 3 x 16 nodes", "margin"]
+
+
+def test_weights_are_counted_as_they_are_loaded():
+    for config, model in ((TINY, random_target(TINY, 0)), (head_config(TINY), random_head(TINY, 0))):
+        assert weight_bytes(config, FLOAT32) == array_bytes(model.weights)
+        assert weight_bytes(config, jnp.dtype(jnp.bfloat16)) == array_bytes(model.weights) // 2
+
+
+@pytest.mark.parametrize(
+    ("slots", "budget", "capacity", "changes"),
+    [
+        (1, 64, 128, {"vocab_size": 8192}),  # logits
+        (2, 128, 2048, {}),  # scores
+        (1, 256, 128, {"intermediate_size": 2048}),  # activations
+    ],
+)
+def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, changes):
+    config = dataclasses.replace(TINY, max_position_embeddings=4096, **changes)
+    decoder, size = decoder_for(config, budget), EngineSize.of(config, slots, capacity)
+    weights = jax.eval_shape(
+        lambda: DecodeWeights(random_target(config, 0).weights, random_head(config, 0).weights)
+    )
+    state = jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32))
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
+    estimate = workspace_bytes(decoder, size, FLOAT32)
+    assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
+    # The stores are written in place.
+    assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
+
+
+def test_an_engine_that_does_not_fit_is_refused(device):
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    decoder, size = decoder_for(TINY, 64), EngineSize.of(TINY, 4, 256)
+    enough = total(decoder, size)
+    device(enough - 1)
+    with pytest.raises(DeviceMemoryError, match=r"too little memory on .* needed, .* free") as info:
+        Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
+    lines = str(info.value).splitlines()
+    assert_lists(lines[1:4], PARTS)
+    device(enough)
+    Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
+    device(None)
+    Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
+
+
+def test_what_the_error_recommends_fits(device):
+    decoder, size = decoder_for(TINY, 64), EngineSize.of(TINY, 4, 256)
+    device(int(0.6 * total(decoder, size)))
+    with pytest.raises(DeviceMemoryError) as info:
+        check_engine_memory(decoder, size, FLOAT32)
+    recommended = re.search(r"one of these would fit: budget (\d+), .*max_slots (\d+)$", str(info.value))
+    budget, slots = map(int, recommended.groups())
+    assert budget < 64
+    check_engine_memory(decoder_for(TINY, budget), size, FLOAT32)
+    assert slots < 4
+    check_engine_memory(decoder, EngineSize.of(TINY, slots, 256), FLOAT32)
+    # The largest of them: twice as much would not.
+    with pytest.raises(DeviceMemoryError):
+        check_engine_memory(decoder, EngineSize.of(TINY, 2 * slots, 256), FLOAT32)
+
+    device(1)
+    with pytest.raises(DeviceMemoryError) as info:
+        check_engine_memory(decoder, size, FLOAT32)
+    assert "would fit" not in str(info.value)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_weights_that_do_not_fit_are_not_read(device):
+    for load, folder in ((load_target, DEMO_TARGET), (load_draft_head, DEMO_DRAFT_HEAD)):
+        device(2**20)
+        with pytest.raises(DeviceMemoryError, match="weights of the "):
+            load(folder)
+        device(2**40)
+        with pytest.raises(AssertionError, match="weights were read"):
+            load(folder)
+
+
+@pytest.mark.usefixtures("nothing_is_read")
+def test_an_llm_counts_all_before_it_reads_anything(device):
+    target, head = weight_config(DEMO_TARGET), weight_config(DEMO_DRAFT_HEAD)
+    decoder = make_decoder(target, head, TreeSettings(64))
+    weights = {"t": weight_bytes(target, FLOAT32), "h": weight_bytes(head, FLOAT32)}
+    enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda: weights)
+    device(enough - 1)
+    with pytest.raises(DeviceMemoryError) as info:
+        LLM(budget=64, dtype="float32")
+    listed = str(info.value).splitlines()[1:6]
+    assert_lists(listed, ("weights of the target", "weights of the draft head", *PARTS))
+    assert re.search("would fit: budget 32, capacity 512, dtype bfloat16", str(info.value))
+    device(enough)
+    with pytest.raises(AssertionError, match="weights were read"):
+        LLM(budget=64, dtype="float32")
+
+
+def weight_config(folder):
+    read = checkpoint.read_target_config if folder == DEMO_TARGET else checkpoint.read_draft_head_config
+    return read(folder)
+
+
+@pytest.fixture
+def llm():
+    return LLM(random_target(TINY, 0), random_head(TINY, 0), budget=16, width=3)
+
+
+def test_an_llm_that_cannot_grow_stays_as_it_is(device, llm):
+    alone = [llm.generate([[i, 1]], SHORT)[0] for i in (1, 2)]
+    engine = llm._engine
+    device(array_bytes(engine.state))
+    with pytest.raises(DeviceMemoryError, match="stores of 2 x 256 tokens"):
+        llm.generate([[1, 1], [2, 1]], SHORT)
+    device(0)  # nothing has to be allocated for one prompt
+    assert llm.generate([[2, 1]], SHORT) == alone[1:]
+    assert llm._engine is engine
+    # The old stores are given back before the new ones are made.
+    larger = EngineSize.of(TINY, 2, 256)
+    device(total(engine.decoder, larger) - array_bytes(engine.state))
+    assert llm.generate([[1, 1], [2, 1]], SHORT) == alone
+
+
+def test_an_allocation_that_fails_leaves_the_engine_as_it_was(llm, monkeypatch):
+    expected = llm.generate([[1, 1]], SHORT)
+    real = EngineSize.empty_state
+
+    def out_of_memory(size, *arguments):
+        if size.slots > 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return real(size, *arguments)
+
+    monkeypatch.setattr(EngineSize, "empty_state", out_of_memory)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        llm.generate([[1, 1], [2, 1]], SHORT)
+    assert llm.generate([[1, 1]], SHORT) == expected
+
+
+def test_a_busy_engine_keeps_its_size(llm):
+    engine = llm._engine
+    engine.submit([1, 2], SHORT)
+    with pytest.raises(RuntimeError, match="in use"):
+        engine.resize(2, 256)
+    assert engine.size.slots == 1
+
+
+def test_what_failed_is_not_served_later(llm, monkeypatch):
+    expected = llm.generate([[1, 1]], SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeDecoder, "decode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[2, 2]], SamplingParams(max_tokens=100))
+    assert not llm._engine.busy
+    assert llm.generate([[1, 1]], SHORT) == expected
+    assert llm._engine.pool.num_free == llm._engine.pool.num_pages
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_generate_refuses_before_it_begins(device):
+    device(1000)
+    with pytest.raises(DeviceMemoryError, match="stores of 1 x 256 tokens"):
+        generate(random_target(TINY, 0), [[1, 2]], SHORT)
+
+
+def test_free_is_the_limit_less_what_is_in_use(monkeypatch):
+    class Device:
+        device_kind = "some GPU"
+        stats = None
+
+        def memory_stats(self):
+            return self.stats
+
+    device = Device()
+    monkeypatch.setattr(memory, "_device", lambda: device)
+    assert memory.free_bytes() is None
+    device.stats = {"bytes_in_use": 5}
+    assert memory.free_bytes() is None
+    device.stats = {"bytes_in_use": 5, "bytes_limit": 12}
+    assert memory.free_bytes() == 7
+    with pytest.raises(DeviceMemoryError, match="too little memory on some GPU"):
+        generate(random_target(TINY, 0), [[1, 2]], SHORT)

@@ -1,0 +1,63 @@
+"""The choice of an implementation, and what may stand in the way of a GPU kernel."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, choose, gpu_problem
+
+
+def even_only(number, *, scale):
+    return None if number * scale % 2 == 0 else f"{number * scale} is odd"
+
+
+TABLE = {
+    "fast": Implementation(lambda: "fast", even_only),
+    "slow": Implementation(lambda: "slow", lambda number, *, scale: None),
+}
+
+
+def test_none_is_the_first_that_can():
+    assert choose("op", TABLE, None, 2, scale=1)() == "fast"
+    assert choose("op", TABLE, None, 1, scale=1)() == "slow"
+
+
+def test_a_name_is_that_one_or_an_error():
+    assert choose("op", TABLE, "slow", 2, scale=1)() == "slow"
+    assert choose("op", TABLE, "fast", 1, scale=2)() == "fast"
+    with pytest.raises(NotImplementedError, match="op: fast cannot run: 3 is odd"):
+        choose("op", TABLE, "fast", 1, scale=3)
+    with pytest.raises(ValueError, match="op has no implementation 'best'; available: fast, slow"):
+        choose("op", TABLE, "best", 2, scale=1)
+
+
+def test_all_reasons_when_none_can():
+    table = {"a": TABLE["fast"], "b": TABLE["fast"]}
+    with pytest.raises(NotImplementedError, match="op: a cannot run: 1 is odd; b cannot run: 1 is odd"):
+        choose("op", table, None, 1, scale=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])
+def test_no_gpu(device):
+    with jax.default_device(device):
+        assert gpu_problem() == "no GPU: the default device is a cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        ({"platform": "gpu", "compute_capability": "9.0"}, None),
+        ({"platform": "gpu", "compute_capability": "8.0"}, None),
+        ({"platform": "cuda", "compute_capability": "12.1"}, None),
+        ({"platform": "gpu", "compute_capability": "7.5"}, "compute capability 7.5 is older than 8.0"),
+        ({"platform": "gpu", "compute_capability": "gfx942"}, "no NVIDIA GPU: the default device is a X"),
+        ({"platform": "rocm"}, "no NVIDIA GPU: the default device is a X"),
+        ({"platform": "tpu"}, "no GPU: the default device is a tpu"),
+    ],
+)
+def test_default_devices(monkeypatch, device, problem):
+    local = [SimpleNamespace(device_kind="X", **device)]
+    monkeypatch.setattr(dispatch.jax, "local_devices", lambda backend=None: local)
+    assert gpu_problem() == problem

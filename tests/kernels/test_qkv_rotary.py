@@ -1,0 +1,264 @@
+"""qkv_rotary against its definition in float64."""
+
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.qkv_rotary import api, implementations, pallas_triton, qkv_rotary, reference
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+
+EPS = 1e-3  # large enough to matter
+# Relative to a head's largest element, as rotary mixes two: five roundings of each.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2, jnp.float16: 2e-3}
+# B, N, G, R, E, and a dtype; the last has keys and values alone.
+CASES = [
+    ((2, 3, 3, 5, 16), jnp.float32),
+    ((2, 3, 3, 5, 16), jnp.bfloat16),
+    ((1, 1, 2, 4, 16), jnp.bfloat16),
+    ((2, 5, 2, 1, 64), jnp.float32),
+    ((1, 7, 1, 3, 128), jnp.bfloat16),
+    ((1, 2, 2, 0, 32), jnp.float32),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call's arrays on the host."""
+
+    qkv: np.ndarray
+    q_weight: np.ndarray | None
+    k_weight: np.ndarray | None
+    cos: np.ndarray
+    sin: np.ndarray
+
+    def args(self):
+        """The operation's positional arguments."""
+        return astuple(self)
+
+
+def make_case(shape, dtype=jnp.float32, weight_dtype=None):
+    """Random heads at random angles."""
+    batch, nodes, groups, ratio, size = shape
+    rng = np.random.default_rng(0)
+    angles = rng.uniform(-4, 4, (batch, nodes, size // 2))
+    weights = 1 + 0.5 * rng.standard_normal((2, size))
+    return Case(
+        (2 * rng.standard_normal((batch, nodes, groups, ratio + 2, size))).astype(dtype),
+        *weights.astype(weight_dtype or dtype),
+        np.cos(angles).astype(np.float32),
+        np.sin(angles).astype(np.float32),
+    )
+
+
+def only(norms, case):
+    """A case with no norms but those in `norms`, of "qk"."""
+    return replace(
+        case,
+        q_weight=case.q_weight if "q" in norms else None,
+        k_weight=case.k_weight if "k" in norms else None,
+    )
+
+
+def oracle(case):
+    """The definition, a pair of elements as one complex number."""
+    qkv, q_weight, k_weight, cos, sin = (
+        None if x is None else np.asarray(x, np.float64) for x in case.args()
+    )
+    turn = (cos + 1j * sin)[:, :, None, :]
+    half = cos.shape[-1]
+
+    def head(x, weight):
+        if weight is not None:
+            x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
+        x = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([x.real, x.imag], axis=-1)
+
+    heads = np.moveaxis(qkv, 3, 0)
+    queries = [head(q, q_weight) for q in heads[:-2]]
+    q = np.stack(queries, axis=3) if queries else qkv[:, :, :, :0]
+    return q, head(heads[-2], k_weight), heads[-1]
+
+
+class QkvRotarySuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        """One function per class, so that tests share their compilations."""
+        return jax.jit(partial(qkv_rotary, eps=EPS, implementation=cls.implementation))
+
+    def run(self, *args):
+        return self.jitted()(*args)
+
+    def check(self, case):
+        out = self.run(*case.args())
+        for one, expected in zip(out, oracle(case), strict=True):
+            assert one.shape == expected.shape
+            assert one.dtype == case.qkv.dtype
+            scale = np.abs(expected).max(axis=-1, keepdims=True)
+            one = np.asarray(one, np.float64)
+            np.testing.assert_allclose(
+                one / scale, expected / scale, rtol=0, atol=TOLERANCE[case.qkv.dtype.type]
+            )
+        np.testing.assert_array_equal(out[2], case.qkv[:, :, :, -1])
+
+    @pytest.mark.parametrize(("shape", "dtype"), CASES)
+    def test_oracle(self, shape, dtype):
+        self.check(make_case(shape, dtype))
+
+    @pytest.mark.parametrize("norms", ["", "q", "k"])
+    def test_norms(self, norms):
+        """Of one of the two or neither, and in the third dtype."""
+        self.check(only(norms, make_case((2, 3, 2, 4, 16), jnp.float16)))
+
+    def test_weights_are_cast(self):
+        """They are rounded to the dtype of the heads before they multiply."""
+        case = make_case((2, 3, 3, 5, 16), jnp.bfloat16, jnp.float32)
+        q_weight, k_weight = (x.astype(jnp.bfloat16) for x in (case.q_weight, case.k_weight))
+        cast = replace(case, q_weight=q_weight, k_weight=k_weight)
+        for one, other in zip(self.run(*case.args()), self.run(*cast.args()), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+    def test_no_angle(self):
+        """A rotation by nothing leaves every bit, and one by half a turn every bit but the signs."""
+        case = only("", make_case((2, 3, 3, 5, 16), jnp.bfloat16))
+        for sign in (1, -1):
+            cos, sin = np.full_like(case.cos, sign), np.zeros_like(case.sin)
+            q, k, v = map(np.asarray, self.run(case.qkv, None, None, cos, sin))
+            joined = np.concatenate([q * sign, k[:, :, :, None] * sign, v[:, :, :, None]], axis=3)
+            np.testing.assert_array_equal(joined, case.qkv)
+
+    def test_rows_are_independent(self):
+        case = make_case((2, 3, 3, 5, 16), jnp.bfloat16)
+        together = self.run(*case.args())
+        alone = replace(case, **{name: getattr(case, name)[1:, 1:2] for name in ("qkv", "cos", "sin")})
+        for one, other in zip(self.run(*alone.args()), together, strict=True):
+            np.testing.assert_array_equal(one, other[1:, 1:2])
+
+
+class TestXla(QkvRotarySuite):
+    implementation = "xla"
+
+    @pytest.mark.parametrize("shape", [(1, 0, 2, 4, 16), (1, 3, 2, 4, 6), (1, 1, 1, 3, 96)], ids=str)
+    def test_sizes_that_the_kernel_refuses(self, shape):
+        self.check(make_case(shape))
+
+
+class TestPallasTritonInterpreted(QkvRotarySuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        kernel = partial(pallas_triton.qkv_rotary, interpret=True)
+        stand_in(api, differentiable(kernel, reference.qkv_rotary))
+
+    @pytest.mark.parametrize(("norms", "dtype"), [("", jnp.bfloat16), ("qk", jnp.float32)])
+    def test_gradients(self, norms, dtype):
+        """Those of the reference, with respect to every array."""
+        case = only(norms, make_case((2, 3, 2, 3, 16), dtype, jnp.float32))
+
+        def loss(function, *args):
+            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in function(*args))
+
+        wanted = (0, 1, 2, 3, 4) if norms else (0, 3, 4)
+        by_reference = partial(reference.qkv_rotary, eps=EPS)
+        gradients = [
+            jax.jit(jax.grad(partial(loss, function), wanted))(*case.args())
+            for function in (self.run, by_reference)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            assert one.dtype == other.dtype
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+            np.testing.assert_allclose(one, other, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(other).max())
+
+
+@pytest.mark.parametrize("norms", ["", "qk"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *CASES,
+        *(((2, 128, 8, 4, 128), dtype) for dtype in TOLERANCE),
+        ((1, 1, 2, 8, 512), jnp.bfloat16),
+        ((1, 1, 1, 71, 64), jnp.bfloat16),
+    ],
+)
+def test_lowers_for_cuda(shape, dtype, norms):
+    """To one kernel, on a machine without a GPU too."""
+    args = only(norms, make_case(shape, dtype)).args()
+    assert lower_for_gpu(partial(pallas_triton.qkv_rotary, eps=EPS), *args).count(KERNEL) == 1
+
+
+def test_the_kernel_is_differentiable():
+    """As it is registered, that is."""
+
+    def loss(*args):
+        return sum(map(jnp.sum, api._IMPLEMENTATIONS["pallas_triton"].function(*args, eps=EPS)))
+
+    args = make_case((1, 3, 2, 4, 16)).args()
+    assert lower_for_gpu(jax.value_and_grad(loss), *args).count(KERNEL) == 1
+
+
+def test_choice(monkeypatch):
+    args = make_case(*CASES[0]).args()
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    default = jax.jit(partial(qkv_rotary, eps=EPS))(*args)
+    jax.tree.map(np.testing.assert_array_equal, default, TestXla().run(*args))
+    args = tuple(map(jnp.asarray, args))
+    with pytest.raises(NotImplementedError, match="qkv_rotary: pallas_triton cannot run: no GPU here"):
+        qkv_rotary(*args, eps=EPS, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="qkv_rotary has no implementation 'cuda'; available: pallas_triton"):
+        qkv_rotary(*args, eps=EPS, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((1, 1, 8, 6, 128), None),
+        ((1, 1, 8, 2, 128), None),
+        ((1, 1, 1, 130, 128), None),
+        ((1, 1, 1, 131, 128), "129 query heads of 128 elements are too many for one program"),
+        ((1, 1, 8, 6, 96), "head size 96 is not a power of two in 16..512"),
+        ((1, 1, 8, 6, 8), "head size 8 is not a power of two in 16..512"),
+        ((1, 1, 8, 6, 1024), "head size 1024 is not a power of two in 16..512"),
+        ((1, 0, 8, 6, 128), "qkv has no elements"),
+    ],
+)
+def test_unsupported_shape(shape, reason):
+    assert pallas_triton.unsupported_shape(jnp.zeros(shape)) == reason
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("qkv", lambda x: x[0], r"qkv must be \[B, N, G, R \+ 2, E\], got \(3, 2, 6, 16\)"),
+            ("qkv", lambda x: x.astype(np.int32), "qkv holds int32, expected float32, bfloat16, float16"),
+            ("qkv", lambda x: x[:, :, :, :1], "qkv has 1 heads in a group: no key or no value"),
+            ("qkv", lambda x: x[..., :15], "heads of 15 elements do not split into halves"),
+            ("q_weight", lambda x: x[1:], r"q_weight is \(15,\), expected \(16,\)"),
+            ("k_weight", lambda x: x.astype(np.int32), "k_weight holds int32, expected floating"),
+            ("cos", lambda x: x[:, 1:], r"cos is \(1, 2, 8\), expected \(1, 3, 8\)"),
+            ("sin", lambda x: x.astype(jnp.bfloat16), "sin holds bfloat16, expected float32"),
+        ],
+    )
+    def test_arrays(self, name, change, message):
+        case = make_case((1, 3, 2, 4, 16))
+        with pytest.raises(ValueError, match=f"qkv_rotary: .*{message}"):
+            qkv_rotary(*replace(case, **{name: change(getattr(case, name))}).args(), eps=EPS)
+
+    def test_all_at_once(self):
+        case = make_case((1, 3, 2, 4, 16))
+        with pytest.raises(ValueError, match=r"q_weight is \(15,\).*sin is \(1, 2, 8\)"):
+            qkv_rotary(*replace(case, q_weight=case.q_weight[1:], sin=case.sin[:, 1:]).args(), eps=EPS)

@@ -1,0 +1,218 @@
+"""rms_norm against its definition in float64."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.rms_norm import api, implementations, pallas_triton, reference, rms_norm
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+
+EPS = 1e-3  # large enough to matter
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.2e-2, jnp.float16: 1.5e-3}  # three roundings
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+# Every dtype, and every shape in one of them: no axis but the rows', one element, sizes of no power of two.
+CASES = [
+    *(((5, 128), dtype) for dtype in TOLERANCE),
+    ((96,), jnp.bfloat16),
+    ((1, 1), jnp.float32),
+    ((7, 40), jnp.float32),
+    ((2, 3, 96), jnp.float16),
+    ((2, 1, 2, 1000), jnp.bfloat16),
+]
+
+
+def make_case(shape, dtype, weight_dtype=None, seed=0):
+    """x, weight and delta; rows differ in size."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    x = normal(*shape) * np.exp(normal(*shape[:-1], 1))
+    arrays = x, normal(shape[-1]), normal(*shape)
+    dtypes = dtype, weight_dtype or dtype, dtype
+    return tuple(a.astype(d) for a, d in zip(arrays, dtypes, strict=True))
+
+
+def oracle(total, weight):
+    """The definition."""
+    total, weight = np.asarray(total, np.float64), np.asarray(weight, np.float64)
+    return total / np.sqrt(np.mean(total * total, axis=-1, keepdims=True) + EPS) * weight
+
+
+def with_and_without_delta(norm, x, weight, delta):
+    """Two calls, to be compiled as one program."""
+    return norm(x, weight, delta), norm(x, weight, None)
+
+
+class RmsNormSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        """One function per class, so that tests share their compilations."""
+
+        def norm(x, weight, delta):
+            return rms_norm(x, weight, eps=EPS, delta=delta, implementation=cls.implementation)
+
+        return jax.jit(partial(with_and_without_delta, norm))
+
+    def run(self, x, weight, delta):
+        """The results with and without delta."""
+        return self.jitted()(x, weight, delta)
+
+    def check(self, x, weight, delta):
+        for (normed, total), added in zip(self.run(x, weight, delta), (delta, None), strict=True):
+            assert normed.shape == total.shape == x.shape
+            assert normed.dtype == total.dtype == x.dtype
+            # A sum of two 16-bit floats is exact in float32, or nearly so: it is rounded once.
+            expected = x.astype(np.float32)
+            if added is not None:
+                expected = (expected + added.astype(np.float32)).astype(x.dtype)
+            np.testing.assert_array_equal(total, expected)
+            tolerance = TOLERANCE[x.dtype.type]
+            expected = oracle(total, weight)
+            np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=tolerance, atol=1e-7)
+
+    @pytest.mark.parametrize(("shape", "dtype"), CASES)
+    def test_oracle(self, shape, dtype):
+        self.check(*make_case(shape, dtype))
+
+    def test_weight_is_cast(self):
+        """It is rounded to the dtype of x before it multiplies."""
+        x, weight, delta = make_case((5, 128), jnp.bfloat16, jnp.float32)
+        (normed, _), _ = self.run(x, weight, delta)
+        assert normed.dtype == jnp.bfloat16
+        (expected, _), _ = self.run(x, weight.astype(jnp.bfloat16), delta)
+        np.testing.assert_array_equal(normed, expected)
+
+    @DTYPES
+    def test_large_and_small(self, dtype):
+        """Squares do not overflow or vanish in a 16-bit float; a row of zeros stays one."""
+        x, weight, delta = make_case((5, 128), dtype)
+        sizes = np.asarray([[1e3], [1e-3], [0], [1], [30]], dtype)
+        self.check(x * sizes, weight, delta * sizes)
+
+    def test_vmap(self):
+        x, weight, delta = make_case((7, 40), jnp.float32)
+        mapped = jax.vmap(self.run, in_axes=(0, None, 0))(x, weight, delta)
+        for left, right in zip(
+            jax.tree.leaves(mapped), jax.tree.leaves(self.run(x, weight, delta)), strict=True
+        ):
+            np.testing.assert_allclose(left, right, rtol=1e-6)
+
+
+class TestXla(RmsNormSuite):
+    implementation = "xla"
+
+    @pytest.mark.parametrize("shape", [(0, 8), (2, 20000)])
+    def test_sizes_that_a_kernel_refuses(self, shape):
+        self.check(*make_case(shape, jnp.float32))
+
+
+class TestPallasTritonInterpreted(RmsNormSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        kernel = partial(pallas_triton.rms_norm, interpret=True)
+        stand_in(api, differentiable(kernel, reference.rms_norm))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    def test_gradients(self, dtype):
+        """Those of the reference, through both results."""
+        args = make_case((2, 3, 40), dtype, jnp.float32)
+
+        def loss(run, *args):
+            return sum(
+                jnp.sum(jnp.sin(normed.astype(jnp.float32))) + jnp.sum(jnp.cos(total.astype(jnp.float32)))
+                for normed, total in run(*args)
+            )
+
+        by_reference = partial(with_and_without_delta, partial(reference.rms_norm, eps=EPS))
+        gradients = [
+            jax.jit(jax.grad(partial(loss, run), argnums=(0, 1, 2)))(*args)
+            for run in (self.run, by_reference)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            assert one.dtype == other.dtype
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+            np.testing.assert_allclose(one, other, rtol=0, atol=4 * TOLERANCE[dtype] * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*CASES, ((2, 128, 4096), jnp.bfloat16), ((3, 16384), jnp.float32)]
+)
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_lowers_for_cuda(with_delta, shape, dtype):
+    """To one kernel, on a machine without a GPU too."""
+    x, weight = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+    norm = partial(pallas_triton.rms_norm, eps=EPS)
+    assert lower_for_gpu(norm, x, weight, x if with_delta else None).count(KERNEL) == 1
+
+
+def test_the_kernel_is_differentiable():
+    """As it is registered, that is."""
+
+    def loss(x, weight):
+        return jnp.sum(api._IMPLEMENTATIONS["pallas_triton"].function(x, weight, None, eps=EPS)[0])
+
+    assert lower_for_gpu(jax.value_and_grad(loss), jnp.ones((3, 40)), jnp.ones(40)).count(KERNEL) == 1
+
+
+def test_choice(monkeypatch):
+    x, weight, delta = map(jnp.asarray, make_case((3, 40), jnp.float32))
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    for one, other in zip(
+        rms_norm(x, weight, eps=EPS, delta=delta), reference.rms_norm(x, weight, delta, eps=EPS), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(NotImplementedError, match="rms_norm: pallas_triton cannot run: no GPU here"):
+        rms_norm(x, weight, eps=EPS, implementation="pallas_triton")
+    with pytest.raises(
+        ValueError, match="rms_norm has no implementation 'cuda'; available: pallas_triton, x"
+    ):
+        rms_norm(x, weight, eps=EPS, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((128, 16384), None),
+        ((128, 16385), "rows of 16385 elements are longer than 16384"),
+        ((0, 8), "x has no elements"),
+    ],
+)
+def test_unsupported_shape(shape, reason):
+    assert pallas_triton.unsupported_shape(jnp.zeros(shape)) == reason
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"x": jnp.float32(1)}, r"x must be \[..., M\], got a scalar"),
+            ({"x": jnp.zeros((3, 8), jnp.int32)}, "x holds int32, expected float32, bfloat16, float16"),
+            ({"weight": jnp.zeros(7)}, r"weight is \(7,\), expected \(8,\)"),
+            ({"weight": jnp.zeros((1, 8))}, r"weight is \(1, 8\), expected \(8,\)"),
+            ({"weight": jnp.zeros(8, jnp.int32)}, "weight holds int32, expected floating"),
+            ({"delta": jnp.zeros(8)}, r"delta is \(8,\), expected \(3, 8\)"),
+            ({"delta": jnp.zeros((3, 8), jnp.bfloat16)}, "delta holds bfloat16, expected float32"),
+            ({"weight": jnp.zeros(7), "delta": jnp.zeros(8)}, r"weight is \(7,\).*delta is \(8,\)"),
+        ],
+    )
+    def test_arrays(self, changes, message):
+        call = {"x": jnp.zeros((3, 8)), "weight": jnp.zeros(8), "delta": jnp.zeros((3, 8))}
+        with pytest.raises(ValueError, match=f"rms_norm: .*{message}"):
+            rms_norm(**call | changes, eps=EPS)

@@ -1,0 +1,155 @@
+"""silu_gate against its definition in float64."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.differentiable import differentiable
+from pallas_kernels.silu_gate import api, implementations, pallas_triton, reference, silu_gate
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+
+TOLERANCE = {jnp.float32: 5e-6, jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # one rounding, at most half a step
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+# Every dtype, and every shape in one of them: no rows, one feature, a chunk, two, and some of another.
+CASES = [
+    *(((3, 2, 1100), dtype) for dtype in TOLERANCE),
+    ((2, 40), jnp.bfloat16),
+    ((1, 2, 1), jnp.float32),
+    ((7, 2, 1024), jnp.bfloat16),
+    ((2, 3, 2, 40), jnp.float16),
+    ((1, 2, 1, 2, 2048), jnp.float32),
+]
+
+
+def make_case(shape, dtype):
+    return (3 * np.random.default_rng(0).standard_normal(shape)).astype(dtype)
+
+
+def oracle(gate_up):
+    """The definition."""
+    gate, up = np.moveaxis(np.asarray(gate_up, np.float64), -2, 0)
+    return gate * np.exp(-np.logaddexp(0, -gate)) * up
+
+
+class SiluGateSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        """One function per class, so that tests share their compilations."""
+        return jax.jit(partial(silu_gate, implementation=cls.implementation))
+
+    def run(self, gate_up):
+        return self.jitted()(gate_up)
+
+    def check(self, gate_up):
+        out = self.run(gate_up)
+        assert out.shape == (*gate_up.shape[:-2], gate_up.shape[-1])
+        assert out.dtype == gate_up.dtype
+        tolerance = TOLERANCE[gate_up.dtype.type]
+        smallest = float(jnp.finfo(gate_up.dtype).smallest_normal)
+        np.testing.assert_allclose(
+            np.asarray(out, np.float64), oracle(gate_up), rtol=tolerance, atol=max(smallest, 1e-30)
+        )
+
+    @pytest.mark.parametrize(("shape", "dtype"), CASES)
+    def test_oracle(self, shape, dtype):
+        self.check(make_case(shape, dtype))
+
+    @DTYPES
+    def test_large_gates(self, dtype):
+        """They pass, or close completely, without an overflow on the way."""
+        gate = np.asarray([-1e4, -1e3, -100, -88, -20, 0, 20, 88, 100, 1e3, 1e4], dtype)
+        self.check(np.stack([gate, np.full_like(gate, 1.5)]))
+
+    def test_vmap(self):
+        gate_up = make_case((1, 2, 1, 2, 2048), jnp.float32)
+        np.testing.assert_allclose(jax.vmap(self.run)(gate_up), self.run(gate_up), rtol=1e-6)
+
+
+class TestXla(SiluGateSuite):
+    implementation = "xla"
+
+    def test_no_rows(self):
+        self.check(make_case((0, 2, 40), jnp.float32))
+
+
+class TestPallasTritonInterpreted(SiluGateSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        kernel = partial(pallas_triton.silu_gate, interpret=True)
+        stand_in(api, differentiable(kernel, reference.silu_gate))
+
+    @DTYPES
+    def test_gradients(self, dtype):
+        """Those of the reference."""
+        gate_up = make_case((2, 3, 2, 40), dtype)
+
+        def loss(gate, gate_up):
+            return jnp.sum(jnp.sin(gate(gate_up).astype(jnp.float32)))
+
+        run = jax.jit(jax.grad(partial(loss, self.run)))(gate_up)
+        expected = jax.jit(jax.grad(partial(loss, reference.silu_gate)))(gate_up)
+        assert run.dtype == dtype
+        run, expected = np.asarray(run, np.float64), np.asarray(expected, np.float64)
+        np.testing.assert_allclose(run, expected, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*CASES, *(((2, 128, 2, 12288), dtype) for dtype in TOLERANCE)])
+def test_lowers_for_cuda(shape, dtype):
+    """To one kernel, on a machine without a GPU too."""
+    gate_up = jax.ShapeDtypeStruct(shape, dtype)
+    assert lower_for_gpu(pallas_triton.silu_gate, gate_up).count(KERNEL) == 1
+
+
+def test_the_kernel_is_differentiable():
+    """As it is registered, that is."""
+
+    def loss(gate_up):
+        return jnp.sum(api._IMPLEMENTATIONS["pallas_triton"].function(gate_up))
+
+    assert lower_for_gpu(jax.value_and_grad(loss), jnp.ones((3, 2, 40))).count(KERNEL) == 1
+
+
+def test_choice(monkeypatch):
+    gate_up = jnp.asarray(make_case((3, 2, 40), jnp.float32))
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    np.testing.assert_array_equal(silu_gate(gate_up), reference.silu_gate(gate_up))
+    with pytest.raises(NotImplementedError, match="silu_gate: pallas_triton cannot run: no GPU here"):
+        silu_gate(gate_up, implementation="pallas_triton")
+    with pytest.raises(
+        ValueError, match="silu_gate has no implementation 'cuda'; available: pallas_triton, x"
+    ):
+        silu_gate(gate_up, implementation="cuda")
+
+
+def test_unsupported_shape():
+    assert pallas_triton.unsupported_shape(jnp.zeros((3, 2, 40))) is None
+    assert pallas_triton.unsupported_shape(jnp.zeros((0, 2, 40))) == "gate_up has no elements"
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("gate_up", "message"),
+        [
+            (jnp.zeros(8), r"gate_up is \(8,\), expected \[..., 2, F\]"),
+            (jnp.zeros((3, 8)), r"gate_up is \(3, 8\), expected \[..., 2, F\]"),
+            (jnp.zeros((2, 8), jnp.int32), "gate_up holds int32, expected float32, bfloat16, float16"),
+            (jnp.zeros((3, 8), jnp.int8), r"gate_up is \(3, 8\).*gate_up holds int8"),
+        ],
+    )
+    def test_arrays(self, gate_up, message):
+        with pytest.raises(ValueError, match=f"silu_gate: {message}"):
+            silu_gate(gate_up)

@@ -1,0 +1,218 @@
+"""least_kept against a sort in float64."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.token_filter import api, implementations, least_kept, pallas_triton
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+
+# Vocabularies of part of a kernel's chunk, of two chunks and of no whole number of them.
+CASES = [
+    (1000, jnp.float32),
+    (1000, jnp.bfloat16),
+    (1000, jnp.float16),
+    (5000, jnp.float32),
+    (5000, jnp.bfloat16),
+    (8192, jnp.bfloat16),
+]
+# A token may fall on either side of top_p or min_p if what decides, in float32, comes so close.
+NEAR = 1e-5
+
+
+class Filter(NamedTuple):
+    """The settings of one slot."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def is_active(self):
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def scaled(self, scale):
+        """Settings near these, which keep less if `scale` is below 1."""
+        return self._replace(
+            top_p=min(self.top_p * scale, 1) if self.top_p < 1 else 1, min_p=self.min_p / scale
+        )
+
+
+FILTERS = [
+    Filter(),
+    Filter(temperature=0),
+    Filter(temperature=0, top_k=3, top_p=0.5, min_p=0.5),
+    Filter(top_k=1),
+    Filter(top_k=5, temperature=0.3),
+    Filter(top_k=999),
+    Filter(top_k=100_000),
+    Filter(top_k=2**31 - 1),
+    Filter(top_p=1e-6),
+    Filter(top_p=0.6),
+    Filter(top_p=0.9, temperature=0.01),
+    Filter(top_p=0.95, temperature=1.7),
+    Filter(top_p=0.999, temperature=100),
+    Filter(min_p=0.2),
+    Filter(min_p=1),
+    Filter(min_p=1e-4, temperature=0.5),
+    Filter(top_k=50, top_p=0.7),
+    Filter(top_k=50, top_p=1 - 2**-24),  # rounding must not let in what top-k left out
+    Filter(top_k=100_000, top_p=0.7),
+    Filter(top_p=0.9, min_p=0.03),
+    Filter(top_k=20, min_p=0.3, temperature=2),
+    Filter(top_k=20, top_p=0.9, min_p=0.1, temperature=0.7),
+]
+
+
+def settings_of(filters):
+    """The arrays of all slots, in the operation's order."""
+    dtypes = np.float32, np.int32, np.float32, np.float32
+    columns = zip(*filters, strict=True)
+    return [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]
+
+
+@cache
+def make_logits(vocab, dtype):
+    """Of each slot: a row of many ties, one without, one with impossible tokens, and one of equals."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (len(FILTERS), 4, vocab))
+    logits[:, 0] = np.round(logits[:, 0])
+    logits[:, 2, rng.random(vocab) < 0.3] = -np.inf
+    logits[:, 3] = -2.5
+    return logits.astype(dtype)
+
+
+def kept_by(own, row):
+    """The definition: one filter after the other, and what ties with the last one kept is kept."""
+    row = row.astype(np.float64)
+    kept = np.ones(row.shape, bool)
+    if not own.is_active():
+        return kept
+    falling = -np.sort(-row)
+    if own.top_k:
+        kept &= row >= falling[min(own.top_k, len(row)) - 1]
+    if own.top_p < 1:
+        weights = np.exp((falling[: kept.sum()] - falling[0]) / own.temperature)
+        reached = np.cumsum(weights)
+        kept &= row >= falling[np.searchsorted(reached, own.top_p * reached[-1])]
+    if own.min_p:
+        kept &= np.exp((row - falling[0]) / own.temperature) >= min(own.min_p, 1)
+    return kept
+
+
+def keeps(least, logits):
+    """Which tokens are at or above their row's threshold."""
+    return logits.astype(np.float32) >= least[:, :, None]
+
+
+class TokenFilterSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        """One function per class, so that tests share their compilations."""
+        return jax.jit(partial(least_kept, implementation=cls.implementation))
+
+    def run(self, logits, filters):
+        """The thresholds, back on the host."""
+        least = np.asarray(self.jitted()(logits, *settings_of(filters)))
+        assert least.dtype == np.float32
+        assert least.shape == logits.shape[:2]
+        return least
+
+    @pytest.mark.parametrize(("vocab", "dtype"), CASES)
+    def test_is_the_sort(self, vocab, dtype):
+        logits = make_logits(vocab, dtype)
+        kept = keeps(self.run(logits, FILTERS), logits)
+        clear = 0
+        for b, n in np.ndindex(kept.shape[:2]):
+            fewest, most = (kept_by(FILTERS[b].scaled(scale), logits[b, n]) for scale in (1 - NEAR, 1 + NEAR))
+            assert not (fewest & ~kept[b, n]).any(), (FILTERS[b], n)
+            assert not (kept[b, n] & ~most).any(), (FILTERS[b], n)
+            clear += np.array_equal(fewest, most)
+        assert clear > 0.95 * kept.shape[0] * kept.shape[1]
+
+    def test_nothing_is_dropped_where_nothing_filters(self):
+        """Whatever a neighbour's settings are."""
+        least = self.run(make_logits(5000, jnp.float32), FILTERS)
+        inactive = [not own.is_active() for own in FILTERS]
+        assert (least[inactive] == -np.inf).all()
+        assert np.isfinite(least[np.logical_not(inactive), 0]).all()
+
+    def test_batch_equals_alone(self):
+        logits = make_logits(1000, jnp.bfloat16)
+        together = keeps(self.run(logits, FILTERS), logits)
+        for b, own in enumerate(FILTERS):
+            alone = keeps(self.run(logits[b : b + 1], [own]), logits[b : b + 1])
+            np.testing.assert_array_equal(alone[0], together[b], err_msg=str(own))
+
+    def test_second_call_has_the_same_bits(self):
+        logits = make_logits(5000, jnp.bfloat16)
+        np.testing.assert_array_equal(self.run(logits, FILTERS), self.run(logits, FILTERS))
+
+
+class TestXla(TokenFilterSuite):
+    implementation = "xla"
+
+
+class TestPallasTritonInterpreted(TokenFilterSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        stand_in(api, partial(pallas_triton.least_kept, interpret=True))
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [*CASES, (151_936, jnp.float32), (151_936, jnp.bfloat16)])
+def test_lowers_for_cuda(vocab, dtype):
+    """To one kernel, on a machine without a GPU too."""
+    logits = jax.ShapeDtypeStruct((2, 16, vocab), dtype)
+    settings = settings_of([Filter()] * 2)
+    assert lower_for_gpu(pallas_triton.least_kept, logits, *settings).count(KERNEL) == 1
+
+
+def test_choice(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    logits, filters = make_logits(1000, jnp.float32), FILTERS
+    default = jax.jit(least_kept)(logits, *settings_of(filters))
+    np.testing.assert_array_equal(default, TestXla().run(logits, filters))
+    args = jax.tree.map(jnp.asarray, (logits, *settings_of(filters)))
+    with pytest.raises(NotImplementedError, match="least_kept: pallas_triton cannot run: no GPU here"):
+        least_kept(*args, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="least_kept has no implementation 'cuda'; available: pallas_triton"):
+        least_kept(*args, implementation="cuda")
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"logits": np.zeros((2, 5))}, r"logits must be floating \[B, N, V\], got float64 \(2, 5\)"),
+            ({"logits": np.zeros((2, 3, 5), np.int32)}, "logits must be floating .*, got int32"),
+            (
+                {"temperature": np.zeros(3, np.float32)},
+                r"temperature is float32 \(3,\), expected float32 \(2,\)",
+            ),
+            ({"temperature": np.zeros(2, np.int32)}, r"temperature is int32 \(2,\), expected float32 \(2,\)"),
+            ({"top_k": np.zeros(2, np.float32)}, r"top_k is float32 \(2,\), expected integer \(2,\)"),
+            ({"top_p": np.zeros((2, 1), np.float32)}, r"top_p is float32 \(2, 1\), expected float32 \(2,\)"),
+            ({"top_p": np.zeros(1, np.float32), "min_p": np.zeros(2, np.int8)}, "top_p is .*; min_p is int8"),
+        ],
+    )
+    def test_arrays(self, changes, message):
+        names = "temperature", "top_k", "top_p", "min_p"
+        call = {"logits": np.zeros((2, 3, 5), np.float32)}
+        call |= dict(zip(names, settings_of([Filter()] * 2), strict=True))
+        with pytest.raises(ValueError, match=f"least_kept: {message}"):
+            least_kept(**call | changes)

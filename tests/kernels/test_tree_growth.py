@@ -1,0 +1,255 @@
+"""tree_growth against a heap, bit for bit."""
+
+import heapq
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_growth import Growth, api, implementations, pallas_triton, tree_growth
+from tests.kernels.lowering import KERNEL, lower_for_gpu
+
+# Sequences, levels, candidates, nodes: buckets of a decoder at JetSpec's width and depth, sizes that are no
+# powers of two, one candidate only, and more nodes than one warp takes.
+SIZES = [
+    (3, 4, 3, 16),
+    (3, 15, 7, 128),
+    (2, 3, 8, 5),
+    (2, 1, 40, 33),
+    (2, 40, 1, 37),
+    (1, 6, 9, 512),
+]
+OTHER_BUCKETS = [(2, 15, 7, 32), (1, 15, 7, 64), (1, 15, 7, 256)]
+SEEDS = range(8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call's arrays on the host, as the oracle reads them."""
+
+    log_probs: np.ndarray
+    fan_out: np.ndarray
+    budget: np.ndarray
+    num_nodes: int
+
+
+def log_softmax_case(rng, batch, levels, width, num_nodes):
+    """What a draft head gives: rows of log-probabilities, best first, every budget full width."""
+    logits = rng.normal(scale=3, size=(batch, levels, width + 20)).astype(np.float32)
+    rows = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    log_probs = -np.sort(-rows, axis=-1)[..., :width]
+    fan_out = np.full((batch, levels), width, np.int32)
+    return Case(log_probs, fan_out, np.full(batch, num_nodes, np.int32), num_nodes)
+
+
+def rough_case(rng, batch, levels, width, num_nodes):
+    """Ties everywhere, impossible and undefined candidates, caps and budgets in and out of range."""
+    log_probs = -rng.integers(0, 4, (batch, levels, width)).astype(np.float32) / 2
+    for value in (-np.inf, np.nan, -0.0, np.inf):
+        log_probs[rng.random(log_probs.shape) < 0.03] = value
+    fan_out = rng.integers(-1, width + 3, (batch, levels)).astype(np.int32)
+    fan_out[:, 0] |= 1
+    budget = rng.integers(-1, num_nodes + 9, batch).astype(np.int32)
+    return Case(log_probs, fan_out, budget, num_nodes)
+
+
+def heap_growth(log_probs, fan_out, budget, num_nodes):
+    """The definition for one sequence, in float32: pop the best, append its children."""
+    levels, width = log_probs.shape
+    nodes, heap = [(-1, 0, 0, np.float32(0))], [(np.float32(0), 0)]
+    while heap:
+        cost, node = heapq.heappop(heap)
+        depth = nodes[node][2]
+        children = min(max(fan_out[depth], 0), width) if depth < levels else 0
+        for rank in range(min(children, min(budget, num_nodes) - len(nodes))):
+            with np.errstate(invalid="ignore"):
+                score = log_probs[depth, rank] - cost
+            if score > -np.inf:
+                heapq.heappush(heap, (-score, len(nodes)))
+            nodes.append((node, rank, depth + 1, score))
+    padding = [(-1, 0, 0, np.float32(-np.inf))] * (num_nodes - len(nodes))
+    return *zip(*nodes, *padding, strict=True), len(nodes)
+
+
+def oracle(case):
+    """The definition for a batch."""
+    sequences = zip(case.log_probs, case.fan_out, case.budget, strict=True)
+    grown = [heap_growth(*arrays, case.num_nodes) for arrays in sequences]
+    return Growth(*(np.array(column) for column in zip(*grown, strict=True)))
+
+
+def assert_same(growth, expected):
+    assert [x.dtype for x in growth] == ["int32", "int32", "int32", "float32", "int32"]
+    for name, actual, wanted in zip(Growth._fields, growth, expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted, err_msg=name)
+
+
+class TreeGrowthSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls, num_nodes):
+        """One function per class and size, so that tests share their compilations."""
+        return jax.jit(partial(tree_growth, num_nodes=num_nodes, implementation=cls.implementation))
+
+    def run(self, case):
+        """The jitted operation on a case, back on the host."""
+        grow = self.jitted(case.num_nodes)
+        return jax.tree.map(np.asarray, grow(case.log_probs, case.fan_out, case.budget))
+
+    def check(self, case):
+        assert_same(self.run(case), oracle(case))
+
+    def test_the_drawn_example(self):
+        growth = self.run(
+            Case(
+                log_probs=np.array([[[-0.5, -1.0], [-0.25, -2.0]]], np.float32),
+                fan_out=np.array([[2, 2]], np.int32),
+                budget=np.array([5], np.int32),
+                num_nodes=5,
+            )
+        )
+        assert growth.parents.tolist() == [[-1, 0, 0, 1, 1]]
+        assert growth.ranks.tolist() == [[0, 0, 1, 0, 1]]
+        assert growth.depths.tolist() == [[0, 1, 1, 2, 2]]
+        assert growth.scores.tolist() == [[0.0, -0.5, -1.0, -0.75, -2.5]]
+        assert growth.num_nodes.tolist() == [5]
+
+    @pytest.mark.parametrize("make", [log_softmax_case, rough_case])
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    def test_is_the_heap(self, size, make):
+        for seed in SEEDS:
+            self.check(make(np.random.default_rng(seed), *size))
+
+    def test_every_budget(self):
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        for first in range(-1, 130, 3):
+            self.check(replace(case, budget=np.arange(first, first + 3, dtype=np.int32)))
+
+    def test_equal_scores_grow_in_order(self):
+        """Certain candidates, whose scores are all zero: the tree is full level by level."""
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        case = replace(case, log_probs=np.zeros_like(case.log_probs))
+        growth = self.run(case)
+        np.testing.assert_array_equal(growth.parents[0, 1:], np.arange(127) // 7)
+        assert_same(growth, oracle(case))
+
+    def test_a_chain_to_the_last_level(self):
+        case = log_softmax_case(np.random.default_rng(0), 2, 40, 1, 37)
+        assert self.run(case).depths[0].tolist() == list(range(37))
+
+    def test_no_child_anywhere(self):
+        case = rough_case(np.random.default_rng(0), 3, 4, 3, 16)
+        growth = self.run(replace(case, fan_out=np.zeros_like(case.fan_out)))
+        assert growth.num_nodes.tolist() == [1, 1, 1]
+        assert_same(growth, jax.tree.map(np.asarray, self.run(replace(case, budget=case.budget * 0))))
+
+    @pytest.mark.parametrize(("levels", "width", "num_nodes"), [(4, 3, 1), (0, 3, 16), (4, 0, 16)])
+    def test_nothing_to_grow_from(self, levels, width, num_nodes):
+        log_probs, fan_out = np.zeros((2, levels, width), np.float32), np.ones((2, levels), np.int32)
+        case = Case(log_probs, fan_out, np.full(2, 16, np.int32), num_nodes)
+        growth = self.run(case)
+        assert growth.num_nodes.tolist() == [1, 1]
+        assert growth.scores.tolist() == [[0.0] + [-np.inf] * (num_nodes - 1)] * 2
+
+    def test_batch_equals_alone(self):
+        case = rough_case(np.random.default_rng(3), 3, 15, 7, 128)
+        together = self.run(case)
+        for b in range(3):
+            one = slice(b, b + 1)
+            alone = Case(case.log_probs[one], case.fan_out[one], case.budget[one], 128)
+            assert_same(self.run(alone), (x[one] for x in together))
+
+    def test_second_call_has_the_same_bits(self):
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        assert_same(self.run(case), self.run(case))
+
+
+class TestXla(TreeGrowthSuite):
+    implementation = "xla"
+
+
+class TestPallasTritonInterpreted(TreeGrowthSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        stand_in(api, partial(pallas_triton.tree_growth, interpret=True))
+
+
+@pytest.mark.parametrize("size", [*SIZES, *OTHER_BUCKETS], ids=str)
+def test_lowers_for_cuda(size):
+    """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
+    batch, levels, width, num_nodes = size
+    arrays = (
+        jax.ShapeDtypeStruct((batch, levels, width), jnp.float32),
+        jax.ShapeDtypeStruct((batch, levels + 1), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+    grow = partial(pallas_triton.tree_growth, num_nodes=num_nodes)
+    assert lower_for_gpu(grow, *arrays).count(KERNEL) == 1
+
+
+class TestChoice:
+    @pytest.fixture
+    def call(self):
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        arrays = map(jnp.asarray, (case.log_probs, case.fan_out, case.budget))
+        return partial(tree_growth, *arrays, num_nodes=128)
+
+    def test_implementations(self, call):
+        assert implementations() == ("pallas_triton", "xla")
+        with pytest.raises(ValueError, match="no implementation 'cuda'; available: pallas_triton, xla"):
+            call(implementation="cuda")
+
+    def test_without_a_gpu(self, call, monkeypatch):
+        monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        assert_same(jax.jit(call)(), TestXla().run(case))
+        with pytest.raises(NotImplementedError, match="pallas_triton cannot run: no GPU here"):
+            call(implementation="pallas_triton")
+
+    @pytest.mark.parametrize(
+        ("levels", "num_nodes", "reason"),
+        [
+            (15, 1024, None),
+            (15, 1025, "1025 nodes are more than 1024"),
+            (2**21 - 1, 1024, None),
+            (2**21, 1024, "1024 nodes and 2097152 levels do not fit into one number"),
+        ],
+    )
+    def test_what_the_kernel_does_not_do(self, levels, num_nodes, reason):
+        assert pallas_triton.unsupported_shape(levels, num_nodes) == reason
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"log_probs": jnp.zeros((4, 3))}, r"log_probs must be \[B, D, W\], got \(4, 3\)"),
+            ({"log_probs": jnp.zeros((2, 4, 3), jnp.bfloat16)}, "log_probs holds bfloat16, expected float32"),
+            ({"fan_out": jnp.zeros((2, 5), jnp.int32)}, r"fan_out is \(2, 5\), expected \(2, 4\)"),
+            ({"fan_out": jnp.zeros((2, 4))}, "fan_out holds float32, expected int32"),
+            ({"budget": jnp.zeros(3, jnp.int32)}, r"budget is \(3,\), expected \(2,\)"),
+            ({"num_nodes": 0}, "num_nodes is 0"),
+            ({"num_nodes": -1, "budget": jnp.zeros(2)}, "num_nodes is -1.*budget holds float32"),
+        ],
+    )
+    def test_refused(self, changes, message):
+        good = {
+            "log_probs": jnp.zeros((2, 4, 3)),
+            "fan_out": jnp.zeros((2, 4), jnp.int32),
+            "budget": jnp.zeros(2, jnp.int32),
+            "num_nodes": 16,
+        }
+        with pytest.raises(ValueError, match=message):
+            tree_growth(**good | changes)
