@@ -139,7 +139,7 @@ class TestMeasuring:
 
         made = {}
         for turns, phase in enumerate(phases.PHASES, start=1):
-            stores, made[phase] = phases.repeat(
+            stores, made[phase] = phases.repeat(decoder)(
                 decoder, phase, weights, stores, (state, dict(made)), np.int32(turns)
             )
         after, record = made["commit"]
