@@ -58,6 +58,7 @@ FILTERS = [
     Filter(top_p=0.999, temperature=100),
     Filter(min_p=0.2),
     Filter(min_p=1),
+    Filter(min_p=2),  # the likeliest token is always kept
     Filter(min_p=1e-4, temperature=0.5),
     Filter(top_k=50, top_p=0.7),
     Filter(top_k=50, top_p=1 - 2**-24),  # rounding must not let in what top-k left out

@@ -19,15 +19,14 @@ PAGE, TABLE, SPARE = 16, 3, 3
 CAPACITY = PAGE * TABLE
 LENGTHS = (0, 1, 7, 33, CAPACITY)
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}  # half a bf16 step below 4 is 8e-3
-# Block rows, query heads of each key/value head, a dtype and a window: none, one that hides all but a row
-# itself, shorter than the tree is deep, shorter than the prefix, longer than everything.
+# Block rows, query heads of each key/value head, a dtype and a window.
 CASES = [
-    (1, 4, jnp.float32, 10),
-    (7, 1, jnp.float32, 1),
+    (1, 4, jnp.float32, 10),  # shorter than a prefix
+    (7, 1, jnp.float32, 1),  # hides all but a row itself
     (16, 2, jnp.float32, None),
-    (16, 2, jnp.float32, 3),
+    (16, 2, jnp.float32, 3),  # shorter than the tree is deep
     (33, 4, jnp.float32, None),
-    (64, 2, jnp.bfloat16, 1000),
+    (64, 2, jnp.bfloat16, 1000),  # longer than everything
 ]
 
 
@@ -73,14 +72,13 @@ def random_tree(rng, rows, padding):
 
 @cache
 def make_case(rows, ratio=2, dtype=jnp.float32, size=16, kv_heads=2, lengths=LENGTHS, poison=np.nan):
-    """Random trees over shuffled pages; whatever nobody may see holds `poison`."""
+    """Random trees, every other one padded, over shuffled pages; whatever nobody may see holds `poison`."""
     rng, batch = np.random.default_rng(rows), len(lengths)
 
     def normal(*shape):
         return rng.standard_normal(shape).astype(dtype)
 
-    padding = rows // 5
-    trees = [random_tree(rng, rows, padding) for _ in lengths]
+    trees = [random_tree(rng, rows, padding=rows // 5 * (1 - b % 2)) for b in range(batch)]
     seen, depths = (np.stack(part) for part in zip(*trees, strict=True))
     q = normal(batch, rows, kv_heads * ratio, size)
     k, v = normal(2, batch, rows, kv_heads, size)
@@ -222,6 +220,23 @@ class TreeAttentionSuite:
         for poison in (np.nan, np.inf, -np.inf):
             np.testing.assert_array_equal(out, self.run(make_case(16, poison=poison)))
 
+    def test_what_a_window_hides_changes_nothing(self):
+        """Here all of a prefix but its last two tokens: the rest may have been given away."""
+        case = make_case(16)
+        pool = case.pool.copy()
+        for table, length in zip(case.tables, case.lengths, strict=True):
+            for s in range(length - 2):
+                pool[:, table[s // PAGE], s % PAGE] = np.nan
+        out = self.run(replace(case, pool=pool), window=3)
+        np.testing.assert_array_equal(out, self.run(case, window=3))
+
+    def test_large_scores(self):
+        """Of hundreds, positive and negative: their differences are what counts."""
+        case = make_case(16)
+        case = replace(case, q=200 * case.q)
+        out = self.run(case)
+        np.testing.assert_allclose(out, oracle(case, 0.4, None, False, True), rtol=0, atol=1e-3)
+
     def test_page_order_changes_nothing(self):
         """The same tokens in other pages."""
         case = make_case(16)
@@ -267,7 +282,7 @@ class TestPallasTritonInterpreted(TreeAttentionSuite):
 
     @pytest.fixture(autouse=True)
     def interpreted(self, stand_in):
-        config = Config(16, 64, 4, 2, programs=40)
+        config = Config(16, 64, 4, 2, programs=60)
         stand_in(api, partial(pallas_triton.tree_attention, config=config, interpret=True))
 
     @pytest.mark.parametrize(
