@@ -89,7 +89,7 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config: ModelConfig, weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     target = bind(config, weights)
-    return target.logits(_forward(target, ids).hidden)
+    return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -115,7 +115,8 @@ def _tree_logits(
         slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
     block = Block.of_tree(tree)
     attend = attend_over(stores, slots, block)
-    return target.logits(target(block.tokens, block.positions(slots.lengths), attend).hidden)
+    hidden = target(block.tokens, block.positions(slots.lengths), attend).hidden
+    return target.logits(hidden).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -134,7 +135,7 @@ def _draft_logits(
         count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
         state = proposer.commit(head_weights, state, taps, slots, count)
         slots = slots._replace(lengths=slots.lengths + count)
-    return proposer.propose(head_weights, state, target, ids[:, -1], slots)
+    return proposer.propose(head_weights, state, target, ids[:, -1], slots).astype(jnp.float32)
 
 
 def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> Output:
