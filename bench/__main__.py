@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import decode, kernel, round
+from bench import decode, kernel, round, train_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     decode.add_command(commands)
     round.add_command(commands)
     kernel.add_command(commands)
+    train_step.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)

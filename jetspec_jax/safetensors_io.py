@@ -2,14 +2,15 @@
 
 Reading is strict. All names, shapes and types are checked against the module before a single tensor is read,
 and everything that is wrong is said in one error. Tensors then stream one by one from the file to the device,
-so that the host holds no more than one parameter at a time.
+so that the host holds no more than one parameter at a time. Writing makes one file's tensors at a time.
 """
 
 import contextlib
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,31 +33,75 @@ from jetspec_jax.config import (
 from jetspec_jax.models import Weights, abstract
 from jetspec_jax.models.key_table import Key
 
-FILE_DTYPES = ("F32", "BF16", "F16")
+#: The types that are read and written, by their names in a file.
+FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+
+INDEX = "model.safetensors.index.json"
+
+#: Bytes of tensors from which on a checkpoint is written in several files.
+MAX_SHARD_BYTES = 5 * 10**9
 
 # A buffer that older exporters stored; it follows from the config.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
-def read_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
+def read_weights(
+    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors.
+
+    Args:
+        folder: The checkpoint.
+        config: Its config.
+        dtype: The type of all parameters; None leaves each in the type that it is stored in.
 
     Raises:
         ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain float
-            (all are listed); or a file is corrupt; or the weights are pickled.
+            (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
+            parameter is made of tensors of different types.
         FileNotFoundError: There are no weights.
+    """
+    weights: Weights = {}
+    for path, value in read_parameters(folder, config, dtype):
+        put(weights, path, jnp.asarray(value))
+    return weights
+
+
+def read_parameters(
+    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+) -> Iterator[tuple["ParameterPath", np.ndarray]]:
+    """Reads parameters one by one, each with its place in the weights, without touching a device.
+
+    Raises:
+        ValueError: As for `read_weights`; before the first parameter.
+        FileNotFoundError: Likewise.
     """
     with contextlib.ExitStack() as stack:
         tensors, wrong = _index(folder, stack)
         plan = _check(tensors, wrong, config, folder)
-        weights: Weights = {}
+        dtypes = _stored_dtypes(tensors, plan, folder) if dtype is None else [dtype] * len(plan)
         # Small checkpoints are there before a bar could be read.
-        for parameter in tqdm(plan, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False):
-            value = np.empty(parameter.shape, dtype)
+        bar = tqdm(plan, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+        for parameter, own_dtype in zip(bar, dtypes, strict=True):
+            value = np.empty(parameter.shape, own_dtype)
             for name, key in parameter.tensors.items():
                 key.from_file(tensors[name].get_tensor(name), value)
-            _put(weights, parameter.path, jnp.asarray(value))
-    return weights
+            yield parameter.path, value
+
+
+def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> list[str]:
+    """Names of stored tensors that are known to be redundant: no parameter is made of them.
+
+    They are the second copy of a tied embedding and the rotary buffers of older exporters.
+
+    Raises:
+        ValueError: As for `read_weights`.
+        FileNotFoundError: There are no weights.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors, wrong = _index(folder, stack)
+        used = {name for parameter in _check(tensors, wrong, config, folder) for name in parameter.tensors}
+        return sorted(set(tensors) - used)
 
 
 def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
@@ -76,8 +121,9 @@ def save_checkpoint(
     raw_config: Mapping[str, Any],
     weights: Weights,
     *,
-    dtype: str = "bfloat16",
-    extra_files: Mapping[str, str] | None = None,
+    dtype: str | None = "bfloat16",
+    extra_files: Mapping[str, str | bytes] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a target or a draft head in Hugging Face layout, whole or not at all.
 
@@ -85,20 +131,23 @@ def save_checkpoint(
         folder: Where to; it must not exist yet.
         raw_config: The ``config.json``, which also says whether this is a target or a head.
         weights: The parameters.
-        dtype: The type to store.
-        extra_files: Further text files by name (tokenizer.json, generation_config.json, ...).
+        dtype: The type to store; None stores each parameter in its own.
+        extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
+            config.json is written in place of ``raw_config``.
+        max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
+            that is larger has a file of its own.
 
     Raises:
         FileExistsError: The folder exists.
-        ValueError: The config is not valid, or the parameters are not its.
+        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored.
+        OSError: The disk is full, or cannot be written.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; name a new folder")
+    refuse_existing(folder)
     parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
-    expected = _expected(parse(raw_config))
+    plan = expected_parameters(parse(raw_config))
     given = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
-    wanted = {parameter.path: parameter.shape for parameter in expected}
+    wanted = {parameter.path: parameter.shape for parameter in plan}
     differing = sorted(
         ".".join(map(str, path))
         for path in wanted.keys() | given.keys()
@@ -107,22 +156,67 @@ def save_checkpoint(
     if differing:
         raise ValueError(f"these parameters are not those of the config: {differing}")
     tensors = {}
-    for parameter in expected:
-        value = np.asarray(jnp.asarray(_get(weights, parameter.path), dtype=dtype))
-        tensors |= {name: key.to_file(value) for name, key in parameter.tensors.items()}
-    files = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n", **(extra_files or {})}
+    for parameter in plan:
+        value = _get(weights, parameter.path)
+        to = value.dtype if dtype is None else jnp.dtype(dtype)
+        if to not in FILE_DTYPES.values():
+            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
+        tensors |= {name: _Output(key, value, to) for name, key in parameter.tensors.items()}
+    shards = _split(tensors, max_shard_bytes)
+    files: dict[str, str | bytes] = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n"}
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        weight_map = {name: file for file, shard in shards.items() for name in sorted(shard)}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files[INDEX] = json.dumps(index, indent=2) + "\n"
+    with new_folder(folder) as partial:
+        for file, shard in tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1):
+            made = {name: tensor.make() for name, tensor in shard.items()}
+            try:
+                save_file(made, partial / file, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk, say
+                raise OSError(f"{folder} cannot be written: {error}") from error
+            (partial / file).chmod(0o644)  # the library makes it the owner's alone
+        write_files(partial, {**files, **(extra_files or {})})
+
+
+def refuse_existing(folder: Path) -> None:
+    """Checks that a folder to be written is a new one.
+
+    Raises:
+        FileExistsError: It exists.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise FileExistsError(f"{folder} exists; name a new folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which gets its name when all is written and is removed otherwise.
+
+    Raises:
+        FileExistsError: The folder exists.
+    """
+    refuse_existing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "model.safetensors").chmod(0o644)  # the library makes it the owner's alone
-        for name, text in files.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        partial.chmod(0o755)
+        yield partial
+        partial.chmod(0o755)  # it was made the owner's alone
         partial.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(folder)  # a full disk is reported without a name
         raise
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Writes small files by their names, which may have folders in them; text is UTF-8."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 #: Where a parameter is in the nested weights.
@@ -130,15 +224,26 @@ ParameterPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class _Parameter:
-    """A parameter of a module and the published tensors that it is made of, by name."""
+class Parameter:
+    """A parameter of a module and what it is made of.
+
+    Attributes:
+        path: Where it is in the nested weights.
+        shape: Its shape.
+        tensors: The published tensors that make it up, by name.
+    """
 
     path: ParameterPath
     shape: tuple[int, ...]
     tensors: dict[str, Key]
 
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return ".".join(map(str, self.path))
 
-def _expected(config: ModelConfig | DraftHeadConfig) -> list[_Parameter]:
+
+def expected_parameters(config: ModelConfig | DraftHeadConfig) -> list[Parameter]:
     """All parameters of a config's module."""
     module = abstract(config)
     expected = []
@@ -147,13 +252,55 @@ def _expected(config: ModelConfig | DraftHeadConfig) -> list[_Parameter]:
         dotted = ".".join(map(str, path))
         tensors = {name: key for key in module.KEYS if (name := key.published_name(dotted))}
         assert tensors, f"no entry of the key table makes {dotted}"
-        expected.append(_Parameter(path, parameter.shape, tensors))
+        expected.append(Parameter(path, parameter.shape, tensors))
     return expected
+
+
+def put(weights: Any, path: ParameterPath, value: Any) -> None:
+    """Puts a parameter at its place in nested weights that are being made."""
+    for part in path[:-1]:
+        weights = weights.setdefault(part, {})
+    weights[path[-1]] = value
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of a file to be written; it is made when its turn comes."""
+
+    key: Key
+    parameter: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.key.file_shape(self.parameter.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def make(self) -> np.ndarray:
+        return self.key.to_file(np.asarray(self.parameter)).astype(self.dtype, copy=False)
+
+
+def _split(tensors: Mapping[str, _Output], limit: int) -> dict[str, dict[str, _Output]]:
+    """Tensors by the file that they go to, each filled in turn up to the limit."""
+    shards: list[dict[str, _Output]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Which shard holds which tensor, by the folder's index; empty without one."""
-    listing = folder / "model.safetensors.index.json"
+    listing = folder / INDEX
     if not listing.exists():
         return {}
     weight_map = read_json(listing).get("weight_map")
@@ -201,9 +348,9 @@ def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], l
 
 def _check(
     tensors: Mapping[str, Any], wrong: list[str], config: ModelConfig | DraftHeadConfig, folder: Path
-) -> list[_Parameter]:
+) -> list[Parameter]:
     """The module's parameters, once the files hold exactly what they need."""
-    expected = _expected(config)
+    expected = expected_parameters(config)
     shapes = {
         name: key.file_shape(parameter.shape)
         for parameter in expected
@@ -218,10 +365,26 @@ def _check(
         if tuple(stored.get_shape()) != shapes[name]:
             wrong.append(f"misshapen: {name} is {stored.get_shape()}, expected {list(shapes[name])}")
         if stored.get_dtype() not in FILE_DTYPES:
-            wrong.append(f"unsupported type: {name} is {stored.get_dtype()}, not one of {FILE_DTYPES}")
+            wrong.append(f"unsupported type: {name} is {stored.get_dtype()}, not one of {tuple(FILE_DTYPES)}")
     if wrong:
         raise ValueError(f"{folder} does not hold the tensors of its config:\n  " + "\n  ".join(wrong))
     return expected
+
+
+def _stored_dtypes(tensors: Mapping[str, Any], plan: list[Parameter], folder: Path) -> list[Any]:
+    """The type that each parameter is stored in."""
+    dtypes, mixed = [], []
+    for parameter in plan:
+        stored = {name: tensors[name].get_slice(name).get_dtype() for name in parameter.tensors}
+        dtypes.append(FILE_DTYPES[next(iter(stored.values()))])
+        if len(set(stored.values())) > 1:
+            mixed.append(", ".join(f"{name} is {dtype}" for name, dtype in stored.items()))
+    if mixed:
+        raise ValueError(
+            f"{folder} stores tensors that make up one parameter in different types; name one type for all "
+            "(dtype, on the command line --dtype):\n  " + "\n  ".join(mixed)
+        )
+    return dtypes
 
 
 def _redundant(config: ModelConfig | DraftHeadConfig) -> set[str]:
@@ -232,12 +395,6 @@ def _redundant(config: ModelConfig | DraftHeadConfig) -> set[str]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _put(weights: Any, path: ParameterPath, value: Any) -> None:
-    for part in path[:-1]:
-        weights = weights.setdefault(part, {})
-    weights[path[-1]] = value
 
 
 def _get(weights: Any, path: ParameterPath) -> Any:

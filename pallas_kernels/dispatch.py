@@ -1,5 +1,6 @@
 """The choice among the implementations of an operation: the best that supports the case, or one by name."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,8 +55,13 @@ def choose(
 def gpu_problem() -> str | None:
     """Why Triton kernels cannot run on the default device; None if they can.
 
-    While a program is traced nobody knows where it will run, so JAX's default device stands for it.
+    While a program is traced nobody knows where it will run, so JAX's default device stands for it; and only
+    `jax.set_mesh` says that XLA will split it over several devices, which it cannot do to a kernel.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    split = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    if split > 1:
+        return f"XLA splits the program over {split} devices, and cannot split a kernel"
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]

@@ -18,7 +18,9 @@ from jaxtyping import install_import_hook
 import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
 
 # Stays installed: every module of these packages is imported after this line.
-install_import_hook(["jetspec_jax", "pallas_kernels", "train", "bench"], "tests.array_checks.check")
+install_import_hook(
+    ["jetspec_jax", "pallas_kernels", "train", "bench", "convert"], "tests.array_checks.check"
+)
 
 # Arrays of different rank never meet by accident: a missing axis is an error, not a broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")

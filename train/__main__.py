@@ -1,67 +1,48 @@
 """The command ``python -m train``."""
 
 import argparse
-import platform
 import sys
-import sysconfig
-from pathlib import Path
+from collections.abc import Sequence
 
-from train.corpus import build_manifest
-from train.demo import make_pair
-from train.recipes import DEMO
+import jax
+
+from jetspec_jax import enable_compilation_cache
+from train import ablations, data, demo, head_commands
 from train.stages import OutOfTime
 
-CORPUS_VERSION = "3.12.1"
-ORIGIN = f"https://www.python.org/ftp/python/{CORPUS_VERSION}/Python-{CORPUS_VERSION}.tar.xz"
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; 0 also when a time limit ended it cleanly."""
-    parser = argparse.ArgumentParser(prog="python -m train", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    demo = commands.add_parser("demo", help="train the demo pair: tokenizer, target, draft head")
-    demo.add_argument("--work", type=Path, required=True, help="folder for everything made")
-    demo.add_argument(
-        "--corpus",
-        type=Path,
-        help=f"Lib folder of CPython {CORPUS_VERSION}; default: this Python's",
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; 0 also when a time limit ended it cleanly."""
+    parser = argparse.ArgumentParser(prog="python -m train", description="Training of draft heads.")
+    parser.add_argument(
+        "--compilation-cache",
+        default="auto",
+        metavar="DIR|auto|off",
+        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
-    demo.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
-
-    manifest = commands.add_parser("manifest", help="list a corpus, with hashes and splits")
-    manifest.add_argument("--corpus", type=Path, required=True)
-    manifest.add_argument("--out", type=Path, required=True)
-
-    args = parser.parse_args(arguments)
-    if args.command == "manifest":
-        name = f"CPython {CORPUS_VERSION} standard library (Lib)"
-        build_manifest(args.corpus, name=name, origin=ORIGIN).write(args.out)
-        return 0
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="this is one of several processes, of a cluster that JAX knows",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (data, head_commands, ablations, demo):
+        module.add_command(commands)
+    parsed = parser.parse_args(arguments)
     try:
-        make_pair(DEMO, args.work, args.corpus or own_library(), minutes=args.minutes)
+        if parsed.distributed:
+            jax.distributed.initialize()  # before anything asks for devices
+        enable_compilation_cache(parsed.compilation_cache)
+        return parsed.run(parsed)
     except OutOfTime as stop:
-        print(stop)
+        print(f"{stop}; the same command goes on")
         return 0
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"the pair is in {args.work / 'demo'}")
-    return 0
-
-
-def own_library() -> Path:
-    """The running Python's standard library.
-
-    Raises:
-        ValueError: It is another version than the corpus.
-    """
-    if platform.python_version() != CORPUS_VERSION:
-        raise ValueError(
-            f"the corpus is the standard library of CPython {CORPUS_VERSION} and this is "
-            f"{platform.python_version()}; unpack {ORIGIN} and name its Lib folder with --corpus"
-        )
-    return Path(sysconfig.get_path("stdlib"))
+    except KeyboardInterrupt:
+        print("train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

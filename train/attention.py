@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, A anchors of a sequence, K slots of a block, H heads, G KV heads, E head size.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import jax
@@ -101,6 +101,9 @@ def block_attend(
 ) -> Attend:
     """Slots of many blocks over the context before each block's anchor, and over their own block.
 
+    A backward pass computes the scores again: those of one layer are already gigabytes, and nothing of their
+    size is kept.
+
     Args:
         context: Per layer, keys and values of all T tokens of the sequence.
         anchors: Index in the sequence of each block's anchor.
@@ -108,12 +111,7 @@ def block_attend(
         causal: Whether slot j of a block sees its slots up to j only.
     """
 
-    def attend(
-        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
-    ) -> Float[Array, "B N H E"]:
-        if window is not None:
-            raise ValueError("a draft head has no sliding-window layers")
-        before = context[layer]
+    def attention(q: Array, kv: KV, before: KV, scale: float) -> Array:
         b, n, h, e = q.shape
         g, length = before.k.shape[2], before.k.shape[1]
         blocks = (b, anchors.shape[1], block_size)
@@ -121,17 +119,29 @@ def block_attend(
         queries = q.reshape(*blocks, g, h // g, e)
         keys, values = (x.reshape(*blocks, g, e) for x in kv)
 
-        def scores(spec: str, k: Array) -> Array:
-            return jnp.einsum(spec, queries, k, precision=precision, preferred_element_type=jnp.float32)
+        def product(spec: str, *operands: Array) -> Array:
+            return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=jnp.float32)
 
-        logits = scale * jnp.concatenate(
-            [scores("bakgre,btge->bgrakt", before.k), scores("bakgre,bajge->bgrakj", keys)], axis=-1
-        )
-        mask = block_mask(anchors, length, block_size, causal=causal)
-        logits = jnp.where(mask[:, None, None], logits, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
-        out = jnp.einsum("bgrakt,btge->bakgre", weights[..., :length], before.v, precision=precision)
-        out += jnp.einsum("bgrakj,bajge->bakgre", weights[..., length:], values, precision=precision)
-        return out.reshape(b, n, h, e)
+        # One softmax over two sets of keys, which are never copied side by side.
+        mask = block_mask(anchors, length, block_size, causal=causal)[:, None, None]
+        lowest = jnp.finfo(jnp.float32).min
+        outer = scale * product("bakgre,btge->bgrakt", queries, before.k)
+        inner = scale * product("bakgre,bajge->bgrakj", queries, keys)
+        outer = jnp.where(mask[..., :length], outer, lowest)
+        inner = jnp.where(mask[..., length:], inner, lowest)
+        top = jnp.maximum(jnp.max(outer, axis=-1, keepdims=True), jnp.max(inner, axis=-1, keepdims=True))
+        outer, inner = (jnp.exp(x - jax.lax.stop_gradient(top)) for x in (outer, inner))
+        total = jnp.sum(outer, axis=-1) + jnp.sum(inner, axis=-1)
+        out = product("bgrakt,btge->bakgre", outer.astype(q.dtype), before.v)
+        out += product("bgrakj,bajge->bakgre", inner.astype(q.dtype), values)
+        out /= jnp.moveaxis(total, (1, 2), (3, 4))[..., None]
+        return out.astype(q.dtype).reshape(b, n, h, e)
+
+    def attend(
+        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+    ) -> Float[Array, "B N H E"]:
+        if window is not None:
+            raise ValueError("a draft head has no sliding-window layers")
+        return jax.checkpoint(partial(attention, scale=scale))(q, kv, context[layer])
 
     return attend

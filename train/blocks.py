@@ -1,31 +1,67 @@
-"""Training blocks of a draft head: anchors, slots, teacher rows. Shapes as in `train.attention`."""
+"""Training blocks of a draft head: anchors, slots, what each slot learns. Shapes as in `train.attention`."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.transformer import Transformer
 from train.attention import block_attend
 
 
-def sample_anchors(
-    key: Key[Array, ""], first: Int[Array, "B"], length: int, count: int, block_size: int
-) -> Int[Array, "B A"]:
-    """Random anchors, evenly spread: one from each of ``count`` equal parts of the allowed range.
+class Lessons(NamedTuple):
+    """What the slots after the anchors learn; slot k of the block at anchor a drafts the token at a + k.
 
-    Args:
-        key: Of this step.
-        first: Index of each sequence's first token to learn; an anchor is at the token before it or later.
-        length: Tokens of a sequence. The last slot of a block lies inside it.
-        count: Anchors per sequence. Where it exceeds the range, anchors repeat.
-        block_size: Slots per block.
+    Attributes:
+        rows: Index of the target's row that predicts the same token: a + k - 1.
+        labels: The text's own token at a + k.
+        learn: Whether a slot's token, and every one between it and the anchor, is to be learnt. A draft
+            behind a token that somebody else wrote is never asked for.
     """
-    lowest = jnp.maximum(first - 1, 0)
-    room = jnp.maximum(length - block_size - lowest + 1, 1)
-    part = jax.random.uniform(key, (first.shape[0], count)) + jnp.arange(count)[None, :]
-    offset = jnp.floor(part / count * room[:, None]).astype(jnp.int32)
-    return lowest[:, None] + jnp.minimum(offset, room[:, None] - 1)
+
+    rows: Int[Array, "B A D"]
+    labels: Int[Array, "B A D"]
+    learn: Bool[Array, "B A D"]
+
+
+def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
+    """Random anchors among the tokens that stand before one to learn, evenly spread, in order.
+
+    One comes from each of ``count`` equal parts of them. Where ``count`` exceeds their number, anchors
+    repeat, all about as often; a sequence with nothing to learn has all its anchors at 0.
+    """
+    before = jnp.pad(learn[:, 1:], ((0, 0), (0, 1)))
+    ends = jnp.cumsum(before.astype(jnp.int32), axis=1)
+    number = ends[:, -1:]
+    part = jnp.arange(count)[None, :] + jax.random.uniform(key, (learn.shape[0], count))
+    rank = jnp.minimum(jnp.floor(part / count * number).astype(jnp.int32), number - 1)
+    anchors = jax.vmap(lambda ends, rank: jnp.searchsorted(ends, rank, side="right"))(ends, rank)
+    return jnp.where(number > 0, anchors, 0).astype(jnp.int32)
+
+
+def lessons(
+    tokens: Int[Array, "B T"], learn: Bool[Array, "B T"], anchors: Int[Array, "B A"], block_size: int
+) -> Lessons:
+    """What the slots of blocks at some anchors learn.
+
+    Tokens ``a b C D e F``, capitals to learn, and blocks of 4 slots::
+
+        anchor   slot 1    slot 2    slot 3
+        b        C yes     D yes     e no
+        D        e no      F no      (end)
+    """
+    b, a = anchors.shape
+    length = tokens.shape[1]
+    places = block_positions(anchors, block_size)[:, :, 1:]
+    inside = jnp.minimum(places, length - 1)
+
+    def at(x: Array) -> Array:
+        return jnp.take_along_axis(x, inside.reshape(b, -1), axis=1).reshape(b, a, -1)
+
+    taught = jnp.cumprod((at(learn) & (places < length)).astype(jnp.int32), axis=-1).astype(bool)
+    return Lessons(jnp.minimum(places - 1, length - 1), at(tokens), taught)
 
 
 def block_positions(anchors: Int[Array, "B A"], block_size: int) -> Int[Array, "B A K"]:
@@ -39,6 +75,8 @@ def draft_blocks(
     tokens: Int[Array, "B T"],
     taps: Float[Array, "B T F"],
     anchors: Int[Array, "B A"],
+    *,
+    remat: bool = False,
 ) -> Float[Array, "B A K M"]:
     """Final-normed hidden states of the head's slots at every anchor.
 
@@ -48,6 +86,7 @@ def draft_blocks(
         tokens: The sequences.
         taps: The target's taps of all their tokens.
         anchors: Indices of the anchors.
+        remat: Whether a backward pass computes each layer again.
     """
     config = head.config
     b, a = anchors.shape
@@ -59,19 +98,5 @@ def draft_blocks(
     block = jnp.concatenate([anchor_tokens[:, :, None], masks], axis=-1).reshape(b, a * slots)
     positions = block_positions(anchors, slots).reshape(b, a * slots)
     attend = block_attend(context, anchors, slots, causal=config.causal)
-    hidden = head(target.embed(block).astype(taps.dtype), positions, attend)
+    hidden = head(target.embed(block).astype(taps.dtype), positions, attend, remat=remat)
     return hidden.reshape(b, a, slots, -1)
-
-
-def teacher_rows(
-    hidden: Float[Array, "B T M"], anchors: Int[Array, "B A"], block_size: int
-) -> Float[Array, "B A D M"]:
-    """The target's rows that predict what slots 1..D predict.
-
-    The token at position a + k is predicted by the target's row a + k - 1, so slot k of the block at anchor a
-    learns from that row: rows a..a+D-1, the anchor's own first.
-    """
-    rows = block_positions(anchors, block_size)[:, :, :-1]
-    b, a, d = rows.shape
-    taken = jnp.take_along_axis(hidden, rows.reshape(b, a * d)[:, :, None], axis=1)
-    return taken.reshape(b, a, d, hidden.shape[-1])

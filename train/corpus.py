@@ -6,6 +6,8 @@ names exactly what it was trained on, and the held-out modules are the same for 
 
 import hashlib
 import json
+import platform
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +16,8 @@ from pathlib import Path
 TRAIN, VALIDATION, HELDOUT = "train", "validation", "heldout"
 LIBRARY, TESTS = "library", "tests"
 
+VERSION = "3.12.1"
+ORIGIN = f"https://www.python.org/ftp/python/{VERSION}/Python-{VERSION}.tar.xz"
 LICENCE = "PSF-2.0 (Python Software Foundation License Version 2), https://docs.python.org/3/license.html"
 
 # Not source that people write: bundled or generated files, tables, and inputs of lexer tests.
@@ -92,6 +96,20 @@ def build_manifest(folder: Path, *, name: str, origin: str = "", licence: str = 
             seen.add(digest)
             files.append(Source(path, digest, len(data), split_of(path), kind_of(path)))
     return Manifest(name, licence, origin, tuple(files))
+
+
+def own_library() -> Path:
+    """The running Python's standard library.
+
+    Raises:
+        ValueError: It is another version than the corpus.
+    """
+    if platform.python_version() != VERSION:
+        raise ValueError(
+            f"the corpus is the standard library of CPython {VERSION} and this is "
+            f"{platform.python_version()}; unpack {ORIGIN} and name its Lib folder with --corpus"
+        )
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def load_documents(folder: Path, manifest: Manifest) -> dict[Source, str]:

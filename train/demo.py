@@ -4,30 +4,87 @@ The work folder holds ``tokenizer/``, ``tokens/``, ``target/`` and ``head/`` (ch
 ``regenerated/``, and at the end ``demo/``: the pair as it is shipped.
 """
 
+import argparse
 import functools
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jetspec_jax.checkpoint import load_draft_head, load_target
-from jetspec_jax.config import parse_draft_head_config, parse_model_config
+from jetspec_jax.config import parse_model_config
 from train import layout
-from train.corpus import LIBRARY, TRAIN, VALIDATION, Manifest, Source, load_documents
+from train.continuations import continue_corpus, cut_corpus
+from train.corpus import (
+    LIBRARY,
+    ORIGIN,
+    TRAIN,
+    VALIDATION,
+    VERSION,
+    Manifest,
+    Source,
+    build_manifest,
+    load_documents,
+    own_library,
+)
 from train.evaluate import evaluate, heldout_prompts
 from train.head import train_head
-from train.recipes import Recipe
-from train.regenerate import Regenerated, regenerate
+from train.recipes import DEMO, Recipe
 from train.report import render
-from train.stages import Deadline, claim, run_stages
+from train.stages import Deadline, claim, fresh, run_stages
 from train.target import train_target
 from train.tokenizer import Tokenizer
 from train.tokens import encode_split, save_array
 from train.unlikelihood import polish
 
+# Regenerated documents that the head is measured on, at most.
+HELDOUT_DOCUMENTS = 256
 
-def make_pair(recipe: Recipe, work: Path, corpus: Path, *, minutes: float | None = None) -> None:
+
+def add_command(commands: Any) -> None:
+    """Adds the command lines that make the demo pair and list its corpus."""
+    demo = commands.add_parser("demo", help="make the demo pair: tokenizer, target, draft head")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--work", type=Path, required=True, help="folder for everything made")
+    demo.add_argument("--corpus", type=Path, help=f"Lib folder of CPython {VERSION}; default: this Python's")
+    demo.add_argument("--target", type=Path, help="keep this finished target and make only its head")
+    demo.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+    manifest = commands.add_parser("manifest", help="list a corpus, with hashes and splits")
+    manifest.set_defaults(run=_manifest)
+    manifest.add_argument("--corpus", type=Path, required=True)
+    manifest.add_argument("--out", type=Path, required=True)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    make_pair(
+        DEMO,
+        arguments.work,
+        arguments.corpus or own_library(),
+        minutes=arguments.minutes,
+        finished_target=arguments.target,
+    )
+    print(f"the pair is in {arguments.work / 'demo'}")
+    return 0
+
+
+def _manifest(arguments: argparse.Namespace) -> int:
+    name = f"CPython {VERSION} standard library (Lib)"
+    build_manifest(arguments.corpus, name=name, origin=ORIGIN).write(arguments.out)
+    return 0
+
+
+def make_pair(
+    recipe: Recipe,
+    work: Path,
+    corpus: Path,
+    *,
+    minutes: float | None = None,
+    finished_target: Path | None = None,
+) -> None:
     """Runs what is not done of a recipe.
 
     Args:
@@ -35,13 +92,14 @@ def make_pair(recipe: Recipe, work: Path, corpus: Path, *, minutes: float | None
         work: Everything made goes here.
         corpus: The standard library's folder.
         minutes: Stop, after saving, when this much time has passed.
+        finished_target: A target of this recipe, with its tokenizer, that is kept: only its head is made.
 
     Raises:
         OutOfTime: The limit was reached; the same call goes on.
         ValueError: The corpus is not the recipe's, or the folder is another recipe's.
     """
-    claim(work, recipe)
-    pair = _Pair(recipe, work, corpus, Deadline(minutes))
+    claim(work, {**asdict(recipe), "finished_target": finished_target and str(finished_target)})
+    pair = _Pair(recipe, work, corpus, Deadline(minutes), finished_target)
     stages = {
         "corpus": pair.corpus_stage,
         "tokenizer": pair.tokenizer_stage,
@@ -56,8 +114,11 @@ def make_pair(recipe: Recipe, work: Path, corpus: Path, *, minutes: float | None
 class _Pair:
     """The stages, and what they share, which is read when it is first needed."""
 
-    def __init__(self, recipe: Recipe, work: Path, corpus: Path, deadline: Deadline):
+    def __init__(
+        self, recipe: Recipe, work: Path, corpus: Path, deadline: Deadline, finished_target: Path | None
+    ):
         self.recipe, self.work, self.corpus, self.deadline = recipe, work, corpus, deadline
+        self.finished_target = finished_target
         self.demo = work / "demo"
 
     @functools.cached_property
@@ -86,7 +147,10 @@ class _Pair:
             if source.split == TRAIN
             for _ in range(recipe.library_repeats if source.kind == LIBRARY else 1)
         ]
-        tokenizer = Tokenizer.train(texts, recipe.vocab_size)
+        if self.finished_target is None:
+            tokenizer = Tokenizer.train(texts, recipe.vocab_size)
+        else:
+            tokenizer = Tokenizer.read(self.finished_target)
         for folder in ("tokenizer", "tokens"):
             (self.work / folder).mkdir(exist_ok=True)
         for name, text in tokenizer.files(max_length=recipe.context).items():
@@ -97,6 +161,9 @@ class _Pair:
             print(f"  {split}: {len(stream)} tokens", flush=True)
 
     def target_stage(self) -> None:
+        if self.finished_target is not None:
+            shutil.copytree(self.finished_target, fresh(self.demo / "target"))
+            return
         config = parse_model_config(layout.target_json(self.recipe))
         streams = self.stream(TRAIN), self.stream(VALIDATION)
         weights = train_target(self.work / "target", self.recipe, config, *streams, self.deadline)
@@ -111,24 +178,34 @@ class _Pair:
         )
         layout.write_target(self.demo / "target", self.recipe, self.tokenizer, weights)
 
-    def regenerated(self) -> Regenerated:
-        return regenerate(
-            self.work / "regenerated",
-            self.recipe,
-            load_target(self.demo / "target"),
+    def regenerate_stage(self) -> None:
+        recipe, settings = self.recipe, self.recipe.regeneration
+        count, seed = settings.shards * settings.sequences, (recipe.seed,)
+        cuts = cut_corpus(
             self.stream(TRAIN),
             self.tokenizer.newline_ids(),
-            self.deadline,
+            count=count,
+            prompt=settings.prompt,
+            temperatures=settings.temperatures,
+            seed=seed,
         )
-
-    def regenerate_stage(self) -> None:
-        print(f"  {self.regenerated().tokens.size} tokens, prompts included", flush=True)
+        continue_corpus(
+            self.work / "regenerated",
+            load_target(self.demo / "target"),
+            cuts.prompts(settings.length),
+            name=recipe.name,
+            seed=seed,
+            heldout=min(HELDOUT_DOCUMENTS, count // 8),
+            shard_documents=settings.sequences,
+            slots=settings.slots,
+            deadline=self.deadline,
+        )
+        print(f"  {count * settings.length} tokens, prompts included", flush=True)
 
     def head_stage(self) -> None:
-        config = parse_draft_head_config(layout.head_json(self.recipe))
-        target, text = load_target(self.demo / "target"), self.regenerated()
-        weights = train_head(self.work / "head", self.recipe, config, target, text, self.deadline)
-        layout.write_head(self.demo / "draft_head", self.recipe, weights)
+        recipe, target = self.recipe.head, load_target(self.demo / "target")
+        made = train_head(self.work / "head", recipe, target, self.work / "regenerated", self.deadline)
+        shutil.copytree(made, fresh(self.demo / "draft_head"))
 
     def evaluate_stage(self) -> None:
         target = load_target(self.demo / "target")
@@ -137,6 +214,7 @@ class _Pair:
         results = evaluate(path, self.recipe, target, head, self.tokenizer, self.documents, self.deadline)
         results = {
             **results,
+            "block_size": head.config.block_size,
             "target_parameters": _parameters(target.weights),
             "head_parameters": _parameters(head.weights),
             "bytes": sum(f.stat().st_size for f in self.demo.glob("*/*") if f.is_file()),

@@ -20,6 +20,7 @@ from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import SamplingParams
 from train.corpus import HELDOUT, LIBRARY, TESTS, TRAIN, Source
+from train.head_evaluation import mean_tau
 from train.ngram import NGram
 from train.recipes import Evaluation, Recipe
 from train.stages import Deadline
@@ -90,7 +91,7 @@ def evaluate(
         f"bits_per_byte/{NGRAM_ORDER}-gram over tokens",
         lambda: _by_kind(_ngram_bits(tokenizer, documents), held),
     )
-    score = partial(target_bits, target, tokenizer, window=recipe.target_fit.window, stride=settings.stride)
+    score = partial(target_bits, target, tokenizer, window=recipe.target_window, stride=settings.stride)
     results.part("bits_per_byte/target", lambda: _by_kind(score, held))
 
     prompts, truth = heldout_prompts(recipe, tokenizer, documents)
@@ -111,7 +112,7 @@ def evaluate(
         for budget, width in shapes:
             results.part(
                 f"tau/T={temperature:g}/budget={budget}/width={width}",
-                partial(_tau, target, head, prompts, settings, temperature, budget, width),
+                partial(tau, target, head, prompts, settings, temperature, budget, width),
             )
     return results.parts
 
@@ -161,17 +162,7 @@ def heldout_prompts(
     return [r[: settings.prompt_tokens] for r in rows], [r[settings.prompt_tokens :] for r in rows]
 
 
-def repetition(texts: list[list[int]], n: int) -> float:
-    """Share of n-token runs that occurred before in the same text; 0 is none, near 1 is a loop."""
-    runs = repeated = 0
-    for text in texts:
-        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
-        runs += len(grams)
-        repeated += len(grams) - len(set(grams))
-    return round(repeated / max(runs, 1), 4)
-
-
-def _tau(
+def tau(
     target: Target,
     head: Head,
     prompts: list[list[int]],
@@ -188,8 +179,17 @@ def _tau(
     completions = generate_tree(
         target, head, prompts, params, budget=budget, width=width, max_slots=len(prompts)
     )
-    lengths = [length for completion in completions for length in completion.accept_lengths]
-    return round(float(np.mean(lengths)), 3)
+    return round(mean_tau(completions), 3)
+
+
+def repetition(texts: list[list[int]], n: int) -> float:
+    """Share of n-token runs that occurred before in the same text; 0 is none, near 1 is a loop."""
+    runs = repeated = 0
+    for text in texts:
+        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+        runs += len(grams)
+        repeated += len(grams) - len(set(grams))
+    return round(repeated / max(runs, 1), 4)
 
 
 def _by_kind(bits: Callable[[list[str]], float], held: Mapping[str, list[str]]) -> dict[str, float]:

@@ -1,125 +1,215 @@
-"""Distillation of a draft head from its frozen target, on text that the target wrote.
+"""Training of a draft head from a recipe, a target and a folder of documents, to a checkpoint that decodes.
 
-Shapes as in `train.attention`; N sequences, F taps.
+The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``, and
+at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``training.png``.
 """
 
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int, Key, UInt16
 
-from jetspec_jax.checkpoint import Target, resolve_dtype
-from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights, bind, build, weights_of
-from train.attention import causal_attend
-from train.blocks import draft_blocks, sample_anchors, teacher_rows
-from train.objectives import accepted_length, depth_weights, forward_kl, weighted_mean
-from train.recipes import Distillation, Recipe
-from train.regenerate import Regenerated
-from train.stages import Deadline
-from train.target import cast, validator
-from train.trainer import Loss, Metrics, train
-
-# Sequences kept for validation, at most; the fixed draws that validate on them.
-VALIDATION_SEQUENCES, VALIDATION_DRAWS = 256, 4
-
-
-class HeadData(NamedTuple):
-    """What a step draws from, and the frozen target that reads it.
-
-    Attributes:
-        tokens: Sequences.
-        first: Index of each sequence's first token that the target wrote.
-        target: The target's weights.
-    """
-
-    tokens: UInt16[Array, "N T"]
-    first: Int[Array, "N"]
-    target: Weights
-
-
-def distillation_loss(
-    head_config: DraftHeadConfig,
-    target_config: ModelConfig,
-    settings: Distillation,
-    batch: int,
-    dtype: jnp.dtype,
-) -> Loss:
-    """Forward KL to the target at every slot after the anchor, over random blocks of random sequences.
-
-    Its metrics are the loss by depth, the accuracy by depth and the expected accepted length against the
-    target's likeliest tokens: what a greedy chain would be accepted of, the bonus token not counted.
-    """
-    k = head_config.block_size
-
-    def loss(weights: Weights, data: HeadData, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
-        row_key, anchor_key = jax.random.split(key)
-        rows = jax.random.randint(row_key, (batch,), 0, data.tokens.shape[0])
-        tokens = data.tokens[rows].astype(jnp.int32)
-        anchors = sample_anchors(anchor_key, data.first[rows], tokens.shape[1], settings.anchors, k)
-        target = bind(target_config, cast(data.target, dtype))
-        head = bind(head_config, cast(weights, dtype))
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        out = target(tokens, positions, causal_attend(), taps=head_config.tap_layers)
-        student = draft_blocks(head, target, tokens, out.taps, anchors)[:, :, 1:]
-        teacher = teacher_rows(out.hidden, anchors, k)
-        kl, matches = forward_kl(
-            student.reshape(-1, student.shape[-1]),
-            teacher.reshape(-1, teacher.shape[-1]),
-            target.logits,
-            temperature=settings.temperature,
-            chunk=settings.chunk,
-        )
-        kl, matches = kl.reshape(-1, k - 1), matches.reshape(-1, k - 1)
-        return weighted_mean(kl, depth_weights(k - 1, settings.gamma)), {
-            "loss_by_depth": jnp.mean(kl, axis=0),
-            "accuracy_by_depth": jnp.mean(matches.astype(jnp.float32), axis=0),
-            "accepted_length": accepted_length(matches),
-        }
-
-    return loss
+from jetspec_jax.checkpoint import Head, Target, load_draft_head, resolve_dtype
+from jetspec_jax.config import check_head_fits
+from jetspec_jax.engine import TreeSettings
+from jetspec_jax.models import Weights
+from jetspec_jax.safetensors_io import save_checkpoint
+from jetspec_jax.sharding import on_one_device, parameter_shardings
+from train.distillation import distillation_loss
+from train.documents import Documents
+from train.head_evaluation import HeadEvaluator, HeldOut, mean_tau
+from train.head_recipe import HeadRecipe
+from train.head_start import Beginning, begin_head
+from train.loader import batches
+from train.manifest import HELDOUT, TRAIN
+from train.mesh import in_turn, make_mesh, one_device, spread
+from train.plot import plot_training
+from train.stages import Deadline, claim, fresh
+from train.trainer import Trained, train
 
 
 def train_head(
-    folder: Path,
-    recipe: Recipe,
-    config: DraftHeadConfig,
+    work: Path,
+    recipe: HeadRecipe,
     target: Target,
-    text: Regenerated,
+    data: Path,
     deadline: Deadline,
-) -> Weights:
-    """Trains a draft head from nothing, with float32 masters, and returns its best weights.
+    *,
+    checkpoint: str | Path | None = None,
+    label: str = "head",
+) -> Path:
+    """Trains a draft head, or goes on with what the folder holds, and returns the finished head's folder.
+
+    Args:
+        work: Everything made goes here.
+        recipe: How to train.
+        target: The target, loaded in the recipe's dtype.
+        data: A finished folder of documents.
+        deadline: When to stop, after saving.
+        checkpoint: The head to begin with, for recipes that do.
+        label: For the progress bar.
 
     Raises:
         OutOfTime: The deadline passed; calling again goes on.
-        ValueError: Sequences are shorter than a block.
+        FileNotFoundError: Documents or checkpoint are not there.
+        ValueError: The folder was begun with other settings; or recipe, target, documents and devices do not
+            go together.
+        NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
+        CheckpointError: A checkpoint could not be written; the one before it stays.
     """
-    fit, dtype = recipe.head_fit, resolve_dtype("auto")
-    if text.tokens.shape[1] <= config.block_size:
+    recipe.check()
+    documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
+    check_documents(documents, target)
+    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
+    check_head_fits(beginning.config, target.config)
+    if beginning.config.block_size > recipe.window:
         raise ValueError(
-            f"sequences of {text.tokens.shape[1]} tokens hold no block of {config.block_size} slots"
+            f"a block of {beginning.config.block_size} slots does not fit a window of {recipe.window} tokens"
         )
-    kept = min(VALIDATION_SEQUENCES, len(text.tokens) // 8)
-    data, validation = (
-        HeadData(jnp.asarray(text.tokens[part]), jnp.asarray(text.first[part]), target.weights)
-        for part in (slice(kept, None), slice(kept))
-    )
-    loss = distillation_loss(config, target.config, recipe.distillation, fit.batch, dtype)
-    keys = jax.random.split(jax.random.key(recipe.seed + 1), VALIDATION_DRAWS)
+    if recipe.evaluation.prompts:
+        for budget in recipe.evaluation.budgets:
+            trees = TreeSettings(budget, recipe.evaluation.width, None)
+            trees.check(target.config, beginning.config.depth)
+    run = _Run(work, recipe, target, beginning, held)
+    # Only now, when all is known to go together: a folder that was claimed takes no other recipe.
+    with in_turn():
+        claim(
+            work,
+            {
+                **asdict(recipe),
+                "begins_as": beginning.raw,
+                "data": documents.settings.plain(),
+                "target": asdict(target.config),
+            },
+        )
+    folder, picture = work / "draft_head", work / "training.png"
+    if picture.exists():  # the last thing that is made
+        return folder
+    trained = run.train(documents, deadline, label)
+    weights = on_one_device(trained.weights)
+    with in_turn() as first:
+        if first:
+            save_checkpoint(fresh(folder), beginning.raw, weights)
+            _write_json(work / "evaluation.json", run.final_evaluation(folder, trained))
+            plot_training(work / "log.jsonl", picture, label)
+    return folder
 
-    validate = validator(loss, keys, dtype)
 
-    return train(
-        folder,
-        fit,
+def check_documents(documents: Documents, target: Target) -> None:
+    """Raises ValueError if documents hold ids that the target does not have."""
+    if documents.settings.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
+            f"has {target.config.vocab_size}"
+        )
+
+
+def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) -> Mapping[str, Any]:
+    """A head's loss and accuracy on held-out documents, as a run of the recipe would log them."""
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, prompts=0))
+    mesh, dtype = one_device(), target.weights["embed_tokens"].dtype
+    loss = distillation_loss(head.config, target.config, recipe.objective, dtype)
+    look = HeadEvaluator(
+        head.config,
+        target,
+        target.weights,
         loss,
-        weights_of(build(config, rngs=nnx.Rngs(recipe.seed + 1))),
-        data,
-        validate=lambda weights: validate(weights, validation),
+        recipe.evaluation,
+        HeldOut.of(held, recipe, target.config.max_position_embeddings),
+        batch=recipe.fit.batch,
+        dtype=dtype,
+        mesh=mesh,
         seed=recipe.seed + 1,
-        deadline=deadline,
-        label="head",
     )
+    return look(head.weights).record
+
+
+class _Run:
+    """The parts of a training run, placed on its mesh."""
+
+    def __init__(self, work: Path, recipe: HeadRecipe, target: Target, beginning: Beginning, held: Documents):
+        self.work, self.recipe, self.target, self.beginning = work, recipe, target, beginning
+        dtype = resolve_dtype(recipe.dtype)
+        self.mesh = make_mesh(recipe.mesh)
+        recipe.fit.check(self.mesh.size)
+        self.shardings = parameter_shardings(beginning.config, self.mesh)
+        self.frozen: Weights = spread(target.weights, parameter_shardings(target.config, self.mesh))
+        self.loss = distillation_loss(
+            beginning.config, target.config, recipe.objective, dtype, remat=recipe.remat
+        )
+        self.evaluator = HeadEvaluator(
+            beginning.config,
+            target,
+            self.frozen,
+            self.loss,
+            recipe.evaluation,
+            HeldOut.of(held, recipe, target.config.max_position_embeddings),
+            batch=recipe.fit.batch // recipe.fit.accumulation,
+            dtype=dtype,
+            mesh=self.mesh,
+            seed=recipe.seed + 1,
+        )
+
+    def train(self, documents: Documents, deadline: Deadline, label: str) -> Trained:
+        recipe, processes = self.recipe, jax.process_count()
+        if recipe.fit.batch % processes:
+            raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")
+        source = batches(
+            documents,
+            recipe.window,
+            recipe.fit.batch // processes,
+            recipe.seed,
+            process_index=jax.process_index(),
+            process_count=processes,
+        )
+        try:
+            return train(
+                self.work,
+                recipe.fit,
+                self.loss,
+                self.beginning.weights,
+                frozen=self.frozen,
+                batches=source,
+                evaluate=self.evaluator,
+                seed=recipe.seed,
+                deadline=deadline,
+                label=label,
+                mesh=self.mesh,
+                shardings=self.shardings,
+                deterministic=recipe.deterministic,
+                tokens_per_step=recipe.fit.batch * recipe.window,
+            )
+        finally:
+            source.close()
+
+    def final_evaluation(self, folder: Path, trained: Trained) -> dict[str, Any]:
+        """What the written head does with the held-out prompts, loaded as others will load it."""
+        head = load_draft_head(folder, dtype=self.recipe.dtype, target=self.target)
+        # Placed as in the evaluations before: the same programs decode then, instead of new ones.
+        device = jax.local_devices()[0]
+        target = replace(self.target, weights=jax.device_put(self.target.weights, device))
+        head = replace(head, weights=jax.device_put(head.weights, device))
+        completions = self.evaluator.decode(target, head)
+        return {
+            "best_step": trained.step,
+            "score": trained.score,
+            "tau": {str(budget): mean_tau(own) for budget, own in completions.items()},
+            "new_tokens": self.recipe.evaluation.new_tokens,
+            "width": self.recipe.evaluation.width,
+            "prompts": [
+                {
+                    "token_ids": prompt,
+                    "tau": {str(budget): mean_tau([own[i]]) for budget, own in completions.items()},
+                }
+                for i, prompt in enumerate(self.evaluator.held.prompts)
+            ],
+        }
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    partial.rename(path)

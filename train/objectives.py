@@ -1,52 +1,127 @@
-"""Losses over rows of hidden states. Logits are made and dropped chunk by chunk, on the way back too.
+"""What a draft head, or a target, is trained to minimise, row by row.
 
-Shapes: R rows, M model, V vocabulary. ``logits`` maps hidden rows ``[1, R, M]`` to float32 ``[1, R, V]``.
+Logits are the largest arrays of training, so they are made and dropped chunk by chunk. Shapes: B sequences,
+T tokens, N draft rows of a sequence, R rows, D draft depth, M model, V vocabulary. ``logits`` maps hidden
+rows ``[B, N, M]`` to ``[B, N, V]``.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-Logits = Callable[[Float[Array, "1 R M"]], Float[Array, "1 R V"]]
+Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
+
+#: Forward KL to the target, reverse KL, or the negative log-likelihood of the text's own next token.
+LossName = Literal["forward_kl", "reverse_kl", "sft"]
+LOSSES: tuple[str, ...] = get_args(LossName)
 
 
-def next_token_loss(
-    hidden: Float[Array, "R M"], labels: Int[Array, "R"], logits: Logits, *, chunk: int
-) -> Float[Array, "R"]:
-    """Negative log-likelihood of each label, in nats."""
+class Mean(NamedTuple):
+    """A weighted mean in two parts, so that means over parts of a batch add up to the mean over all of it."""
 
-    def rows(part: tuple[Array, Array]) -> Array:
-        x, label = part
-        log_p = jax.nn.log_softmax(logits(x[None])[0], axis=-1)
-        return -jnp.take_along_axis(log_p, label[:, None], axis=1)[:, 0]
+    total: Float[Array, "*s"]
+    weight: Float[Array, "*s"]
 
-    return _by_chunks(rows, (hidden, labels), chunk)
+    def value(self) -> Float[Array, "*s"]:
+        """The mean; 0 where nothing was weighed."""
+        return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
-def forward_kl(
-    student: Float[Array, "R M"],
-    teacher: Float[Array, "R M"],
-    logits: Logits,
-    *,
-    temperature: float,
-    chunk: int,
-) -> tuple[Float[Array, "R"], Bool[Array, "R"]]:
-    """``T² KL(teacher || student)`` of each row in nats, and whether both have the same likeliest token.
+class DraftRows(NamedTuple):
+    """What the draft rows of some sequences gave.
 
-    Source: the JetSpec paper's distillation objective, with both sides read by the target's own output table.
+    Attributes:
+        loss: In nats.
+        matches: Whether the likeliest token is the target's.
     """
 
-    def rows(part: tuple[Array, Array]) -> tuple[Array, Array]:
-        own, given = (logits(x[None])[0] for x in part)
-        log_q = jax.nn.log_softmax(own / temperature, axis=-1)
-        log_p = jax.lax.stop_gradient(jax.nn.log_softmax(given / temperature, axis=-1))
-        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1) * temperature**2
-        return kl, jnp.argmax(own, axis=-1) == jnp.argmax(given, axis=-1)
+    loss: Float[Array, "B N"]
+    matches: Bool[Array, "B N"]
 
-    return _by_chunks(rows, (student, teacher), chunk)
+
+def draft_losses(
+    student: Float[Array, "B N M"],
+    teacher: Float[Array, "B T M"],
+    rows: Int[Array, "B N"],
+    labels: Int[Array, "B N"],
+    logits: Logits,
+    *,
+    loss: LossName,
+    temperature: float,
+    chunk: int,
+) -> DraftRows:
+    """The loss of each draft row against the target's row that predicts the same token.
+
+    With p the target's and q the head's distribution, both at ``temperature`` T and both read by the target's
+    own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, or ``-log q(label)`` at
+    temperature 1. The target's logits are made once for each of its rows, in the weights' type: many blocks
+    learn from one row. The gradient with regard to ``student`` is computed beside the loss, chunk by chunk,
+    so that the head's logits are made once too; nothing else has a gradient.
+
+    Source: the JetSpec paper's distillation objective and the ones that it compares with.
+
+    Args:
+        student: The head's final-normed hidden states.
+        teacher: The target's, of all tokens.
+        rows: For each draft row the index of the target's row.
+        labels: For each draft row the text's token.
+        logits: The target's output table; it is frozen.
+        loss: Which loss.
+        temperature: T.
+        chunk: Rows of a sequence whose logits exist at a time.
+    """
+    given = jax.lax.stop_gradient(logits(teacher))
+    best = jnp.argmax(given, axis=-1).astype(jnp.int32)
+
+    def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
+        own = logits(x)
+        matches = jnp.argmax(own, axis=-1) == jnp.take_along_axis(best, index, axis=1)
+        if loss == "sft":
+            log_q = jax.nn.log_softmax(own.astype(jnp.float32), axis=-1)
+            return -jnp.take_along_axis(log_q, label[:, :, None], axis=2)[:, :, 0], matches
+        log_q = jax.nn.log_softmax(own.astype(jnp.float32) / temperature, axis=-1)
+        target_rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
+        log_p = jax.nn.log_softmax(target_rows.astype(jnp.float32) / temperature, axis=-1)
+        if loss == "forward_kl":
+            divergence = jnp.exp(log_p) * (log_p - log_q)
+        else:
+            divergence = jnp.exp(log_q) * (log_q - log_p)
+        return jnp.sum(divergence, axis=-1) * temperature**2, matches
+
+    def with_gradient(x: Array, index: Array, label: Array) -> tuple[Array, Array, Array]:
+        value, pull, matches = jax.vjp(lambda x: losses(x, index, label), x, has_aux=True)
+        return value, matches, pull(jnp.ones_like(value))[0]
+
+    # A row's loss depends on that row alone: the gradient of each row's own loss is all that a backward pass
+    # needs, whatever the rows are weighted by later.
+    @jax.custom_vjp
+    def run(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
+        return _by_chunks(losses, (x, index, label), chunk)
+
+    def forward(x: Array, index: Array, label: Array) -> tuple[tuple[Array, Array], Array]:
+        value, matches, gradient = _by_chunks(with_gradient, (x, index, label), chunk)
+        return (value, matches), gradient
+
+    def backward(gradient: Array, cotangents: tuple[Array, Any]) -> tuple[Array, None, None]:
+        return gradient * cotangents[0][:, :, None].astype(gradient.dtype), None, None
+
+    run.defvjp(forward, backward)
+    return DraftRows(*run(student, rows, labels))
+
+
+def next_token_losses(
+    hidden: Float[Array, "B T M"], labels: Int[Array, "B T"], logits: Logits, *, chunk: int
+) -> Float[Array, "B T"]:
+    """Negative log-likelihood of each label, in nats; the backward pass makes each chunk's logits again."""
+
+    def losses(x: Array, label: Array) -> Array:
+        log_p = jax.nn.log_softmax(logits(x).astype(jnp.float32), axis=-1)
+        return -jnp.take_along_axis(log_p, label[:, :, None], axis=2)[:, :, 0]
+
+    return _by_chunks(jax.checkpoint(losses), (hidden, labels), chunk)
 
 
 def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
@@ -58,25 +133,33 @@ def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
     return jnp.exp(-k / gamma) if gamma else jnp.ones_like(k)
 
 
-def weighted_mean(values: Float[Array, "N D"], weights: Float[Array, "D"]) -> Float[Array, ""]:
-    """Mean over rows, weighted by depth."""
-    return jnp.sum(values * weights[None, :]) / (values.shape[0] * jnp.sum(weights))
+def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*blocks D"]) -> Mean:
+    """Mean number of leading matches: what a greedy chain would have had accepted of each block.
+
+    Args:
+        matches: Whether a slot's likeliest token is the target's.
+        learn: Which slots lie in the text that is learnt; a block without one does not count.
+    """
+    leading = jnp.cumprod((matches & learn).astype(jnp.float32), axis=-1)
+    return Mean(jnp.sum(leading), jnp.sum(learn[..., 0].astype(jnp.float32)))
 
 
-def accepted_length(matches: Bool[Array, "N D"]) -> Float[Array, ""]:
-    """Mean number of leading matches: what a greedy chain would have had accepted of each block."""
-    return jnp.mean(jnp.sum(jnp.cumprod(matches.astype(jnp.float32), axis=-1), axis=-1))
+def _by_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], chunk: int) -> Any:
+    """Maps a function over chunks of the arrays' second axis, one after the other.
 
-
-def _by_chunks(rows: Callable[[Any], Any], arrays: tuple[Array, ...], chunk: int) -> Any:
-    """Maps a function of rows over chunks of them; the backward pass computes each chunk again."""
-    count = arrays[0].shape[0]
+    The first axis, of sequences, stays whole: it is the one that is split over devices.
+    """
+    count = arrays[0].shape[1]
     chunk = min(chunk, count)
-    whole = -(-count // chunk) * chunk
+    chunks = -(-count // chunk)
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, whole - count), *(((0, 0),) * (x.ndim - 1))))
-        return padded.reshape(whole // chunk, chunk, *x.shape[1:])
+        x = jnp.pad(x, ((0, 0), (0, chunks * chunk - count), *(((0, 0),) * (x.ndim - 2))))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0)
 
-    out = jax.lax.map(jax.checkpoint(rows), tuple(split(x) for x in arrays))
-    return jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:])[:count], out)
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], chunks * chunk, *x.shape[3:])[:, :count]
+
+    out = jax.lax.map(lambda part: function(*part), tuple(split(x) for x in arrays))
+    return jax.tree.map(join, out)

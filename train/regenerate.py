@@ -1,147 +1,193 @@
-"""Text written by the target: the batched engine continues prompts from the corpus at mixed temperatures."""
+"""Text written by the target: the batched engine continues prompts, into a folder of documents."""
 
+import hashlib
+import json
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt16
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint import Target
-from jetspec_jax.engine import Engine
+from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.engine import PLAIN, Engine, Request, TokenIds, TreeSettings, check_request
+from jetspec_jax.generate import slots_for
 from jetspec_jax.sampling import SamplingParams
-from train.recipes import Recipe
+from train.documents import Writer
+from train.manifest import REGENERATE, Settings, ShardPlan
+from train.records import Document
 from train.stages import Deadline
-from train.tokens import Stream, line_starts
+
+# What a document depends on, besides the target, its prompt and its seed.
+SAMPLED_BY = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
 
 
-class Regenerated(NamedTuple):
-    """Sequences of prompt and continuation.
+class Prompts(NamedTuple):
+    """What to continue, and how.
 
     Attributes:
-        tokens: All of one length.
-        first: Index of the first token that the target wrote.
-        temperature: At which it wrote.
+        tokens: Token ids of each prompt.
+        params: Each prompt's sampling; its seed is not used, see `document_seed`.
     """
 
-    tokens: UInt16[np.ndarray, "N T"]
-    first: Int[np.ndarray, "N"]
-    temperature: np.ndarray
+    tokens: Sequence[TokenIds]
+    params: Sequence[SamplingParams]
 
 
-class Writer:
-    """Lets a target continue prompts from a corpus, into files that are written once."""
+def document_seed(seed: Sequence[int], index: int) -> int:
+    """The seed of one document's sampling: it depends on nothing else, so shards and slots do not matter."""
+    return int(np.random.SeedSequence([*seed, index]).generate_state(1, np.uint64)[0])
 
-    def __init__(
-        self,
-        stream: Stream,
-        newline_ids: Int[np.ndarray, "n"],
-        prompt: tuple[int, int],
-        length: int,
-        slots: int,
-    ):
-        """Prepares prompts that begin at lines of the stream.
 
-        Args:
-            stream: The corpus.
-            newline_ids: Tokens that end a line.
-            prompt: Shortest and longest prompt.
-            length: Tokens of a text, its prompt included.
-            slots: Texts written at a time.
+def regeneration_settings(
+    prompts: Prompts,
+    *,
+    target: str,
+    vocab_size: int,
+    dtype: str,
+    seed: Sequence[int],
+    source: str,
+    heldout: int,
+    shard_documents: int,
+) -> Settings:
+    """What a folder of regenerated documents is made with.
 
-        Raises:
-            ValueError: The stream has no line with room for a prompt.
-        """
-        self.stream, self.prompt, self.length, self.slots = stream, prompt, length, slots
-        self._starts = line_starts(stream, newline_ids, before_end=prompt[1])
-        if not len(self._starts):
-            raise ValueError(f"no line of the corpus has {prompt[1]} tokens after it")
+    Args:
+        prompts: All of them.
+        target: The target's name.
+        vocab_size: The target's.
+        dtype: What it computes in.
+        seed: Numbers of at least 0.
+        source: Where the prompts come from.
+        heldout: Documents that are not for training.
+        shard_documents: Most documents of a shard.
 
-    def write(
-        self,
-        path: Path,
-        target: Target,
-        sequences: int,
-        temperatures: tuple[float, ...],
-        seed: list[int],
-        deadline: Deadline,
-    ) -> Regenerated:
-        """The texts of a file, which are written first if it is not there.
-
-        Args:
-            path: The file.
-            target: Who writes.
-            sequences: How many texts.
-            temperatures: Each text is written at one of these.
-            seed: Of the prompts, of the choice of temperatures and of the sampling.
-            deadline: Checked before anything is written.
-
-        Raises:
-            OutOfTime: The deadline passed.
-        """
-        if not path.exists():
-            deadline.check(f"before {path.name}")
-            rng = np.random.default_rng(seed)
-            begin = rng.choice(self._starts, sequences)
-            first = rng.integers(self.prompt[0], self.prompt[1] + 1, sequences)
-            prompts = [self.stream[b : b + n].tolist() for b, n in zip(begin, first, strict=True)]
-            temperature = rng.choice(temperatures, sequences)
-            seeds = rng.integers(2**63, size=sequences)
-            params = [
-                SamplingParams(
-                    temperature=float(temperature[i]),
-                    seed=int(seeds[i]),
-                    max_tokens=self.length - len(prompt),
-                    # As in pretraining, the next document begins in the same window.
-                    ignore_eos=True,
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-            tokens = self._continue(target, prompts, params)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                np.savez(file, tokens=tokens, first=first.astype(np.int32), temperature=temperature)
-            partial.rename(path)
-        with np.load(path) as file:
-            return Regenerated(file["tokens"], file["first"], file["temperature"])
-
-    def _continue(
-        self, target: Target, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> UInt16[np.ndarray, "N T"]:
-        # Only ids are wanted. Slots as long as a text keep attention from walking pages that stay empty.
-        engine = Engine(replace(target, tokenizer=None), slots=self.slots, capacity=self.length)
-        requests = engine.complete(prompts, params)
-        rows = [p + r.output.token_ids for p, r in zip(prompts, requests, strict=True)]
-        return np.asarray(rows, np.uint16)
+    Raises:
+        ValueError: There are no prompts, or a number is out of its range.
+    """
+    if min(seed, default=0) < 0:
+        raise ValueError(f"the seed must be at least 0, not {min(seed)}")
+    digest, seen = hashlib.sha256(), {name: {} for name in SAMPLED_BY}
+    for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
+        own = {name: getattr(params, name) for name in SAMPLED_BY}
+        digest.update(json.dumps([len(np.asarray(tokens)), own]).encode())
+        digest.update(np.asarray(tokens, "<i4").tobytes())
+        for name, value in own.items():
+            seen[name][value] = None
+    lengths = [int(value) for value in seen.pop("max_tokens")]
+    return Settings(
+        mode=REGENERATE,
+        target=target,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        temperatures=tuple(sorted(seen.pop("temperature"))),
+        # Of the lengths, which may be as many as the prompts, the least and the most.
+        sampling={
+            "max_tokens": [min(lengths, default=0), max(lengths, default=0)],
+            **{name: list(values) for name, values in seen.items()},
+        },
+        seed=tuple(seed),
+        source=source,
+        sha256=digest.hexdigest(),
+        count=len(prompts.tokens),
+        heldout=heldout,
+        shard_documents=shard_documents,
+    )
 
 
 def regenerate(
-    folder: Path,
-    recipe: Recipe,
+    writer: Writer,
     target: Target,
-    stream: Stream,
-    newline_ids: Int[np.ndarray, "n"],
+    prompts: Prompts,
+    *,
+    head: Head | None = None,
+    tree: TreeSettings = PLAIN,
+    slots: int,
     deadline: Deadline,
-) -> Regenerated:
-    """All shards of a recipe, of which those that are missing are written first.
+) -> None:
+    """Writes the shards that are missing: each document is a prompt and the target's continuation of it.
+
+    A continuation keeps the end-of-sequence token that ended it, and all its tokens are to be learnt.
+
+    Args:
+        writer: The folder; its settings are those of these prompts.
+        target: Who writes.
+        prompts: What to continue.
+        head: A draft head, which makes it faster and changes nothing.
+        tree: The head's trees.
+        slots: Documents written at a time.
+        deadline: Checked before a shard is begun; what was begun is finished.
 
     Raises:
         OutOfTime: The deadline passed; calling again writes the others.
-        ValueError: The stream has no line with room for a prompt.
+        ValueError: A request cannot be served; nothing has been written then.
+        DeviceMemoryError: The device cannot hold so many slots.
     """
-    settings = recipe.regeneration
-    writer = Writer(stream, newline_ids, settings.prompt, settings.length, settings.slots)
-    shards = [
-        writer.write(
-            folder / f"shard-{shard:03d}.npz",
-            target,
-            settings.sequences,
-            settings.temperatures,
-            [recipe.seed, shard],
-            deadline,
-        )
-        for shard in tqdm(range(settings.shards), desc="regenerate", unit=" shards")
+    todo, seed = deque(writer.missing), writer.settings.seed
+    if not todo:
+        return
+    deadline.check(progress(writer))
+    for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
+        check_request(target, tokens, params)
+    count = writer.settings.count
+    lengths = [
+        len(np.asarray(tokens)) + params.max_tokens
+        for tokens, params in zip(prompts.tokens, prompts.params, strict=True)
     ]
-    return Regenerated(*(np.concatenate(parts) for parts in zip(*shards, strict=True)))
+    engine = Engine(
+        replace(target, tokenizer=None),  # only ids are wanted
+        head,
+        tree,
+        slots=slots_for(count, slots),
+        # Of all documents, not of those left, so that a run that goes on computes in the same shapes; and no
+        # longer, so that attention does not walk pages that stay empty.
+        capacity=max(lengths),
+    )
+
+    def submit(index: int) -> Request:
+        params = replace(prompts.params[index], seed=document_seed(seed, index))
+        return engine.submit(prompts.tokens[index], params)
+
+    begun: list[tuple[ShardPlan, list[Request]]] = []
+    done = count - sum(len(plan.indices) for plan in todo)
+    with tqdm(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
+        while todo or begun:
+            # The next shard begins while the last documents of this one are written: no slot is idle.
+            while todo and sum(map(_unfinished, begun)) < engine.size.slots and not deadline.passed():
+                plan = todo.popleft()
+                begun.append((plan, [submit(index) for index in plan.indices]))
+            if not begun:
+                deadline.stop(progress(writer))
+            engine.step()
+            finished = [shard for shard in begun if not _unfinished(shard)]
+            begun = [shard for shard in begun if _unfinished(shard)]
+            for plan, requests in finished:
+                ended = sum(request.output.finish_reason == "stop" for request in requests)
+                writer.write(plan, [_document(request) for request in requests], ended)
+                done += len(requests)
+            bar.update(done + sum(len(s[1]) - _unfinished(s) for s in begun) - bar.n)
+
+
+def _unfinished(shard: tuple[ShardPlan, list[Request]]) -> int:
+    return sum(request.output.finish_reason is None for request in shard[1])
+
+
+def _document(request: Request) -> Document:
+    own = np.asarray(request.output.token_ids, np.int32)
+    learn = np.arange(len(request.prompt) + len(own)) >= len(request.prompt)
+    return Document(np.concatenate([request.prompt, own]), learn)
+
+
+def progress(writer: Writer) -> str:
+    """How far a folder is, in words."""
+    total = len(writer.plans)
+    return f"{writer.folder}: {total - len(writer.missing)} of {total} shards are written"

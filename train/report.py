@@ -18,7 +18,7 @@ def render(recipe: Recipe, manifest: Manifest, results: Mapping[str, Any]) -> st
         target_millions=results["target_parameters"] / 1e6,
         head_millions=results["head_parameters"] / 1e6,
         megabytes=results["bytes"] / 1e6,
-        block_size=recipe.distillation.block_size,
+        block_size=results["block_size"],
         corpus=manifest.name,
         files=len(manifest.files),
         manifest=recipe.manifest,

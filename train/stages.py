@@ -3,11 +3,9 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from train.recipes import Recipe
+from typing import Any
 
 
 class OutOfTime(Exception):
@@ -72,24 +70,34 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
         print(f"{name}: done in {seconds:.1f} s", flush=True)
 
 
-def claim(work: Path, recipe: Recipe) -> None:
-    """Takes a work folder for a recipe.
+def claim(work: Path, settings: Mapping[str, Any]) -> None:
+    """Takes a work folder for some settings, which are kept there as ``recipe.json``.
 
     Raises:
-        ValueError: The folder belongs to another recipe; the fields that differ are listed.
+        ValueError: The folder was made with other settings; all that differ are listed.
     """
     path = work / "recipe.json"
-    mine = json.loads(json.dumps(asdict(recipe)))
+    mine = json.loads(json.dumps(settings))
     if not path.exists():
         work.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+        partial.rename(path)
         return
-    theirs = json.loads(path.read_text(encoding="utf-8"))
-    names = sorted({*mine, *theirs})
-    differing = [name for name in names if mine.get(name) != theirs.get(name)]
+    here, there = _flat(mine), _flat(json.loads(path.read_text(encoding="utf-8")))
+    differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
-        listed = "; ".join(f"{name}: {theirs.get(name)} there, {mine.get(name)} here" for name in differing)
+        listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
         raise ValueError(f"{work} was made with another recipe ({listed}); name another folder")
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested objects by their dotted names."""
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("."): tree}
+    return {
+        name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}.").items()
+    }
 
 
 def fresh(folder: Path) -> Path:

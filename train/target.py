@@ -1,6 +1,5 @@
 """Pretraining of a target on windows of the corpus. Shapes: B windows of T tokens, V vocabulary."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,17 @@ from jetspec_jax.checkpoint import resolve_dtype
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights, bind, build, weights_of
 from train.attention import causal_attend
-from train.objectives import next_token_loss
-from train.recipes import Fit, Recipe
+from train.objectives import Mean, next_token_losses
+from train.precision import as_shipped, cast
+from train.recipes import Recipe
 from train.stages import Deadline
 from train.tokens import Stream, draw_windows
-from train.trainer import Loss, Metrics, train
+from train.trainer import DrawnOnDevice, Evaluated, Loss, Means, train
 
-# Rows of logits made at a time: 4,096 entries each in float32 make 0.5 GB.
-CHUNK = 32768
+# Rows of a window whose logits are made at a time.
+CHUNK = 2048
 # Windows of the validation split, at most.
 VALIDATION_WINDOWS = 128
-
-
-def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """Weights as a forward pass uses them; the gradient goes to what was cast."""
-    return jax.tree.map(lambda w: w.astype(dtype), weights)
-
-
-def validator(loss: Loss, keys: Key[Array, "n"], dtype: jnp.dtype) -> Callable[[Weights, Any], Metrics]:
-    """Mean of a loss and its metrics over fixed draws, of weights rounded to bfloat16, which ship."""
-
-    @jax.jit
-    def validate(weights: Weights, data: Any, keys: Key[Array, "n"]) -> Metrics:
-        rounded = cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
-        value, metrics = jax.lax.map(lambda key: loss(rounded, data, key), keys)
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **metrics})
-
-    return lambda weights, data: validate(weights, data, keys)
 
 
 def token_losses(
@@ -52,18 +35,15 @@ def token_losses(
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1])[None, :], inputs.shape)
     hidden = model(inputs, positions, causal_attend()).hidden
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return next_token_loss(rows, labels.reshape(-1), model.logits, chunk=CHUNK).reshape(labels.shape)
+    return next_token_losses(hidden, labels, model.logits, chunk=CHUNK)
 
 
-def pretraining_loss(config: ModelConfig, fit: Fit, dtype: jnp.dtype) -> Loss:
-    """Mean negative log-likelihood of windows drawn from a stream."""
+def pretraining_loss(config: ModelConfig, windows: int, window: int, dtype: jnp.dtype) -> Loss:
+    """Mean negative log-likelihood of some windows drawn from a stream, the loss's ``frozen`` argument."""
 
-    def loss(
-        weights: Weights, data: UInt16[Array, "S"], key: Key[Array, ""]
-    ) -> tuple[Float[Array, ""], Metrics]:
-        tokens = draw_windows(key, data, fit.batch, fit.window + 1)
-        return jnp.mean(token_losses(config, cast(weights, dtype), tokens)), {}
+    def loss(weights: Weights, frozen: UInt16[Array, "S"], batch: Any, key: Key[Array, ""]) -> Means:
+        nats = token_losses(config, cast(weights, dtype), draw_windows(key, frozen, windows, window + 1))
+        return {"loss": Mean(jnp.sum(nats), jnp.float32(nats.size))}
 
     return loss
 
@@ -83,7 +63,7 @@ def train_target(
         ValueError: The validation stream is shorter than a window.
     """
     fit, dtype = recipe.target_fit, resolve_dtype("auto")
-    width = fit.window + 1
+    width = recipe.target_window + 1
     count = min(VALIDATION_WINDOWS, len(validation) // width)
     if not count:
         raise ValueError(f"the validation split of {len(validation)} tokens has no window of {width}")
@@ -92,18 +72,23 @@ def train_target(
 
     @jax.jit
     def mean_loss(weights: Weights, windows: Int[Array, "n B T"]) -> Float[Array, ""]:
-        # bfloat16 is what ships, so it is what decides.
-        weights = cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)
-        return jnp.mean(jax.lax.map(partial(token_losses, config, weights), windows))
+        return jnp.mean(jax.lax.map(partial(token_losses, config, as_shipped(weights, dtype)), windows))
 
-    return train(
+    def evaluate(weights: Weights) -> Evaluated:
+        loss = float(mean_loss(weights, windows))
+        return Evaluated({"validation_loss": loss}, -loss)
+
+    trained = train(
         folder,
         fit,
-        pretraining_loss(config, fit, dtype),
+        pretraining_loss(config, fit.batch, recipe.target_window, dtype),
         weights_of(build(config, rngs=nnx.Rngs(recipe.seed))),
-        jnp.asarray(np.asarray(stream)),
-        validate=lambda weights: {"loss": mean_loss(weights, windows)},
+        frozen=jnp.asarray(np.asarray(stream)),
+        batches=DrawnOnDevice(),
+        evaluate=evaluate,
         seed=recipe.seed,
         deadline=deadline,
         label="target",
+        tokens_per_step=fit.batch * recipe.target_window,
     )
+    return trained.weights

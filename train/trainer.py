@@ -1,14 +1,11 @@
-"""The training loop: optax, Orbax checkpoints, a JSONL log, a progress bar.
+"""The training loop: a jitted step over a mesh, checkpoints, a log, a progress bar.
 
-A step is a pure function of the state and of arrays on the device: its windows and its randomness come from
-the seed and the step's number. So a checkpoint is the state alone, and a run that was stopped at any point
-goes on exactly as if it had not been.
+A step is a function of the state and of a batch: its randomness comes from the state's key and the step's
+number. A checkpoint is the state and the position in the data, so a run that was stopped at any point goes
+on exactly as if it had not been.
 """
 
-import json
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,50 +13,106 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from jaxtyping import Array, Float, Int, Key
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key, UInt32
 from tqdm import tqdm
 
 from jetspec_jax.models import Weights
-from train.recipes import Fit
+from train.checkpoints import Best, Checkpoints
+from train.fit import Fit, make_optimizer, schedule
+from train.log import TrainingLog
+from train.mesh import agreed, one_device, put_batch, replicated, spread
+from train.objectives import Mean
 from train.stages import Deadline
 
-Metrics = dict[str, Any]
+#: Means by name; "loss" is what is minimised.
+Means = dict[str, Mean]
+
+# The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
+DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """What is minimised: draws its batch from ``data`` by ``key``."""
+    """What is minimised. A mean comes in two parts, so that parts of a batch add up to the whole batch."""
 
-    def __call__(self, weights: Weights, data: Any, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
-        """The loss and what else to log."""
+    def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
+        """The loss of some weights on a batch, and what else to log."""
         ...
 
 
+@runtime_checkable
+class Batches(Protocol):
+    """An endless source of batches with a position that JSON can hold; grain's iterators are such sources."""
+
+    def __next__(self) -> Any:
+        """This process's part of the next batch: NumPy arrays, sequences first."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position after the last batch."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position."""
+        ...
+
+
+class DrawnOnDevice:
+    """For losses that draw their sequences from frozen arrays by the step's key: there is nothing to feed."""
+
+    def __next__(self) -> dict[str, Any]:
+        """No arrays."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """No position: the step's number is all."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
 class TrainState(NamedTuple):
-    """All that a run is at some step; the best weights are those of the lowest validation loss so far."""
+    """All arrays that a run is at some step.
+
+    Attributes:
+        step: Steps done.
+        key: Of everything random in the steps, as data that a checkpoint can hold.
+        weights: float32 masters.
+        optimizer: The optimiser's state.
+    """
 
     step: Int[Array, ""]
+    key: UInt32[Array, "_"]
     weights: Weights
     optimizer: Any
-    best: Weights
-    best_loss: Float[Array, ""]
 
 
-def make_optimizer(fit: Fit) -> optax.GradientTransformation:
-    """AdamW with warm-up, a cosine to a tenth, and clipping; vectors (norms) are not decayed."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, fit.learning_rate, fit.warmup, fit.steps, end_value=0.1 * fit.learning_rate
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(fit.clip),
-        optax.adamw(
-            schedule,
-            b2=0.95,
-            weight_decay=fit.weight_decay,
-            mask=partial(jax.tree.map, lambda w: w.ndim > 1),
-        ),
-    )
+class Evaluated(NamedTuple):
+    """A look at weights on held-out data.
+
+    Attributes:
+        record: What to log.
+        score: What decides which weights are best; higher is better.
+    """
+
+    record: Mapping[str, Any]
+    score: float
+
+
+class Trained(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        weights: Those of the best evaluation.
+        step: When that was.
+        score: What it gave.
+    """
+
+    weights: Weights
+    step: int
+    score: float
 
 
 def train(
@@ -67,117 +120,170 @@ def train(
     fit: Fit,
     loss: Loss,
     weights: Weights,
-    data: Any,
     *,
-    validate: Callable[[Weights], Mapping[str, Any]],
+    frozen: Any,
+    batches: Batches,
+    evaluate: Callable[[Weights], Evaluated],
     seed: int,
     deadline: Deadline,
     label: str,
-) -> Weights:
-    """Trains, or goes on with what the folder holds, and returns the best weights.
+    mesh: Mesh | None = None,
+    shardings: Any = None,
+    deterministic: bool = False,
+    tokens_per_step: int = 0,
+) -> Trained:
+    """Trains, or goes on with what the folder holds.
 
     Args:
-        folder: For checkpoints and ``log.jsonl``.
+        folder: For checkpoints, the log and its TensorBoard files.
         fit: Steps and rates.
         loss: The objective.
         weights: Initial float32 weights.
-        data: Arrays that the objective draws from.
-        validate: Metrics of some weights; its "loss" decides which are best.
+        frozen: Arrays that the objective reads beside the batch; where a mesh is given, spread over it.
+        batches: Feeds the objective.
+        evaluate: Looks at some weights.
         seed: Of everything random in the steps.
         deadline: When to stop, after saving.
         label: For the progress bar.
+        mesh: The devices; None is one.
+        shardings: How the weights lie on the mesh; None is whole on every device.
+        deterministic: Whether a GPU must give the same bits again.
+        tokens_per_step: For the log.
 
     Raises:
         OutOfTime: The deadline passed; the folder holds where to go on.
-        FloatingPointError: A loss is not finite; the last checkpoint before it stays.
+        NonFiniteLoss: A loss is not finite; the last checkpoint before it stays.
+        CheckpointError: A checkpoint could not be written; the one before it stays.
+        ValueError: The fit does not suit the devices.
     """
-    optimizer = make_optimizer(fit)
-    root = jax.random.key(seed)
-
-    @partial(jax.jit, donate_argnums=0)
-    def advance(state: TrainState, data: Any) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(root, state.step)
-        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(state.weights, data, key)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.weights)
-        metrics = {"loss": value, "gradient_norm": _norm(gradient), **metrics}
-        new = optax.apply_updates(state.weights, updates)
-        return state._replace(step=state.step + 1, weights=new, optimizer=optimizer_state), metrics
-
-    weights = jax.tree.map(jnp.asarray, weights)
-    copy = jax.tree.map(jnp.copy, weights)  # the state is donated, so no array may be in it twice
-    state = TrainState(jnp.int32(0), weights, optimizer.init(weights), copy, jnp.float32(jnp.inf))
-    # Checkpoints are written before the loop goes on: small states, and no thread left behind at a stop.
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        last = manager.latest_step()
-        if last is not None:
-            state = manager.restore(last, args=ocp.args.StandardRestore(state))
-        log = _Log(folder / "log.jsonl", kept_steps=last or 0)
-        bar = tqdm(total=fit.steps, initial=last or 0, desc=label, unit=" steps", mininterval=2)
-        with bar:
-            for step in range(last or 0, fit.steps):
-                state, metrics = advance(state, data)
-                log.add(step + 1, metrics)
-                done = step + 1
+    mesh = mesh or one_device()
+    fit.check(mesh.size)
+    loop = Loop(fit, loss, mesh, deterministic)
+    main = jax.process_index() == 0
+    shardings = jax.tree.map(lambda _: replicated(mesh), weights) if shardings is None else shardings
+    state = loop.begin(weights, shardings, seed)
+    with Checkpoints(folder) as checkpoints:
+        first, best = checkpoints.latest() or 0, checkpoints.best()
+        if first:
+            state, host = checkpoints.restore(state)
+            batches.set_state(host["data"])
+        bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
+        with TrainingLog(folder, kept_steps=first, main=main) as log, bar:
+            for done in range(first + 1, fit.steps + 1):
+                state, metrics = loop.advance(state, frozen, next(batches))
+                log.add(done, metrics, tokens_per_step)
                 at_end = done == fit.steps
                 if at_end or done % fit.log_every == 0:
                     bar.set_postfix(loss=f"{log.flush():.3f}")
                     bar.update(done - bar.n)
                 if at_end or done % fit.evaluate_every == 0:
                     log.flush()
-                    state = _keep_best(state, validate(state.weights), log, done)
-                stop = deadline.passed() and not at_end
+                    with log.paused():
+                        record, score = evaluate(state.weights)
+                        log.write("evaluation", done, record)
+                        if agreed(score > best.score):
+                            best = Best(done, score)
+                            checkpoints.save_best(best, state.weights)
+                # Asking the other processes waits for the devices, as writing the log does.
+                looks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
+                stop = looks and agreed(deadline.passed())
                 if at_end or stop or done % fit.save_every == 0:
                     log.flush()
-                    manager.save(done, args=ocp.args.StandardSave(state))
+                    checkpoints.save(done, state, {"data": batches.get_state()})
                 if stop:
                     deadline.stop(f"{label}: step {done} of {fit.steps}")
-    return state.best
+        return Trained(checkpoints.restore_best(state.weights), best.step, best.score)
 
 
-def _norm(tree: Any) -> Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+class Loop:
+    """The jitted step of a run, and how state and batches lie on its mesh.
 
+    Attributes:
+        step: Takes state, frozen arrays and a placed batch; the state is donated. It is there after `begin`.
+    """
 
-def _keep_best(state: TrainState, metrics: Mapping[str, Any], log: "_Log", step: int) -> TrainState:
-    log.write({"step": step, **{f"validation_{name}": _plain(x) for name, x in metrics.items()}})
-    if not metrics["loss"] < state.best_loss:
+    step: Any
+
+    def __init__(self, fit: Fit, loss: Loss, mesh: Mesh, deterministic: bool):
+        """Compiles nothing yet."""
+        self.fit, self.loss, self.mesh = fit, loss, mesh
+        self.optimizer = make_optimizer(fit)
+        self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
+
+    def begin(self, weights: Weights, shardings: Any, seed: int) -> TrainState:
+        """The state before the first step; the optimiser's moments lie as the weights do."""
+        whole = replicated(self.mesh)
+        # The state is donated, so the caller's arrays must not be in it.
+        weights = spread(jax.tree.map(jnp.copy, weights), shardings)
+        shapes = jax.eval_shape(self.optimizer.init, weights)
+        placed = optax.tree_map_params(
+            self.optimizer, lambda _, s: s, shapes, shardings, transform_non_params=lambda _: whole
+        )
+        optimizer = jax.jit(self.optimizer.init, out_shardings=placed)(weights)
+        step, key = jax.device_put((np.int32(0), jax.random.key_data(jax.random.key(seed))), whole)
+        state = TrainState(step, key, weights, optimizer)
+        # The next state lies as this one, or the second step would be another program than the first.
+        self.step = jax.jit(
+            self._step,
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, state), whole),
+            compiler_options=self.options,
+        )
         return state
-    return state._replace(best=jax.tree.map(jnp.copy, state.weights), best_loss=jnp.float32(metrics["loss"]))
+
+    def advance(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        """One step over this process's part of a batch; the state is donated."""
+        # Kernels that cannot be split over devices are left out of programs that are.
+        with jax.set_mesh(self.mesh):
+            return self.step(state, frozen, self.place(batch))
+
+    def place(self, batch: Any) -> Any:
+        """A batch in its parts, ``[accumulation, B, ...]``, each spread over the mesh."""
+        parts = self.fit.accumulation
+
+        def put(x: np.ndarray) -> jax.Array:
+            return put_batch(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), self.mesh, axis=1)
+
+        return jax.tree.map(put, batch)
+
+    def _step(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        keys = jax.random.split(key, self.fit.accumulation)
+
+        def total(weights: Weights, batch: Any, key: Key[Array, ""]) -> tuple[Float[Array, ""], Means]:
+            means = self.loss(weights, frozen, batch, key)
+            return means["loss"].total, means
+
+        def part(batch: Any, key: Key[Array, ""]) -> tuple[Means, Weights]:
+            (_, means), gradient = jax.value_and_grad(total, has_aux=True)(state.weights, batch, key)
+            return means, gradient
+
+        def take(i: int) -> Any:
+            return jax.tree.map(lambda x: x[i], batch)
+
+        sums = part(take(0), keys[0])
+        if self.fit.accumulation > 1:
+            rest = jax.tree.map(lambda x: x[1:], batch)
+            sums, _ = jax.lax.scan(lambda sums, x: (_add(sums, part(*x)), None), sums, (rest, keys[1:]))
+        means, gradient = sums
+        weight = jnp.maximum(means["loss"].weight, jnp.finfo(jnp.float32).tiny)
+        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
+        metrics = {name: mean.value() for name, mean in means.items()}
+        metrics["gradient_norm"] = optax.tree.norm(gradient)
+        metrics["learning_rate"] = schedule(self.fit)(state.step)
+        weights: Any = optax.apply_updates(state.weights, updates)
+        return TrainState(state.step + 1, state.key, weights, optimizer), metrics
 
 
-class _Log:
-    """One JSON object per step, written in batches so that the device is not waited for at every step."""
-
-    def __init__(self, path: Path, *, kept_steps: int):
-        # Steps after the last checkpoint are done again, so their records go.
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= kept_steps]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        self.path, self.pending, self.since, self.last = path, [], time.perf_counter(), float("nan")
-
-    def add(self, step: int, metrics: Metrics) -> None:
-        self.pending.append((step, metrics))
-
-    def flush(self) -> float:
-        """Writes what is pending and returns the newest loss."""
-        if not self.pending:
-            return self.last
-        records = [(step, jax.tree.map(_plain, metrics)) for step, metrics in self.pending]
-        now = time.perf_counter()
-        seconds = (now - self.since) / len(records)
-        for step, record in records:
-            if not np.isfinite(record["loss"]):
-                raise FloatingPointError(f"the loss is {record['loss']} at step {step}")
-            self.write({"step": step, **record, "seconds": round(seconds, 5)})
-        self.pending, self.since, self.last = [], now, records[-1][1]["loss"]
-        return self.last
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+def mean_of(loss: Loss, weights: Weights, frozen: Any, batches: Iterator[tuple[Any, Any]]) -> dict[str, Any]:
+    """Means of a loss over (batch, key) pairs, as plain numbers and lists."""
+    sums: Any = None
+    for batch, key in batches:
+        means = loss(weights, frozen, batch, key)
+        sums = means if sums is None else _add(sums, means)
+    return {name: np.asarray(mean.value(), np.float64).tolist() for name, mean in sums.items()}
 
 
-def _plain(x: Any) -> Any:
-    return np.asarray(x, np.float64).tolist()
+def _add(left: Any, right: Any) -> Any:
+    return jax.tree.map(jnp.add, left, right)

@@ -8,23 +8,26 @@ the corpus does. Source of the objective: Welleck et al., "Neural Text Generatio
 """
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt16
+from jaxtyping import Array, Bool, Int, Int32, Key, UInt16
 
 from jetspec_jax.checkpoint import Target, resolve_dtype
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights
+from train.continuations import continue_corpus, cut_corpus, read_rows
+from train.objectives import Mean
+from train.precision import as_shipped, cast
 from train.recipes import Polish, Recipe
-from train.regenerate import Writer
 from train.stages import Deadline
-from train.target import cast, token_losses, validator
+from train.target import token_losses
 from train.tokens import Stream, draw_windows
-from train.trainer import Loss, Metrics, train
+from train.trainer import DrawnOnDevice, Evaluated, Loss, Means, mean_of, train
 
 VALIDATION_DRAWS = 4
 
@@ -39,7 +42,7 @@ class PolishData(NamedTuple):
     """
 
     stream: UInt16[Array, "S"]
-    tokens: UInt16[Array, "N T"]
+    tokens: Int32[Array, "N T"]
     repeats: Bool[Array, "N T"]
 
 
@@ -87,36 +90,59 @@ def polish(
     loss = polish_loss(config, recipe, dtype)
     keys = jax.random.split(jax.random.key(recipe.seed + 2), VALIDATION_DRAWS)
 
-    validate = validator(loss, keys, dtype)
-    writer = Writer(stream, newline_ids, settings.prompt, settings.length, settings.slots)
+    @jax.jit
+    def validate(weights: Weights, frozen: PolishData, batch: Any, key: Key[Array, ""]) -> Means:
+        return loss(as_shipped(weights, dtype), frozen, batch, key)
+
     for number in range(settings.rounds + 1):
-        target = Target(config, cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype))
-        path = folder / f"round-{number}.npz"
-        text = writer.write(path, target, settings.sequences, (0.0,), [recipe.seed, 3, number], deadline)
-        marks = repeated(text.tokens, text.first, settings.ngram, settings.times)
-        rate = float(marks.sum() / np.sum(settings.length - text.first))
+        target = Target(config, as_shipped(weights, dtype))
+        seed = (recipe.seed, 3, number)
+        continue_corpus(
+            folder / f"text-{number}",
+            target,
+            cut_corpus(
+                stream,
+                newline_ids,
+                count=settings.sequences,
+                prompt=settings.prompt,
+                temperatures=(0.0,),
+                seed=seed,
+            ).prompts(settings.length),
+            name=f"{recipe.name}, before round {number}",
+            seed=seed,
+            heldout=0,
+            shard_documents=settings.sequences,
+            slots=settings.slots,
+            deadline=deadline,
+        )
+        tokens, learn = read_rows(folder / f"text-{number}")
+        first = np.argmax(learn, axis=1)
+        marks = repeated(tokens, first, settings.ngram, settings.times)
+        rate = float(marks.sum() / np.sum(settings.length - first))
         print(
             f"  round {number}: {rate:.1%} of the greedy tokens repeat, {usual:.1%} of the corpus's",
             flush=True,
         )
         if rate <= usual or number == settings.rounds:
             break
-        kept = len(text.tokens) // 8
+        kept = len(tokens) // 8
         data, held = (
-            PolishData(jnp.asarray(source), jnp.asarray(text.tokens[part]), jnp.asarray(marks[part]))
+            PolishData(jnp.asarray(source), jnp.asarray(tokens[part]), jnp.asarray(marks[part]))
             for source, part in ((stream, slice(kept, None)), (validation, slice(kept)))
         )
-        weights = train(
+        trained = train(
             folder / f"round-{number}",
             fit,
             loss,
             weights,
-            data,
-            validate=lambda weights, held=held: validate(weights, held),
+            frozen=data,
+            batches=DrawnOnDevice(),
+            evaluate=partial(_evaluate, validate, held, keys),
             seed=recipe.seed + 3 + number,
             deadline=deadline,
             label=f"polish {number}",
         )
+        weights = trained.weights
     return weights
 
 
@@ -124,21 +150,31 @@ def polish_loss(config: ModelConfig, recipe: Recipe, dtype: jnp.dtype) -> Loss:
     """Likelihood of the corpus plus unlikelihood, ``-log(1 - p)``, of the marked tokens."""
     settings, fit = recipe.polish, recipe.polish.fit
 
-    def loss(weights: Weights, data: PolishData, key: Key[Array, ""]) -> tuple[Float[Array, ""], Metrics]:
+    def loss(weights: Weights, frozen: PolishData, batch: Any, key: Key[Array, ""]) -> Means:
         window_key, row_key = jax.random.split(key)
         weights = cast(weights, dtype)
-        windows = draw_windows(window_key, data.stream, recipe.target_fit.batch, recipe.target_fit.window + 1)
+        windows = draw_windows(window_key, frozen.stream, recipe.target_fit.batch, recipe.target_window + 1)
         likelihood = jnp.mean(token_losses(config, weights, windows))
-        rows = jax.random.randint(row_key, (fit.batch,), 0, data.tokens.shape[0])
-        nats = token_losses(config, weights, data.tokens[rows].astype(jnp.int32))
+        rows = jax.random.randint(row_key, (fit.batch,), 0, frozen.tokens.shape[0])
+        nats = token_losses(config, weights, frozen.tokens[rows])
         # 1 - p is 0 in float32 for the surest tokens: the floor keeps the logarithm finite.
         unlikely = -jnp.log(jnp.maximum(-jnp.expm1(-nats), 1e-7))
-        marks = data.repeats[rows][:, 1:]
+        marks = frozen.repeats[rows][:, 1:]
         penalty = jnp.sum(jnp.where(marks, unlikely, 0.0)) / jnp.maximum(jnp.sum(marks), 1)
-        value = likelihood + settings.weight * penalty
-        return value, {"likelihood": likelihood, "unlikelihood": penalty}
+        means = {
+            "loss": likelihood + settings.weight * penalty,
+            "likelihood": likelihood,
+            "unlikelihood": penalty,
+        }
+        return {name: Mean(value, jnp.float32(1)) for name, value in means.items()}
 
     return loss
+
+
+def _evaluate(loss: Loss, held: PolishData, keys: Key[Array, "n"], weights: Weights) -> Evaluated:
+    """Means over fixed draws from held-out text."""
+    means = mean_of(loss, weights, held, (({}, key) for key in keys))
+    return Evaluated({f"validation_{name}": value for name, value in means.items()}, -means["loss"])
 
 
 def corpus_rate(stream: Stream, settings: Polish) -> float:

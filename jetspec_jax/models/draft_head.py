@@ -7,6 +7,7 @@ context lies in pages or in a dense differentiable array is the caller's busines
 Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published checkpoints.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -67,7 +68,12 @@ class DraftHead(nnx.Module):
         )
 
     def __call__(
-        self, slots: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
+        self,
+        slots: Float[Array, "B N M"],
+        positions: Int[Array, "B N"],
+        attend: Attend,
+        *,
+        remat: bool = False,
     ) -> Float[Array, "B N M"]:
         """Final-normed hidden states of the draft slots.
 
@@ -75,8 +81,13 @@ class DraftHead(nnx.Module):
             slots: The target's embeddings of ``[anchor, MASK, MASK, ...]``.
             positions: The slots' absolute positions, the anchor's own first.
             attend: Attention over the context and, inside a block, over earlier (or all) slots.
+            remat: Whether a backward pass computes each layer again instead of keeping what is inside it.
         """
         x, delta = slots, None
         for layer in self.layers:
-            x, delta, _ = layer(x, delta, positions, attend)
+
+            def run(x: Array, delta: Array | None, layer: DecoderLayer = layer) -> tuple[Array, Array]:
+                return layer(x, delta, positions, attend)[:2]
+
+            x, delta = (jax.checkpoint(run) if remat else run)(x, delta)
         return self.norm.after(x, delta)[0]

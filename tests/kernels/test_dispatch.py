@@ -61,3 +61,11 @@ def test_default_devices(monkeypatch, device, problem):
     local = [SimpleNamespace(device_kind="X", **device)]
     monkeypatch.setattr(dispatch.jax, "local_devices", lambda backend=None: local)
     assert gpu_problem() == problem
+
+
+def test_a_program_that_xla_splits():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert gpu_problem() == "XLA splits the program over 8 devices, and cannot split a kernel"
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1, 1), ("data", "fsdp"))):
+        assert gpu_problem() == "no GPU: the default device is a cpu"

@@ -1,55 +1,47 @@
-"""Training blocks: the mask, the anchors, the teacher's rows, and agreement with decoding."""
+"""Training blocks: the mask, the anchors, what they learn, and agreement with decoding."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.special
-from flax import nnx
 
-from jetspec_jax import Head, Target, draft_logits, logits
-from jetspec_jax.config import parse_draft_head_config, parse_model_config
-from jetspec_jax.models import bind, build, weights_of
-from train import layout
+from jetspec_jax import draft_logits
+from jetspec_jax.models import bind
+from tests.decode.tiny import TINY, random_head, random_target
+from tests.train.tiny_head import quick_compiles  # noqa: F401  (for all tests of this module)
 from train.attention import block_mask, causal_attend
-from train.blocks import draft_blocks, sample_anchors, teacher_rows
-from train.head import HeadData, distillation_loss
-from train.recipes import TINY
+from train.blocks import draft_blocks, lessons, sample_anchors
 
-B, T, K = 2, 10, TINY.distillation.block_size
-ANCHORS = np.array([[0, 5, 5, T - K], [3, 6, 5, 0]])
+B, T, K = 2, 10, 4
+# The last blocks begin at the last token that has one behind it: most of their slots lie beyond the end.
+ANCHORS = np.array([[0, 5, 5, T - 2], [5, T - 2, 5, 0]])
+TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (B, T)).astype(np.int32)
 
-
-def perturbed(weights, seed):
-    """Weights with norms and scales unlike those of a fresh model, where much would cancel."""
-    leaves, tree = jax.tree.flatten(weights)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noise = [0.3 * jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(tree, [w + n for w, n in zip(leaves, noise, strict=True)])
+draw_anchors = jax.jit(sample_anchors, static_argnums=2)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["causal", "bidirectional"])
 def pair(request):
-    target_config = parse_model_config(layout.target_json(TINY))
-    raw = layout.head_json(TINY)
-    raw["dflash_config"]["causal_head"] = request.param
-    head_config = parse_draft_head_config(raw)
-    target = Target(target_config, perturbed(weights_of(build(target_config, rngs=nnx.Rngs(0))), 0))
-    return target, Head(head_config, perturbed(weights_of(build(head_config, rngs=nnx.Rngs(1))), 1))
+    return random_target(TINY, 0), random_head(TINY, 1, block_size=K, causal=request.param)
 
 
 @pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(0).integers(2, TINY.vocab_size, (B, T)).astype(np.int32)
+def block_logits(pair):
+    """Draft logits ``[B, A, D, V]`` of head weights, tokens and anchors, as training computes them."""
+    target, head = pair
 
+    def compute(weights, tokens, anchors, remat):
+        module = bind(target.config, target.weights)
+        positions = jnp.broadcast_to(jnp.arange(T)[None, :], tokens.shape)
+        out = module(tokens, positions, causal_attend(), taps=head.config.tap_layers)
+        bound = bind(head.config, weights)
+        hidden = draft_blocks(bound, module, tokens, out.taps, anchors, remat=remat)[:, :, 1:]
+        b, a, d, m = hidden.shape
+        return module.logits(hidden.reshape(b, a * d, m)).reshape(b, a, d, -1)
 
-def block_logits(pair, tokens, anchors):
-    """Draft logits ``[B, A, D, V]`` as training computes them."""
-    target, head = bind(pair[0].config, pair[0].weights), bind(pair[1].config, pair[1].weights)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-    out = target(jnp.asarray(tokens), positions, causal_attend(), taps=head.config.tap_layers)
-    hidden = draft_blocks(head, target, jnp.asarray(tokens), out.taps, jnp.asarray(anchors))[:, :, 1:]
-    return target.logits(hidden.reshape(len(tokens), -1, hidden.shape[-1])).reshape(*hidden.shape[:3], -1)
+    return jax.jit(compute, static_argnums=3)
 
 
 def test_the_mask_of_the_docstring():
@@ -69,90 +61,105 @@ def test_the_mask_against_loops(causal):
             np.testing.assert_array_equal(mask[b, a, slot], row)
 
 
-def test_a_block_gives_the_logits_of_decoding(pair, tokens):
-    trained = block_logits(pair, tokens, ANCHORS)
+def test_a_block_gives_the_logits_of_decoding(pair, block_logits):
+    trained = block_logits(pair[1].weights, TOKENS, ANCHORS, False)
     for (b, a), anchor in np.ndenumerate(ANCHORS):
-        decoded = draft_logits(*pair, tokens[b : b + 1, : anchor + 1])
+        decoded = draft_logits(*pair, TOKENS[b : b + 1, : anchor + 1])
         np.testing.assert_allclose(trained[b, a], decoded[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_block_depends_on_nothing_behind_its_anchor_nor_on_other_blocks(pair, tokens):
-    anchors = np.array([[5, 2], [5, 6]])
-    other = tokens.copy()
+def test_a_block_depends_on_nothing_behind_its_anchor_nor_on_other_blocks(pair, block_logits):
+    anchors, moved = np.array([[5, 2, 1, 1], [5, 6, 1, 1]]), np.array([[5, 4, 8, 0], [5, 1, 8, 0]])
+    other = TOKENS.copy()
     other[:, 6:] = 7
-    moved = np.array([[5, 4], [5, 1]])
-    ours, theirs = block_logits(pair, tokens, anchors), block_logits(pair, other, moved)
-    np.testing.assert_allclose(ours[:, 0], theirs[:, 0], atol=1e-5)
-    other[:, 5] = 8
-    assert np.abs(ours - block_logits(pair, other, anchors))[:, 0].max() > 1e-2
+    weights = pair[1].weights
+    given = block_logits(weights, TOKENS, anchors, False)[:, 0]
+    np.testing.assert_allclose(given, block_logits(weights, other, moved, False)[:, 0], atol=1e-5)
+    # The anchor itself, and any token before it, count.
+    for place in (5, 4):
+        changed = TOKENS.copy()
+        changed[:, place] = (changed[:, place] + 1) % (TINY.vocab_size - 1)
+        assert np.abs(given - block_logits(weights, changed, anchors, False)[:, 0]).max() > 1e-2
 
 
-def test_teacher_rows_are_those_that_predict_the_slots():
-    hidden = jnp.arange(T, dtype=jnp.float32)[None, :, None] * jnp.ones((B, 1, 3))
-    rows = teacher_rows(hidden, jnp.asarray(ANCHORS), K)
-    assert rows.shape == (B, 4, K - 1, 3)
-    for (b, a), anchor in np.ndenumerate(ANCHORS):
-        # Slot k drafts the token at anchor + k, which the row before that token predicts.
-        np.testing.assert_array_equal(rows[b, a, :, 0], [anchor + k - 1 for k in range(1, K)])
-
-
-def test_anchors_cover_what_the_target_wrote_and_leave_room_for_a_block():
-    first = jnp.array([4, 0, T - K + 1])
-    anchors = np.asarray(sample_anchors(jax.random.key(0), first, T, 400, K))
-    assert set(anchors[0]) == set(range(3, T - K + 1))
-    assert set(anchors[1]) == set(range(T - K + 1))
-    assert set(anchors[2]) == {T - K}
-    # One from each equal part: hardly uneven.
-    assert np.ptp(np.bincount(anchors[1])) <= 4
-
-
-def test_the_whole_loss_against_numpy(pair, tokens):
-    target, head = pair
-    settings = TINY.distillation
-    loss = distillation_loss(head.config, target.config, settings, 3, jnp.dtype(jnp.float32))
-    first = jnp.array([6, 6])
-    data = HeadData(jnp.asarray(tokens, jnp.uint16), first, target.weights)
-    key = jax.random.key(3)
-    value, metrics = loss(head.weights, data, key)
-
-    row_key, anchor_key = jax.random.split(key)
-    rows = np.asarray(jax.random.randint(row_key, (3,), 0, B))
-    anchors = np.asarray(sample_anchors(anchor_key, first[rows], T, settings.anchors, K))
-    kl, matches = [], []
-    for row, own in zip(rows, anchors, strict=True):
-        teacher = np.asarray(logits(target, tokens[row : row + 1])[0], np.float64)
-        for anchor in own:
-            draft = np.asarray(draft_logits(*pair, tokens[row : row + 1, : anchor + 1])[0], np.float64)
-            given = teacher[anchor : anchor + K - 1]
-            log_p, log_q = (scipy.special.log_softmax(x, axis=-1) for x in (given, draft))
-            kl.append((np.exp(log_p) * (log_p - log_q)).sum(-1))
-            matches.append(draft.argmax(-1) == given.argmax(-1))
-    assert float(value) == pytest.approx(np.mean(kl), rel=1e-4)
-    np.testing.assert_allclose(metrics["loss_by_depth"], np.mean(kl, axis=0), rtol=1e-4)
-    np.testing.assert_allclose(metrics["accuracy_by_depth"], np.mean(matches, axis=0), atol=1e-6)
-    leading = np.cumprod(matches, axis=1).sum(1).mean()
-    assert float(metrics["accepted_length"]) == pytest.approx(leading, rel=1e-5)
-
-
-def test_the_gradient_against_finite_differences(pair, tokens):
-    target, head = pair
-    loss = distillation_loss(head.config, target.config, TINY.distillation, 2, jnp.dtype(jnp.float32))
-    data = HeadData(jnp.asarray(tokens, jnp.uint16), jnp.array([4, 6]), target.weights)
+def test_computing_layers_again_changes_neither_values_nor_gradients(pair, block_logits):
+    weighing = np.random.default_rng(1).normal(size=(*ANCHORS.shape, K - 1, TINY.vocab_size))
 
     @jax.jit
-    def value(weights):
-        return loss(weights, data, jax.random.key(0))[0]
+    def both(weights):
+        def total(weights, remat):
+            out = block_logits(weights, TOKENS, ANCHORS, remat)
+            return jnp.sum(out * jnp.asarray(weighing, jnp.float32)), out
 
-    gradient = jax.jit(jax.grad(value))(head.weights)
-    for seed in range(3):
-        direction = perturbed(jax.tree.map(jnp.zeros_like, head.weights), seed + 10)
-        expected = sum(
-            float(jnp.vdot(g, d))
-            for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
-        )
-        step = 2e-3
-        up, down = (
-            float(value(jax.tree.map(lambda w, d, s=sign: w + s * d, head.weights, direction)))
-            for sign in (step, -step)
-        )
-        assert (up - down) / (2 * step) == pytest.approx(expected, rel=2e-2, abs=2e-2)
+        run = jax.value_and_grad(total, has_aux=True)
+        return run(weights, False), run(weights, True)
+
+    plain, again = both(pair[1].weights)
+
+    def close(x, y):
+        # Summed in another order: relative to the largest element.
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * float(np.abs(x).max()))
+
+    jax.tree.map(close, plain, again)
+
+
+def test_the_lessons_of_the_docstring():
+    # a b c D e F, capitals to learn; blocks of 4 slots at b and D.
+    tokens, learn = jnp.arange(6)[None], jnp.array([[False, False, True, True, False, True]])
+    task = lessons(tokens, learn, jnp.array([[1, 3]]), 4)
+    np.testing.assert_array_equal(task.labels[0, 0], [2, 3, 4])
+    np.testing.assert_array_equal(task.learn[0], [[True, True, False], [False, False, False]])
+    np.testing.assert_array_equal(task.labels[0, 1, :2], [4, 5])
+    np.testing.assert_array_equal(task.rows[0, 0], [1, 2, 3])
+    np.testing.assert_array_equal(task.rows[0, 1, :2], [3, 4])
+
+
+def test_lessons_against_loops():
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, 50, (3, T))
+    learn = rng.random((3, T)) < 0.7
+    anchors = np.stack([np.arange(T - 1)] * 3)
+    task = lessons(jnp.asarray(tokens), jnp.asarray(learn), jnp.asarray(anchors), K)
+    for (b, a), anchor in np.ndenumerate(anchors):
+        for k in range(1, K):
+            place = anchor + k
+            inside = place < T
+            assert task.learn[b, a, k - 1] == (inside and learn[b, anchor + 1 : place + 1].all())
+            if inside:
+                # The row before a token predicts it.
+                assert (task.rows[b, a, k - 1], task.labels[b, a, k - 1]) == (place - 1, tokens[b, place])
+    assert (task.rows < T).all()
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=2, max_size=2), st.data()
+)
+def test_anchors_stand_before_what_is_learnt_evenly_and_in_order(learn, data):
+    learn, count = np.array(learn), data.draw(st.sampled_from([1, 5, 24]))
+    key = jax.random.key(data.draw(st.integers(0, 1000)))
+    anchors = np.asarray(draw_anchors(key, jnp.asarray(learn), count))
+    np.testing.assert_array_equal(anchors, draw_anchors(key, jnp.asarray(learn), count))
+    for own, row in zip(anchors, learn, strict=True):
+        before = np.flatnonzero(row[1:])
+        if not len(before):
+            assert (own == 0).all()
+            continue
+        assert set(own) <= set(before)
+        assert (np.diff(own) >= 0).all()
+        # One from each equal part: as each part holds number / count places, a place has its fair share of
+        # the anchors, and one more at either end.
+        share = np.bincount(np.searchsorted(before, own), minlength=len(before))
+        fair = count / len(before)
+        assert share.max() <= np.ceil(fair) + 1
+        assert share.min() >= np.floor(fair) - 1
+
+
+def test_every_place_is_an_anchor_as_often_as_any_other():
+    learn = jnp.array([[False, True, True, False, True, True, True, False]])
+    keys = jax.random.split(jax.random.key(0), 1200)
+    anchors = np.asarray(jax.vmap(lambda key: draw_anchors(key, learn, 3))(keys)).reshape(-1)
+    places, counts = np.unique(anchors, return_counts=True)
+    np.testing.assert_array_equal(places, [0, 1, 3, 4, 5])
+    # 720 of each; 5 deviations of a binomial count are 120 at most.
+    np.testing.assert_allclose(counts, 720, atol=120)

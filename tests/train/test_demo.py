@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import train.__main__
+import train.demo
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
+from train.continuations import cut_corpus
 from train.corpus import Manifest, load_documents
 from train.demo import make_pair
+from train.documents import Documents
 from train.evaluate import repetition, target_bits
-from train.regenerate import Regenerated
+from train.manifest import HELDOUT, TRAIN
 from train.stages import OutOfTime
 from train.target import token_losses
 from train.tokenizer import Tokenizer
@@ -57,18 +60,30 @@ def test_configs_have_the_keys_of_published_checkpoints(demo):
 
 
 def test_regenerated_text_is_the_targets_own(work, recipe):
-    shards = [np.load(path) for path in sorted((work / "regenerated").glob("*.npz"))]
-    text = Regenerated(*(np.concatenate([s[name] for s in shards]) for name in Regenerated._fields))
-    assert text.tokens.shape == (16, 40)
+    found = {}
+    for split in (TRAIN, HELDOUT):
+        documents = Documents.open(work / "regenerated", split)
+        found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
+    tokens, learn = (np.stack([found[n][part] for n in range(16)]) for part in (0, 1))
+    assert tokens.shape == (16, 40)
+    settings = recipe.regeneration
+    cuts = cut_corpus(
+        np.load(work / "tokens" / "train.npy"),
+        Tokenizer.read(work / "tokenizer").newline_ids(),
+        count=16,
+        prompt=settings.prompt,
+        temperatures=settings.temperatures,
+        seed=(recipe.seed,),
+    )
+    assert np.array_equal(learn, np.arange(40)[None, :] >= cuts.prompt[:, None])
     target = load_target(work / "demo" / "target", dtype="float32")
-    greedy = text.temperature == 0
+    greedy = cuts.temperature == 0
     assert 0 < greedy.sum() < 16
-    rows, first = text.tokens[greedy].astype(np.int32), text.first[greedy]
+    rows, written = tokens[greedy], learn[greedy][:, 1:]
     scores = np.asarray(logits(target, rows))[:, :-1]
     own = np.take_along_axis(scores, rows[:, 1:, None], axis=2)[:, :, 0]
     behind = scores.max(axis=2) - own
     # It was written in the device's own precision: on a GPU near-ties may fall the other way.
-    written = np.arange(1, 40)[None, :] >= first[:, None]
     assert behind[written].max() < (1e-3 if jax.default_backend() == "cpu" else 0.1)
     assert behind[~written].max() > 1
 
@@ -111,17 +126,17 @@ def test_a_finished_recipe_does_nothing(work, recipe, corpus, capsys):
 def test_a_time_limit_ends_cleanly_and_says_what_is_left(recipe, corpus, tmp_path, monkeypatch, capsys):
     with pytest.raises(OutOfTime, match="left: corpus, tokenizer, target, regenerate, head, evaluate"):
         make_pair(recipe, tmp_path, corpus, minutes=0.0)
-    monkeypatch.setattr(train.__main__, "DEMO", recipe)
+    monkeypatch.setattr(train.demo, "DEMO", recipe)
     arguments = ["demo", "--work", str(tmp_path), "--corpus", str(corpus), "--minutes", "0"]
     assert train.__main__.main(arguments) == 0
     assert "stopped" in capsys.readouterr().out
 
 
 def test_a_wrong_corpus_is_one_error(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train.__main__, "DEMO", recipe)
+    monkeypatch.setattr(train.demo, "DEMO", recipe)
     (tmp_path / "Lib").mkdir()
     arguments = ["demo", "--work", str(tmp_path / "w"), "--corpus", str(tmp_path / "Lib")]
-    assert train.__main__.main(arguments) == 1
+    assert train.__main__.main(arguments) == 2
     assert "is not the corpus tiny: " in capsys.readouterr().err
 
 

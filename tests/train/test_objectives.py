@@ -1,4 +1,4 @@
-"""Losses against float64 NumPy, whatever the chunks."""
+"""Losses and their gradients against float64 NumPy, whatever the chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -7,78 +7,139 @@ import pytest
 import scipy.special
 
 from train.objectives import (
+    LOSSES,
+    Mean,
     accepted_length,
     depth_weights,
-    forward_kl,
-    next_token_loss,
-    weighted_mean,
+    draft_losses,
+    next_token_losses,
 )
 
-R, M, V = 13, 6, 11
+B, T, N, M, V = 2, 7, 13, 6, 11
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(V, M))
-STUDENT, TEACHER = RNG.normal(size=(2, R, M))
+STUDENT, TEACHER = RNG.normal(size=(B, N, M)), RNG.normal(size=(B, T, M))
+ROWS, LABELS = RNG.integers(0, T, (B, N)), RNG.integers(0, V, (B, N))
+# What the rows are weighted by later: the gradient must be right for any.
+WEIGHTS = RNG.normal(size=(B, N))
 
 
 def logits(hidden):
-    return jnp.einsum("brm,vm->brv", hidden, jnp.asarray(TABLE, jnp.float32))
+    return jnp.einsum("brm,vm->brv", hidden, jnp.asarray(TABLE, hidden.dtype))
 
 
 def f32(x):
     return jnp.asarray(x, jnp.float32)
 
 
-def oracle_kl(student, teacher, temperature):
-    log_q = scipy.special.log_softmax(student @ TABLE.T / temperature, axis=-1)
-    log_p = scipy.special.log_softmax(teacher @ TABLE.T / temperature, axis=-1)
+def i32(x):
+    return jnp.asarray(x, jnp.int32)
+
+
+def ours(student, loss="forward_kl", temperature=1.0, chunk=4, teacher=TEACHER):
+    return draft_losses(
+        student,
+        f32(teacher),
+        i32(ROWS),
+        i32(LABELS),
+        logits,
+        loss=loss,
+        temperature=temperature,
+        chunk=chunk,
+    )
+
+
+def expected(student, loss, temperature):
+    """The loss of each row in float64."""
+    if loss == "sft":
+        log_q = scipy.special.log_softmax(student @ TABLE.T, axis=-1)
+        return -np.take_along_axis(log_q, LABELS[:, :, None], axis=-1)[:, :, 0]
+    teacher = np.take_along_axis(TEACHER, ROWS[:, :, None], axis=1)
+    log_p, log_q = (scipy.special.log_softmax(x @ TABLE.T / temperature, axis=-1) for x in (teacher, student))
+    if loss == "reverse_kl":
+        log_p, log_q = log_q, log_p
     return (np.exp(log_p) * (log_p - log_q)).sum(-1) * temperature**2
 
 
-@pytest.mark.parametrize("chunk", [1, 4, R, 100])
+def slope(function, x, step=1e-6):
+    """Derivatives of rows' values by each of their elements: a row depends on no other."""
+    shifts = step * np.eye(x.shape[-1])
+    return np.stack([(function(x + s) - function(x - s)) / (2 * step) for s in shifts], axis=-1)
+
+
+@pytest.mark.parametrize("chunk", [4, N, 100])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_forward_kl(chunk, temperature):
-    kl, matches = forward_kl(f32(STUDENT), f32(TEACHER), logits, temperature=temperature, chunk=chunk)
-    np.testing.assert_allclose(kl, oracle_kl(STUDENT, TEACHER, temperature), atol=1e-5)
-    expected = (STUDENT @ TABLE.T).argmax(-1) == (TEACHER @ TABLE.T).argmax(-1)
-    np.testing.assert_array_equal(matches, expected)
-
-
-def test_forward_kl_has_the_gradient_of_finite_differences():
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_and_their_gradient(loss, temperature, chunk):
     def total(student):
-        return jnp.sum(forward_kl(student, f32(TEACHER), logits, temperature=1.5, chunk=4)[0])
+        rows = ours(student, loss, temperature, chunk)
+        return jnp.sum(rows.loss * f32(WEIGHTS)), rows
 
-    gradient = jax.grad(total)(f32(STUDENT))
-    numeric, step = np.zeros((R, M)), 1e-6
-    for i in np.ndindex(R, M):
-        shift = np.zeros((R, M))
-        shift[i] = step
-        up, down = (oracle_kl(STUDENT + s * shift, TEACHER, 1.5).sum() for s in (1, -1))
-        numeric[i] = (up - down) / (2 * step)
-    np.testing.assert_allclose(gradient, numeric, atol=1e-5)
+    @jax.jit
+    def run(student):
+        return jax.grad(total, has_aux=True)(student), ours(student, loss, temperature, chunk)
+
+    (gradient, rows), without_gradient = run(f32(STUDENT))
+    for losses in (rows.loss, without_gradient.loss):
+        np.testing.assert_allclose(losses, expected(STUDENT, loss, temperature), rtol=1e-5, atol=1e-5)
+    best = np.take_along_axis((TEACHER @ TABLE.T).argmax(-1), ROWS, axis=1)
+    np.testing.assert_array_equal(rows.matches, (STUDENT @ TABLE.T).argmax(-1) == best)
+    assert 0 < rows.matches.sum() < rows.matches.size
+    numeric = WEIGHTS[:, :, None] * slope(lambda x: expected(x, loss, temperature), STUDENT)
+    np.testing.assert_allclose(gradient, numeric, atol=2e-5)
 
 
-def test_the_teacher_gets_no_gradient():
-    gradient = jax.grad(lambda t: jnp.sum(forward_kl(f32(STUDENT), t, logits, temperature=1.0, chunk=4)[0]))(
-        f32(TEACHER)
-    )
+def test_the_divergences_differ_and_vanish_where_head_and_target_agree():
+    student = f32(np.take_along_axis(TEACHER, ROWS[:, :, None], axis=1))
+    for loss in ("forward_kl", "reverse_kl"):
+        rows = ours(student, loss, 2.5)
+        np.testing.assert_allclose(rows.loss, 0, atol=1e-5)
+        assert rows.matches.all()
+    forward, reverse = (ours(f32(STUDENT), loss).loss for loss in ("forward_kl", "reverse_kl"))
+    assert np.abs(forward - reverse).max() > 0.1
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_teacher_gets_no_gradient(loss):
+    gradient = jax.grad(lambda teacher: jnp.sum(ours(f32(STUDENT), loss, teacher=teacher).loss))(f32(TEACHER))
     np.testing.assert_array_equal(gradient, 0)
 
 
+def test_rows_in_bfloat16_are_summed_in_float32():
+    student = f32(STUDENT).astype(jnp.bfloat16)
+    rows = ours(student)
+    assert rows.loss.dtype == jnp.float32
+    # Inputs and logits are rounded to 8 bits; what is made of them is not.
+    np.testing.assert_allclose(rows.loss, expected(STUDENT, "forward_kl", 1.0), atol=0.2)
+    assert jax.grad(lambda x: jnp.sum(ours(x).loss))(student).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_next_token_loss(chunk):
-    labels = RNG.integers(0, V, R)
-    loss = next_token_loss(f32(STUDENT), jnp.asarray(labels, jnp.int32), logits, chunk=chunk)
-    expected = -scipy.special.log_softmax(STUDENT @ TABLE.T, axis=-1)[np.arange(R), labels]
-    np.testing.assert_allclose(loss, expected, atol=1e-5)
+def test_next_token_losses_and_their_gradient(chunk):
+    def total(hidden):
+        losses = next_token_losses(hidden, i32(LABELS), logits, chunk=chunk)
+        return jnp.sum(losses * f32(WEIGHTS)), losses
+
+    gradient, losses = jax.jit(jax.grad(total, has_aux=True))(f32(STUDENT))
+    np.testing.assert_allclose(losses, expected(STUDENT, "sft", 1.0), atol=1e-5)
+    numeric = WEIGHTS[:, :, None] * slope(lambda x: expected(x, "sft", 1.0), STUDENT)
+    np.testing.assert_allclose(gradient, numeric, atol=2e-5)
 
 
 def test_weights_by_depth():
     np.testing.assert_array_equal(depth_weights(3, 0.0), [1, 1, 1])
     np.testing.assert_allclose(depth_weights(2, 7.0), np.exp([-1 / 7, -2 / 7]), rtol=1e-6)
-    values = f32([[1.0, 10.0], [3.0, 30.0]])
-    assert float(weighted_mean(values, f32([3.0, 1.0]))) == pytest.approx((2 * 3 + 20) / 4)
 
 
-def test_accepted_length_counts_leading_matches():
-    matches = jnp.array([[True, True, False, True], [False, True, True, True], [True] * 4])
-    assert float(accepted_length(matches)) == pytest.approx((2 + 0 + 4) / 3)
+def test_a_mean_of_parts_is_the_mean_of_all_and_0_where_nothing_was_weighed():
+    left, right = Mean(f32([6.0, 0.0]), f32([2.0, 0.0])), Mean(f32([4.0, 0.0]), f32([3.0, 0.0]))
+    np.testing.assert_array_equal(jax.tree.map(jnp.add, left, right).value(), [2.0, 0.0])
+    assert float(Mean(jnp.float32(1e-3), jnp.float32(1e-4)).value()) == pytest.approx(10.0)
+
+
+def test_accepted_length_counts_leading_matches_of_what_is_learnt():
+    matches = jnp.array([[True, True, False, True], [False, True, True, True], [True] * 4, [True] * 4])
+    learn = jnp.array([[True] * 4, [True] * 4, [True, True, True, False], [False] * 4])
+    mean = accepted_length(matches, learn)
+    assert float(mean.weight) == 3  # the last block has nothing to learn
+    assert float(mean.value()) == pytest.approx((2 + 0 + 3) / 3)

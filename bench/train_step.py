@@ -1,0 +1,201 @@
+"""``python -m bench train``: one optimiser step of a draft head's training, and its share of the matmul rate.
+
+The step is the trainer's own: the target's forward, blocks at random anchors, the loss, its gradient and
+AdamW, on random weights and tokens. What it must compute is counted from the shapes (see `step_work`);
+what it computes again to save memory is not, so the share is the useful one.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from bench.floors import measure_ceilings
+from bench.profile import summarise, trace_kernels
+from bench.report import machine, show, write_json
+from bench.scene import random_weights
+from bench.shapes import SHAPES, Shape, find_shape
+from bench.timing import compile_seconds, median, seconds_of
+from bench.work import FEATURES, parameters
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.checkpoint import resolve_dtype
+from train.distillation import distillation_loss
+from train.fit import Fit
+from train.head_recipe import Objective
+from train.mesh import one_device, replicated
+from train.objectives import LOSSES
+from train.trainer import Loop
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser(
+        "train",
+        help="one training step of a draft head, and its share of the matmul rate",
+        description=__doc__,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
+    add("--window", type=int, help="tokens of a sequence (default: 2048 on a GPU, else 64)")
+    add("--anchors", type=int, help="blocks of a sequence (default: 512 on a GPU, else 8)")
+    add("--batch", type=int, default=2, help="sequences of a step, at one time (default: 2)")
+    add("--loss", default="forward_kl", choices=LOSSES)
+    add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
+    add("--remat", action="store_true", help="compute the head's layers again in the backward pass")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--steps", type=int, default=10, help="timed steps (default: 10)")
+    add("--profile", action="store_true", help="also record a GPU's kernels, by class")
+    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add("--json", type=Path, default=Path("results/train.json"), help="where to")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the JSON."""
+    on_gpu = jax.default_backend() == "gpu"
+    name = arguments.shape or ("qwen3-8b" if on_gpu else "tiny")
+    shape, dtype = find_shape(name), resolve_dtype(arguments.dtype)
+    window = arguments.window or (2048 if on_gpu else 64)
+    anchors = arguments.anchors or (512 if on_gpu else 8)
+    for option, value in (("--window", window), ("--anchors", anchors), ("--batch", arguments.batch)):
+        if value < 1:
+            raise ValueError(f"{option} must be at least 1, not {value}")
+    if window < shape.head.block_size:
+        raise ValueError(f"a block of {shape.head.block_size} slots does not fit a window of {window} tokens")
+    enable_compilation_cache(arguments.compilation_cache)
+
+    objective = Objective(loss=arguments.loss, anchors=anchors, chunk=arguments.chunk)
+    loss = distillation_loss(shape.head, shape.target, objective, dtype, remat=arguments.remat)
+    # A rate of zero: the weights stay random, and the optimiser does all of its work.
+    fit = Fit(steps=1_000_000, batch=arguments.batch, learning_rate=0.0, warmup=0)
+    mesh = one_device()
+    loop = Loop(fit, loss, mesh, deterministic=False)
+    frozen = random_weights(shape.target, dtype, seed=0)
+    head = random_weights(shape.head, jnp.dtype(jnp.float32), seed=1)
+    state = loop.begin(head, jax.tree.map(lambda _: replicated(mesh), head), seed=0)
+    del head
+    rng = np.random.default_rng(0)
+    batch = {
+        "tokens": rng.integers(0, shape.target.vocab_size, (arguments.batch, window), np.int32),
+        "learn": np.ones((arguments.batch, window), bool),
+    }
+    with tqdm(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
+        bar.set_description("compile")
+        compiling, program = compile_seconds(loop.step, state, frozen, loop.place(batch))
+        bar.update()
+        state, metrics = program(state, frozen, loop.place(batch))
+        bar.update()
+        seconds = []
+        for _ in range(arguments.steps):
+            bar.set_description("steps")
+            taken, (state, metrics) = seconds_of(program, state, frozen, loop.place(batch))
+            seconds.append(taken)
+            bar.update()
+        kernels = []
+        if arguments.profile:
+            bar.set_description("profile")
+            kernels = trace_kernels(lambda: program(state, frozen, loop.place(batch)))
+            bar.update()
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        del state, frozen, program
+        bar.set_description("ceilings")
+        ceilings = measure_ceilings(dtype, 5)
+        bar.update()
+    if not np.isfinite(float(metrics["loss"])):
+        raise RuntimeError(f"the loss is {float(metrics['loss'])}")
+
+    work = step_work(shape, window, anchors, arguments.batch)
+    step, operations = median(seconds), sum(work.values())
+    report = {
+        "benchmark": "train",
+        **machine(),
+        "shape": name,
+        "dtype": str(dtype),
+        "loss": arguments.loss,
+        "window": window,
+        "anchors": anchors,
+        "batch": arguments.batch,
+        "chunk": arguments.chunk,
+        "remat": arguments.remat,
+        "compile_seconds": compiling,
+        "step_seconds": step,
+        "steps_seconds": seconds,
+        "tokens_per_second": arguments.batch * window / step,
+        "draft_slots_per_second": arguments.batch * anchors * shape.head.depth / step,
+        "operations": work,
+        "operations_per_second": operations / step,
+        "matmul_rate": ceilings.matmul,
+        "share_of_matmul_rate": operations / step / ceilings.matmul,
+        "peak_memory_bytes": peak,
+        "profile": summarise(kernels, 1) if kernels else None,
+    }
+    show(_title(report), [_row(report)])
+    show("operations of a step", [{k: f"{v / 1e12:.1f} T" for k, v in work.items()}])
+    if kernels:
+        classes = report["profile"]["classes"]
+        show("one step's kernels", [{k: f"{v['us'] / 1e3:.1f} ms" for k, v in classes.items()}])
+        show(
+            "the longest",
+            [
+                {"kernel": k["kernel"][:60], "ms": k["us"] / 1e3, "launches": k["launches"]}
+                for k in report["profile"]["top"][:12]
+            ],
+        )
+    write_json(arguments.json, report)
+    return 0
+
+
+def step_work(shape: Shape, window: int, anchors: int, batch: int) -> dict[str, int]:
+    """Multiplications and additions that a step cannot do without, by part.
+
+    A product counts once forward, once for the gradient of its input and once for that of its weight, as far
+    as those are wanted: the target and its output table are frozen, taps have no gradient. Of attention only
+    what the masks leave counts. Norms, softmax, the loss and the optimiser are left out.
+    """
+    target, head = shape.target, shape.head
+    table = target.vocab_size * target.hidden_size
+    body = parameters(target) - table * (1 if target.tie_word_embeddings else 2)
+    tokens, rows = batch * window, batch * anchors * head.block_size
+    drafts = batch * anchors * head.depth
+    features = parameters(head, FEATURES)
+    layers = parameters(head) - features
+    projections = head.layers.num_layers * head.layers.hidden_size * 2 * _kv_width(shape)
+    scores = 4 * head.layers.num_heads * head.layers.head_dim * head.layers.num_layers
+    own = 4 * target.num_heads * target.head_dim * target.num_layers
+    return {
+        "target": 2 * tokens * body + own * tokens * window // 2,
+        "teacher logits": 2 * tokens * table,
+        "head layers": 3 * 2 * rows * layers,
+        "head context": 2 * 2 * tokens * features + 3 * 2 * tokens * projections,
+        "head attention": 3 * scores * rows * (window + head.block_size) // 2,
+        "draft logits": 2 * 2 * drafts * table,
+    }
+
+
+def _kv_width(shape: Shape) -> int:
+    return shape.head.layers.num_kv_heads * shape.head.layers.head_dim
+
+
+def _title(report: dict[str, Any]) -> str:
+    return (
+        f"training step of the head of {report['shape']}: {report['batch']} x {report['window']} tokens, "
+        f"{report['anchors']} anchors, {report['dtype']}, {report['loss']}, {report['device']}, "
+        f"JAX {report['jax']}"
+    )
+
+
+def _row(report: dict[str, Any]) -> dict[str, Any]:
+    peak = report["peak_memory_bytes"]
+    return {
+        "step ms": 1e3 * report["step_seconds"],
+        "tokens/s": round(report["tokens_per_second"]),
+        "TFLOP/s": report["operations_per_second"] / 1e12,
+        "matmul TFLOP/s": report["matmul_rate"] / 1e12,
+        "share %": 100 * report["share_of_matmul_rate"],
+        "peak GiB": float("nan") if peak is None else peak / 2**30,
+        "compile s": report["compile_seconds"],
+    }

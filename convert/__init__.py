@@ -1,0 +1,21 @@
+"""Hugging Face safetensors to and from sharded Orbax, run from a checkout as ``python -m convert``.
+
+A Hugging Face folder is what is published and what other engines load. An Orbax folder holds the same
+parameters in the pytree of this library, in chunks that a mesh of devices reads in parallel::
+
+    config.json       byte for byte, and so are the tokenizer's files and generation_config.json
+    orbax.json        format, version, kind ("target" or "draft head"), the library's version
+    weights/          an Orbax checkpoint (zarr3 in OCDBT) of the parameters
+
+Both directions keep every bit: names, shapes, types and values. What a conversion leaves out is what no
+parameter is made of, and it is listed: a ``lm_head.weight`` that a target with tied embeddings stores all the
+same, the ``rotary_emb.inv_freq`` buffers of older exporters, and files that are neither configs, weights nor
+the tokenizer's. So a folder that was converted there and back holds exactly the tensors of the key tables.
+The library's functions are `to_orbax`, `to_huggingface` and `verify`; `convert.orbax_io` reads and writes the
+Orbax folders.
+"""
+
+from convert.conversion import Conversion, to_huggingface, to_orbax
+from convert.verification import Verification, verify
+
+__all__ = ["Conversion", "Verification", "to_huggingface", "to_orbax", "verify"]

@@ -1,0 +1,182 @@
+"""The two conversions. Neither needs a device, nor memory for more than about one copy of the weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from convert.folders import Checkpoint, kept_files, locate
+from convert.orbax_io import check_manifest, read_orbax, write_orbax
+from jetspec_jax.models import Weights
+from jetspec_jax.safetensors_io import (
+    FILE_DTYPES,
+    MAX_SHARD_BYTES,
+    put,
+    read_parameters,
+    refuse_existing,
+    save_checkpoint,
+    unused_tensors,
+)
+
+#: The word for leaving each parameter in the type that it is stored in.
+STORED = "stored"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        kind: "target" or "draft head".
+        source: The folder that was read.
+        destination: The folder that was written.
+        layout: What was written: "orbax" or "huggingface".
+        parameters: Number of arrays in the weights.
+        nbytes: Their bytes.
+        left_out: Stored tensors that were not converted, because no parameter is made of them.
+    """
+
+    kind: str
+    source: Path
+    destination: Path
+    layout: str
+    parameters: int
+    nbytes: int
+    left_out: tuple[str, ...] = ()
+
+
+def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED) -> Conversion:
+    """Converts a Hugging Face checkpoint, a target or a draft head, to an Orbax folder.
+
+    Args:
+        source: A folder or a hub id.
+        destination: The folder to write; it must not exist.
+        dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case.
+
+    Raises:
+        FileExistsError: The destination exists.
+        FileNotFoundError: The source is not to be had.
+        ValueError: It is no Hugging Face checkpoint, its tensors are not its config's, those of one parameter
+            are of different types and none is named, or a value has no counterpart in the type that is.
+        OSError: The destination cannot be written; nothing is left of it.
+    """
+    refuse_existing(Path(destination))
+    checkpoint = _source(source, "huggingface")
+    to = parse_dtype(dtype)
+    left_out = unused_tensors(checkpoint.folder, checkpoint.config)
+    weights: Weights = {}
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is said below, by name
+        for path, value in read_parameters(checkpoint.folder, checkpoint.config, to):
+            put(weights, path, value)
+    if to is not None:
+        _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
+    write_orbax(destination, checkpoint.kind, kept_files(checkpoint.folder), weights)
+    return _conversion(checkpoint, destination, "orbax", weights, left_out)
+
+
+def to_huggingface(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str = STORED,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Conversion:
+    """Converts an Orbax folder to a Hugging Face checkpoint in the published layout.
+
+    Args:
+        source: An Orbax folder.
+        destination: The folder to write; it must not exist.
+        dtype: As for `to_orbax`.
+        max_shard_bytes: Tensors of more bytes than this go into several files and an index.
+
+    Raises:
+        FileExistsError: The destination exists.
+        FileNotFoundError: There is no such folder.
+        ValueError: It is no Orbax folder, or one of another version, its parameters are not its config's, or
+            a value has no counterpart in the type that is named.
+        OSError: The destination cannot be written; nothing is left of it.
+    """
+    refuse_existing(Path(destination))
+    checkpoint = _source(source, "orbax")
+    check_manifest(checkpoint)
+    to = parse_dtype(dtype)
+    weights = read_orbax(checkpoint.folder)
+    if to is not None:
+        cast_in_place(weights, to)
+        _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
+    files = kept_files(checkpoint.folder)
+    save_checkpoint(
+        destination,
+        checkpoint.raw,
+        weights,
+        dtype=None,
+        extra_files=files,
+        max_shard_bytes=max_shard_bytes,
+    )
+    return _conversion(checkpoint, destination, "huggingface", weights)
+
+
+def parse_dtype(dtype: str) -> Any:
+    """The type that a user's word stands for; None for "stored".
+
+    Raises:
+        ValueError: The word is none of those known.
+    """
+    words = {str(known): known for known in FILE_DTYPES.values()}
+    if dtype != STORED and dtype not in words:
+        raise ValueError(f"dtype must be one of {', '.join([STORED, *words])}, not {dtype!r}")
+    return words.get(dtype)
+
+
+def named(weights: Weights) -> dict[str, Any]:
+    """The parameters by their dotted names."""
+    flat = nnx.traversals.flatten_mapping(weights)
+    return {".".join(map(str, path)): value for path, value in flat.items()}
+
+
+def cast_in_place(weights: Weights, dtype: np.dtype) -> None:
+    """Gives all parameters a type, one by one, so that only one is there twice."""
+    flat = nnx.traversals.flatten_mapping(weights)
+    # What is not finite is for the caller to see; a warning per array would say less.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for path in list(flat):
+            put(weights, path, flat.pop(path).astype(dtype, copy=False))
+
+
+def _source(source: str | Path, layout: str) -> Checkpoint:
+    checkpoint = locate(source)
+    if checkpoint.layout != layout:
+        names = {"huggingface": "a Hugging Face folder", "orbax": "an Orbax folder"}
+        raise ValueError(f"{source} is {names[checkpoint.layout]}, not {names[layout]}")
+    return checkpoint
+
+
+def _finite(value: np.ndarray) -> bool:
+    return bool(np.isfinite(value).all())
+
+
+def _refuse_lost(names: list[str], dtype: str) -> None:
+    if names:
+        raise ValueError(f"values that are not finite in {dtype}, in {names}")
+
+
+def _conversion(
+    checkpoint: Checkpoint,
+    destination: str | Path,
+    layout: str,
+    weights: Weights,
+    left_out: Iterable[str] = (),
+) -> Conversion:
+    values = named(weights).values()
+    return Conversion(
+        kind=checkpoint.kind,
+        source=checkpoint.folder,
+        destination=Path(destination),
+        layout=layout,
+        parameters=len(values),
+        nbytes=sum(value.nbytes for value in values),
+        left_out=tuple(left_out),
+    )

@@ -1,0 +1,102 @@
+"""What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
+
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jetspec_jax.checkpoint import HUB_PATTERNS, resolve
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    is_draft_head,
+    parse_draft_head_config,
+    parse_model_config,
+    read_json,
+)
+
+Layout = Literal["huggingface", "orbax"]
+
+#: The file that makes a folder one of ours, and says which.
+MANIFEST = "orbax.json"
+
+#: Weights that are read here only to say why they are not.
+PICKLED = ("*.bin", "*.pt", "*.pth")
+
+# Subfolders that the tokenizers of transformers keep files in.
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose config is known to be valid; its weights are not looked at yet.
+
+    Attributes:
+        folder: Where it is.
+        layout: How its weights are stored.
+        raw: Its ``config.json``.
+        config: What that says.
+    """
+
+    folder: Path
+    layout: Layout
+    raw: dict[str, Any]
+    config: ModelConfig | DraftHeadConfig
+
+    @property
+    def kind(self) -> str:
+        """What it is: "target" or "draft head"."""
+        return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
+
+
+def locate(path_or_id: str | Path) -> Checkpoint:
+    """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
+
+    Raises:
+        FileNotFoundError: There is no such folder and no such hub id.
+        ValueError: The folder is neither layout or both, or its config is not a supported one.
+    """
+    folder = Path(path_or_id).expanduser()
+    if not folder.is_dir():
+        folder = resolve(path_or_id)
+    layout = _layout(folder)
+    path = folder / "config.json"
+    raw = read_json(path)
+    parse = parse_draft_head_config if is_draft_head(raw) else parse_model_config
+    return Checkpoint(folder, layout, raw, parse(raw, where=str(path)))
+
+
+def kept_files(folder: Path) -> dict[str, bytes]:
+    """The files beside the weights that a conversion keeps, by name: configs and what the tokenizer needs."""
+    patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
+    paths = [*folder.iterdir(), *(folder / TEMPLATE_FOLDER).glob("*")]
+    names = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in sorted(names.items())
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        # An index belongs to the weights as they were stored.
+        and not name.endswith(".index.json")
+        and name != MANIFEST
+    }
+
+
+def _layout(folder: Path) -> Layout:
+    has_config = (folder / "config.json").is_file()
+    is_orbax = (folder / MANIFEST).is_file()
+    weights = [path.name for pattern in ("*.safetensors", *PICKLED) for path in folder.glob(pattern)]
+    if is_orbax and weights:
+        raise ValueError(
+            f"{folder} holds {MANIFEST}, as Orbax folders do, and {sorted(weights)}, as Hugging Face folders "
+            "do; take away those that should not be converted"
+        )
+    if has_config and is_orbax:
+        return "orbax"
+    if has_config and weights:
+        return "huggingface"
+    found = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
+    raise ValueError(
+        f"{folder} is no checkpoint: a Hugging Face folder holds config.json and *.safetensors, an Orbax "
+        f"folder config.json, {MANIFEST} and weights/; this one holds {shown or 'nothing'}"
+    )

@@ -1,0 +1,140 @@
+"""What a model computes with given weights, of inputs that are always the same.
+
+A target's logits of random tokens; a draft head's draft logits with a target, or without one its hidden
+states of random slots behind random taps. In float32, whatever the weights are stored in, and layer by layer:
+a program of the whole model would hold all weights in float32 at once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from convert.folders import Checkpoint
+from convert.orbax_io import read_orbax
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over, empty_stores
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import Transformer, Weights, bind
+from jetspec_jax.models.layers import KV, Attend
+from jetspec_jax.models.transformer import Output
+from jetspec_jax.proposer import DraftHeadProposer
+from jetspec_jax.safetensors_io import put, read_parameters
+
+# Tokens of the sequence that outputs are computed of; less where the model takes less.
+TOKENS = 32
+
+
+def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weights:
+    """The weights on the host, whatever the layout; the type is for Hugging Face folders."""
+    if checkpoint.layout == "orbax":
+        return read_orbax(checkpoint.folder)
+    weights: Weights = {}
+    for path, value in read_parameters(checkpoint.folder, checkpoint.config, dtype):
+        put(weights, path, value)
+    return weights
+
+
+def _on_device(weights: Weights) -> Weights:
+    """Moves arrays to JAX one by one, so that only one is there twice; NumPy's are let go."""
+    flat = nnx.traversals.flatten_mapping(weights)
+    for path in list(flat):
+        put(weights, path, jnp.asarray(flat.pop(path)))
+    return weights
+
+
+def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[Weights], np.ndarray]:
+    """What is computed with weights of a checkpoint, as a function that takes the weights over.
+
+    Args:
+        checkpoint: Whose config the weights have.
+        target: For a draft head, the target to draft for, if there is one.
+    """
+    config = checkpoint.config
+    if not isinstance(config, DraftHeadConfig):
+        return lambda weights: _logits(config, weights)
+    if target is None:
+        return lambda weights: _hidden_states(config, weights)
+    assert isinstance(target.config, ModelConfig)  # check_target has seen to it
+    module = in_float32(target.config, read_on_host(target))
+    tokens = fixed_tokens(target.config)
+    taps = forward(module, tokens, config.tap_layers).taps
+    # The anchor comes behind the tapped tokens; any token will do.
+    return lambda weights: _draft_logits(config, weights, module, taps, tokens[:, 0])
+
+
+def _logits(config: ModelConfig, weights: Weights) -> np.ndarray:
+    """A target's logits of random tokens."""
+    module = in_float32(config, weights)
+    return np.asarray(module.logits(forward(module, fixed_tokens(config)).hidden))
+
+
+def _draft_logits(
+    config: DraftHeadConfig,
+    weights: Weights,
+    target: Transformer,
+    taps: Float[Array, "1 T F"],
+    anchor: Int[Array, "1"],
+) -> np.ndarray:
+    """Draft logits behind tapped tokens, as decoding gets them."""
+    proposer, weights = DraftHeadProposer(config), _on_device(weights)
+    context, slots = _context(config, weights, taps)
+    return np.asarray(proposer.propose(weights, context, target, anchor, slots))
+
+
+def _hidden_states(config: DraftHeadConfig, weights: Weights) -> np.ndarray:
+    """A head's final hidden states of random draft slots behind a context of random taps."""
+    rng = np.random.default_rng(0)
+    size = config.layers.hidden_size
+    taps = rng.standard_normal((1, TOKENS, len(config.tap_layers) * size), np.float32)
+    inputs = rng.standard_normal((1, config.block_size, size), np.float32)
+    weights = _on_device(weights)
+    context, slots = _context(config, weights, jnp.asarray(taps))
+    block = Block.chain(jnp.zeros(inputs.shape[:2], jnp.int32), "chain" if config.causal else "full")
+    attend = attend_over(context, slots, block)
+    return np.asarray(bind(config, weights)(jnp.asarray(inputs), block.positions(slots.lengths), attend))
+
+
+def _context(
+    config: DraftHeadConfig, weights: Weights, taps: Float[Array, "1 T F"]
+) -> tuple[tuple[KV, ...], Slots]:
+    """The head's stores of one sequence of tapped tokens, in one page."""
+    tokens = taps.shape[1]
+    empty = empty_stores(config.layers, 1, tokens, taps.dtype)
+    slots = Slots(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    count = jnp.full(1, tokens, jnp.int32)
+    context = DraftHeadProposer(config).commit(weights, empty, taps, slots, count)
+    return context, slots._replace(lengths=count)
+
+
+def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
+    """A target that computes in float32, whatever its weights are: modules follow the embedding's type.
+
+    float16 would overflow in some models, and bfloat16 would hide small differences and is slow on CPUs.
+    """
+    weights = _on_device(weights)
+    weights["embed_tokens"] = weights["embed_tokens"].astype(jnp.float32)
+    return bind(config, weights)
+
+
+def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> Output:
+    """A target over one sequence, each layer when the one before it is done."""
+    block = Block.chain(tokens)
+    over_block: Attend = attend_over(None, None, block)
+
+    def attend(
+        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+    ) -> Float[Array, "B N H E"]:
+        # Python runs ahead of the device, and would have all layers' weights converted to float32 at once.
+        return over_block(layer, jax.block_until_ready(q), kv, scale=scale, window=window)
+
+    return target(tokens, block.depths, attend, taps=taps)
+
+
+def fixed_tokens(config: ModelConfig) -> Int[Array, "1 T"]:
+    """Random token ids, the same ones for every model of a vocabulary."""
+    count = min(TOKENS, config.max_position_embeddings)
+    return jnp.asarray(np.random.default_rng(0).integers(config.vocab_size, size=(1, count)), jnp.int32)

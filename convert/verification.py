@@ -1,0 +1,175 @@
+"""Whether a conversion is right: every bit of the parameters, and what the model computes with them.
+
+Both folders are read again from their files. The parameters of one are held and those of the other pass by
+one at a time; the outputs are computed with one after the other, layer by layer. So besides one copy of the
+weights there is little more in memory than the embedding in float32.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from convert.conversion import STORED, parse_dtype
+from convert.folders import Checkpoint, kept_files, locate
+from convert.orbax_io import read_orbax
+from convert.outputs import fixed_tokens, outputs_of, read_on_host
+from jetspec_jax.config import DraftHeadConfig, check_head_fits
+from jetspec_jax.models import Weights
+from jetspec_jax.safetensors_io import ParameterPath, read_parameters
+
+# With a type named, the outputs differ by rounding: in bfloat16, which keeps 8 bits of 24, each weight by at
+# most 1/256, and the outputs of the tests' models by less than a tenth. A tensor that went to the wrong place
+# or has its axes in the wrong order gives outputs that have little to do with the right ones, and the
+# difference of unrelated ones is larger than either. Half the size lies between.
+LARGEST_RELATIVE_DIFFERENCE = 0.5
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a comparison of two folders found.
+
+    Attributes:
+        parameters: How many parameters were compared.
+        differing: Names of those whose type or bits are not what the conversion should have made of them.
+        differing_files: Config and tokenizer files that are not the same, byte for byte.
+        compared: What outputs were computed: "logits of 32 tokens", ...
+        largest_difference: Between two values of the outputs.
+        relative_difference: Root mean square of the outputs' difference, over that of the source's outputs.
+        finite: Whether all outputs are finite.
+        same_type: Whether the types were to stay as they are, so that the outputs must be equal.
+    """
+
+    parameters: int
+    differing: tuple[str, ...]
+    differing_files: tuple[str, ...]
+    compared: str
+    largest_difference: float
+    relative_difference: float
+    finite: bool
+    same_type: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether the conversion is right."""
+        allowed = 0.0 if self.same_type else LARGEST_RELATIVE_DIFFERENCE
+        close = self.finite and self.relative_difference <= allowed
+        return close and not self.differing and not self.differing_files
+
+
+def verify(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    target: str | Path | None = None,
+    dtype: str = STORED,
+) -> Verification:
+    """Compares a checkpoint with what it was converted to.
+
+    The parameters must be the source's bit for bit, or, with a type named, the source's rounded to it. The
+    outputs are a target's logits of random tokens; a draft head's draft logits with a target; or, without
+    one, its hidden states of random slots behind random taps. They are computed in float32 on the CPU.
+
+    Args:
+        source: What was converted: a folder of either layout, or a hub id.
+        destination: What it was converted to, of the other layout.
+        target: For a draft head, the target to draft for.
+        dtype: As it was given to the conversion.
+
+    Raises:
+        FileNotFoundError: One of them is not to be had.
+        ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
+            differ; or ``target`` is given for something that is no head, or does not fit.
+    """
+    before, after = locate(source), locate(destination)
+    if {before.layout, after.layout} != {"huggingface", "orbax"}:
+        raise ValueError(f"{source} and {destination} are both of the layout {before.layout}")
+    if before.config != after.config:
+        raise ValueError(f"{destination} has another config than {source}")
+    to = parse_dtype(dtype)
+    drafted_for = check_target(before, target)
+    orbax, huggingface = (before, after) if before.layout == "orbax" else (after, before)
+    # The CPU has the memory; a GPU may be smaller than the model.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        outputs = outputs_of(before, drafted_for)
+        held = read_orbax(orbax.folder)
+        # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
+        exact = jnp.dtype(jnp.float32) if to is not None and before is huggingface else None
+        parameters = read_parameters(huggingface.folder, huggingface.config, exact)
+        names, differing = _compare(held, parameters, source_is_held=before is orbax, to=to)
+        first = outputs(held)
+        del held
+        second = outputs(read_on_host(huggingface, exact))
+    ours, theirs = (first, second) if before is orbax else (second, first)
+    with np.errstate(invalid="ignore"):  # of two infinities; it is reported as not finite
+        difference = theirs.astype(np.float64) - ours.astype(np.float64)
+    size = np.sqrt(np.mean(np.square(ours, dtype=np.float64)))
+    return Verification(
+        parameters=len(names),
+        differing=tuple(differing),
+        differing_files=tuple(_differing_files(before.folder, after.folder)),
+        compared=_describe(before, drafted_for),
+        largest_difference=float(np.abs(difference).max()),
+        relative_difference=float(np.sqrt(np.mean(np.square(difference))) / max(size, 1e-30)),
+        finite=bool(np.isfinite(ours).all() and np.isfinite(theirs).all()),
+        same_type=to is None,
+    )
+
+
+def check_target(checkpoint: Checkpoint, target: str | Path | None) -> Checkpoint | None:
+    """The target that a head's outputs are computed with; None without one.
+
+    Raises:
+        FileNotFoundError: It is not to be had.
+        ValueError: It is no target or the head does not fit it, or the checkpoint is no head.
+    """
+    if target is None:
+        return None
+    if not isinstance(checkpoint.config, DraftHeadConfig):
+        raise ValueError(f"{checkpoint.folder} is a target: only a draft head is verified with a target")
+    found = locate(target)
+    if isinstance(found.config, DraftHeadConfig):
+        raise ValueError(f"{target} is a draft head; a target is needed")
+    check_head_fits(checkpoint.config, found.config)
+    return found
+
+
+def _compare(
+    held: Weights,
+    others: Iterable[tuple[ParameterPath, np.ndarray]],
+    *,
+    source_is_held: bool,
+    to: np.dtype | None,
+) -> tuple[list[str], list[str]]:
+    """Names of all parameters, and of those that differ; the source's are rounded before."""
+    flat = nnx.traversals.flatten_mapping(held)
+    names, differing = [], []
+    for path, value in others:
+        source, converted = (flat[path], value) if source_is_held else (value, flat[path])
+        if to is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                source = source.astype(to)
+        names.append(".".join(map(str, path)))
+        if source.dtype != converted.dtype or not np.array_equal(_bits(source), _bits(converted)):
+            differing.append(names[-1])
+    return names, differing
+
+
+def _bits(value: np.ndarray) -> np.ndarray:
+    """The bytes: as numbers, two zeros would be equal and no NaN would be."""
+    return np.ascontiguousarray(value).view(np.uint8)
+
+
+def _differing_files(source: Path, destination: Path) -> list[str]:
+    before, after = kept_files(source), kept_files(destination)
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def _describe(checkpoint: Checkpoint, target: Checkpoint | None) -> str:
+    if isinstance(checkpoint.config, DraftHeadConfig):
+        return "hidden states of random slots" if target is None else "draft logits"
+    return f"logits of {fixed_tokens(checkpoint.config).shape[1]} tokens"

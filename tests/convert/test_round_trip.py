@@ -1,0 +1,198 @@
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert import to_huggingface, to_orbax, verify
+from convert.__main__ import main
+from convert.orbax_io import read_orbax
+from jetspec_jax import load_draft_head, load_target
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from tests.convert.checkpoints import (
+    DRAFT,
+    DTYPES,
+    NEWER,
+    OTHER_FILES,
+    TIED,
+    UNTIED,
+    files_of,
+    make,
+    random_bits,
+    random_values,
+    read_raw,
+    shapes_of,
+)
+
+
+def assert_same_bits(weights, others):
+    assert jax.tree.structure(weights) == jax.tree.structure(others)
+    for ours, theirs in zip(jax.tree.leaves(weights), jax.tree.leaves(others), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.tobytes() == theirs.tobytes()
+
+
+class TestThereAndBack:
+    @pytest.mark.parametrize(
+        ("raw", "dtype", "sharded"),
+        [
+            (UNTIED, "float32", True),
+            (NEWER, "bfloat16", False),
+            (TIED, "float16", False),
+            (DRAFT, "float32", False),
+            (DRAFT, "bfloat16", True),
+        ],
+        ids=["untied-f32-shards", "newer-bf16", "tied-f16", "head-f32", "head-bf16-shards"],
+    )
+    def test_every_bit(self, tmp_path, raw, dtype, sharded):
+        source = make(tmp_path / "source", raw, random_bits(shapes_of(raw), dtype), sharded)
+        done = to_orbax(source, tmp_path / "orbax")
+        to_huggingface(tmp_path / "orbax", tmp_path / "back")
+        to_orbax(tmp_path / "back", tmp_path / "again")
+
+        assert read_raw(tmp_path / "back") == read_raw(source)
+        weights = read_orbax(tmp_path / "orbax")
+        assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {DTYPES[dtype]}
+        assert done.nbytes == sum(len(content) for _, _, content in read_raw(source).values())
+        assert_same_bits(read_orbax(tmp_path / "again"), weights)
+
+        kept = {"config.json": (source / "config.json").read_bytes(), **OTHER_FILES}
+        assert files_of(tmp_path / "back") == kept
+        orbax = {k: v for k, v in files_of(tmp_path / "orbax").items() if not k.startswith("weights/")}
+        assert orbax.pop("orbax.json")
+        assert orbax == kept
+
+    @pytest.mark.parametrize("folder", [DEMO_TARGET, DEMO_DRAFT_HEAD], ids=["target", "draft_head"])
+    def test_the_demo_pair(self, tmp_path, folder, capsys):
+        """The file itself is what it was, byte for byte; for the target, with what it computes."""
+        options = ["--verify"] if folder == DEMO_TARGET else []
+        assert main([str(folder), str(tmp_path / "orbax"), *options]) == 0
+        assert main([str(tmp_path / "orbax"), str(tmp_path / "back")]) == 0
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == before
+        if options:
+            assert "verify: all 66 parameters are equal, bit for bit\n" in capsys.readouterr().out
+
+    def test_types_of_their_own(self, tmp_path):
+        """Norms in float32 and one matrix in float16 among bfloat16 stay what they are."""
+        tensors = {
+            name: random_bits(
+                {name: shape},
+                "float32" if "norm" in name else "float16" if "down_proj" in name else "bfloat16",
+            )[name]
+            for name, shape in shapes_of(DRAFT).items()
+        }
+        source = make(tmp_path / "source", DRAFT, tensors)
+        to_orbax(source, tmp_path / "orbax")
+        to_huggingface(tmp_path / "orbax", tmp_path / "back")
+        assert read_raw(tmp_path / "back") == read_raw(source)
+
+    def test_what_no_parameter_is_made_of(self, tmp_path):
+        """A tied lm_head that is stored all the same, and old buffers, are left out and said to be."""
+        tensors = random_values(shapes_of(TIED))
+        surplus = {
+            "lm_head.weight": tensors["model.embed_tokens.weight"].copy(),
+            "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        }
+        source = make(tmp_path / "source", TIED, tensors | surplus)
+        done = to_orbax(source, tmp_path / "orbax")
+        to_huggingface(tmp_path / "orbax", tmp_path / "back")
+        assert done.left_out == tuple(surplus)
+        assert read_raw(tmp_path / "back").keys() == tensors.keys()
+
+    def test_the_result_loads(self, tmp_path):
+        target = make(tmp_path / "target", UNTIED, random_values(shapes_of(UNTIED)))
+        head = make(tmp_path / "head", DRAFT, random_values(shapes_of(DRAFT)))
+        for name in ("target", "head"):
+            to_orbax(tmp_path / name, tmp_path / f"{name}-orbax")
+            to_huggingface(tmp_path / f"{name}-orbax", tmp_path / f"{name}-back", max_shard_bytes=4000)
+            assert len(list((tmp_path / f"{name}-back").glob("*.safetensors"))) > 1
+        # The tokenizer's files of these tests are not a tokenizer.
+        (tmp_path / "target-back" / "special_tokens_map.json").unlink()
+        loaded = load_target(tmp_path / "target-back", dtype="float32")
+        assert loaded.eos_token_ids == (3,)
+        original = load_target(target, dtype="float32")
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, loaded.weights, original.weights))
+        drafter = load_draft_head(tmp_path / "head-back", dtype="float32", target=loaded)
+        original = load_draft_head(head, dtype="float32")
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, drafter.weights, original.weights))
+
+
+class TestType:
+    @pytest.mark.parametrize("way", ["orbax", "huggingface"])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_is_given_to_all_parameters(self, tmp_path, way, dtype):
+        tensors = random_values(shapes_of(DRAFT))
+        make(tmp_path / "source", DRAFT, tensors)
+        to_orbax(tmp_path / "source", tmp_path / "orbax", dtype=dtype if way == "orbax" else "stored")
+        to_huggingface(
+            tmp_path / "orbax", tmp_path / "back", dtype=dtype if way == "huggingface" else "stored"
+        )
+        back = read_raw(tmp_path / "back")
+        expected = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
+        assert back == {name: (x.dtype, x.shape, x.tobytes()) for name, x in expected.items()}
+
+    def test_one_parameter_of_two(self, tmp_path):
+        tensors = random_values(shapes_of(DRAFT))
+        for name in ("layers.0.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"):
+            tensors[name] = tensors[name].astype(np.float16)
+        source = make(tmp_path / "source", DRAFT, tensors)
+        with pytest.raises(ValueError, match="different types; name one type for all") as info:
+            to_orbax(source, tmp_path / "orbax")
+        message = str(info.value)
+        assert "--dtype" in message
+        assert "layers.0.self_attn.q_proj.weight is F32, layers.0.self_attn.k_proj.weight is F16" in message
+        assert "layers.0.mlp.gate_proj.weight is F32, layers.0.mlp.up_proj.weight is F16" in message
+        assert not (tmp_path / "orbax").exists()
+        to_orbax(source, tmp_path / "orbax", dtype="float32")
+        weights = read_orbax(tmp_path / "orbax")
+        assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
+        found = verify(source, tmp_path / "orbax", dtype="float32")
+        assert found.ok
+        assert found.largest_difference == 0
+
+    @pytest.mark.parametrize("way", ["orbax", "huggingface"])
+    def test_that_cannot_hold_a_value(self, tmp_path, way):
+        tensors = random_values(shapes_of(DRAFT))
+        tensors["layers.0.mlp.up_proj.weight"][3, 4] = 7e4
+        source = make(tmp_path / "source", DRAFT, tensors)
+        convert = to_orbax
+        if way == "huggingface":
+            to_orbax(source, tmp_path / "orbax")
+            source, convert = tmp_path / "orbax", to_huggingface
+        with pytest.raises(ValueError, match=r"not finite in float16, in \['layers.0.mlp.gate_up_proj'\]"):
+            convert(source, tmp_path / "converted", dtype="float16")
+        assert not (tmp_path / "converted").exists()
+
+    @pytest.mark.parametrize("dtype", ["bf16", "int8", "float64", ""])
+    def test_other_words(self, tmp_path, dtype):
+        source = make(tmp_path / "source", DRAFT, random_values(shapes_of(DRAFT)))
+        with pytest.raises(ValueError, match=f"dtype must be one of stored, .*, not '{dtype}'"):
+            to_orbax(source, tmp_path / "orbax", dtype=dtype)
+
+
+class TestMemory:
+    def test_one_copy_of_the_weights(self, tmp_path):
+        """What Python and NumPy hold at most: all weights once, and a few tensors on their way."""
+        raw = {**UNTIED, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}
+        tensors = random_values(shapes_of(raw))
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        largest = 2 * max(tensor.nbytes for tensor in tensors.values())  # a fused parameter
+        assert total > 4 * largest
+        source = make(tmp_path / "source", raw, tensors)
+        del tensors
+        warm = make(tmp_path / "warm", DRAFT, random_values(shapes_of(DRAFT)))
+        to_orbax(warm, tmp_path / "warm-orbax")  # whatever is imported or made once
+        to_huggingface(tmp_path / "warm-orbax", tmp_path / "warm-back")
+        for convert, folder, name in (
+            (to_orbax, source, "orbax"),
+            (to_huggingface, tmp_path / "orbax", "back"),
+        ):
+            tracemalloc.start()
+            try:
+                convert(folder, tmp_path / name)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak < total + 2 * largest

@@ -1,0 +1,69 @@
+"""Documents that are there already: nobody writes them anew."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from train.documents import Document, Writer, encode
+from train.manifest import Settings
+from train.regenerate import progress
+from train.stages import Deadline
+
+
+def write_given(
+    folder: Path,
+    documents: Sequence[Document],
+    *,
+    target: str,
+    vocab_size: int,
+    source: str,
+    heldout: int,
+    shard_documents: int,
+    deadline: Deadline,
+) -> bool:
+    """Writes a folder of documents, or what is missing of one; says whether anything was.
+
+    Args:
+        folder: Where.
+        documents: All of them, those held out included.
+        target: The name of the target whose tokens they are.
+        vocab_size: Its vocabulary.
+        source: Where they come from.
+        heldout: Documents that are not for training.
+        shard_documents: Most documents of a shard.
+        deadline: Checked before a shard is begun.
+
+    Raises:
+        OutOfTime: The deadline passed; calling again goes on.
+        ValueError: The folder was begun with other settings, or a setting is out of its range.
+    """
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(encode(document))
+    settings = Settings(
+        mode="corpus",
+        target=target,
+        vocab_size=vocab_size,
+        dtype=None,
+        temperatures=(),
+        sampling={},
+        seed=(),
+        source=source,
+        sha256=digest.hexdigest(),
+        count=len(documents),
+        heldout=heldout,
+        shard_documents=shard_documents,
+    )
+    writer = Writer(folder, settings)
+    missing = writer.missing
+    done = settings.count - sum(len(plan.indices) for plan in missing)
+    with tqdm(
+        total=settings.count, initial=done, desc="documents", unit=" documents", delay=1, leave=False
+    ) as bar:
+        for plan in missing:
+            deadline.check(progress(writer))
+            writer.write(plan, [documents[index] for index in plan.indices], None)
+            bar.update(len(plan.indices))
+    return bool(missing)

@@ -1,0 +1,283 @@
+"""The training log: ``log.jsonl``, and TensorBoard's event files beside it.
+
+The file holds a JSON object per optimiser step and per evaluation, each with its "step". JSON has no word for
+infinity and for what is not a number: they are null.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tensorboardX import RecordWriter
+from tensorboardX.proto import event_pb2
+
+FILE = "log.jsonl"
+#: What the log itself says of a step: seconds, tokens per second, peak memory in GiB.
+MEASURED = ("seconds", "tokens_per_second", "memory_gib")
+
+# Protobuf makes its message classes when it is imported, where no type checker sees them.
+_EVENTS: Any = event_pb2
+
+Record = dict[str, Any]
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss of a step is infinite or not a number."""
+
+    def __init__(self, step: int, loss: float):
+        """Names the step."""
+        super().__init__(f"the loss is {loss} at step {step}; no later step was logged")
+        self.step, self.loss = step, loss
+
+
+class TrainingLog:
+    """Takes metrics without waiting for the device, and writes them in batches.
+
+    A context manager: leaving it writes what is pending, unless an error is the reason.
+    """
+
+    def __init__(self, folder: Path, *, kept_steps: int, main: bool = True):
+        """Opens the log of a run, or goes on with it.
+
+        Args:
+            folder: For ``log.jsonl`` and the folder ``tensorboard``; made if need be.
+            kept_steps: The last step that is not done again: records of later ones are dropped.
+            main: Whether this process writes. The others of a run check the losses and write nothing.
+
+        Raises:
+            ValueError: The file is damaged elsewhere than in a last line that was cut off.
+        """
+        self._files = _Files(folder, kept_steps) if main else None
+        self._pending: list[tuple[int, Record, int]] = []
+        self._step, self._loss = kept_steps, math.nan
+        self._since, self._pausing = time.perf_counter(), False
+
+    def add(self, step: int, metrics: Mapping[str, Any], tokens: int) -> None:
+        """Takes the metrics of a step, which may still be computed.
+
+        Args:
+            step: Its number, above that of every step before.
+            metrics: Arrays on the device or numbers, scalars and short vectors; "loss" is one of them.
+            tokens: That the step trained on, in all processes.
+
+        Raises:
+            ValueError: The number is too small, there is no loss, or a name is the log's own.
+            RuntimeError: The log is paused.
+        """
+        if step <= self._step:
+            raise ValueError(f"step {step} comes after step {self._step}; steps are logged in order, once")
+        if "loss" not in metrics:
+            raise ValueError(
+                f"the metrics of step {step} have no loss, only {', '.join(metrics) or 'nothing'}"
+            )
+        _check_names(metrics, ("step", *MEASURED))
+        if self._pausing:
+            raise RuntimeError(f"step {step} was added while the log was paused, so it would have no time")
+        self._pending.append((step, dict(metrics), tokens))
+        self._step = step
+
+    def flush(self) -> float:
+        """Waits for what is pending and writes it.
+
+        Returns:
+            The newest loss; not a number before the first step.
+
+        Raises:
+            NonFiniteLoss: A loss is not finite. The steps before it are written, it and later ones are not.
+        """
+        if not self._pending:
+            return self._loss
+        fetched = jax.device_get([metrics for _, metrics, _ in self._pending])
+        now = time.perf_counter()
+        # A clock that did not move must not divide by zero.
+        seconds = max((now - self._since) / len(fetched), 1e-9)
+        memory = round(peak_memory_gib(), 3)
+        losses = [float(values["loss"]) for values in fetched]
+        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        rows = []
+        for (step, metrics, tokens), values in zip(self._pending[:good], fetched, strict=False):
+            measured = (round(seconds, 6), round(tokens / seconds, 1), memory)
+            # JAX sorts the keys of a dictionary; the file has them as they were given.
+            record = {name: values[name] for name in metrics} | dict(zip(MEASURED, measured, strict=True))
+            rows.append(("train", step, record))
+        self._write(rows)
+        # A step that failed stays, so that no later flush passes over it.
+        self._pending, self._since = self._pending[good:], now
+        if self._pending:
+            raise NonFiniteLoss(self._pending[0][0], losses[good])
+        self._loss = losses[-1]
+        return self._loss
+
+    def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        """Writes an evaluation, behind all pending steps.
+
+        Args:
+            kind: TensorBoard's group, such as "evaluation"; keys that begin with ``validation_`` are shown in
+                the group of that name.
+            step: After which it was made.
+            record: Numbers, arrays, text, and lists and mappings of them.
+
+        Raises:
+            NonFiniteLoss: As by `flush`.
+            ValueError: The record has a "step" of its own.
+        """
+        _check_names(record, ("step",))
+        self.flush()
+        self._write([(kind, step, dict(record))])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work between steps, such as evaluations: its time is no step's.
+
+        Raises:
+            NonFiniteLoss: As by `flush`: pending steps are waited for first, as that time is theirs.
+        """
+        self.flush()
+        begun, outer = time.perf_counter(), self._pausing
+        self._pausing = True
+        try:
+            yield
+        finally:
+            self._pausing = outer
+            if not outer:
+                self._since += time.perf_counter() - begun
+
+    def __enter__(self) -> "TrainingLog":
+        """The log itself."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Writes what is pending, unless there was an error, and closes the files."""
+        try:
+            if error is None:
+                self.flush()
+        finally:
+            if self._files is not None:
+                self._files.close()
+
+    def _write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
+        if self._files is not None and rows:
+            self._files.write([(kind, step, _plain(record)) for kind, step, record in rows])
+
+
+class _Files:
+    """What lies in the folder, open for appending."""
+
+    def __init__(self, folder: Path, kept_steps: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE
+        if path.exists():
+            kept = [line for line, record in _lines(path) if record["step"] <= kept_steps]
+            partial = path.with_name(path.name + ".partial")
+            with partial.open("wb") as file:
+                file.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        board = folder / "tensorboard"
+        board.mkdir(exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names, so the newest sorts last.
+        self.board = RecordWriter(str(board / f"events.out.tfevents.{time.time_ns()}"))
+        self._event(file_version="brain.Event:2")
+        # A start at some step makes TensorBoard forget that step and all later ones of the files before.
+        self._event(step=kept_steps + 1, session_log={"status": "START"})
+        self.board.flush()
+        self.lines = path.open("ab")
+
+    def write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
+        for _, step, record in rows:
+            self.lines.write(json.dumps({"step": step, **record}, allow_nan=False).encode() + b"\n")
+        self.lines.flush()
+        for kind, step, record in rows:
+            scalars = (pair for key, value in record.items() for pair in _scalars(_tag(kind, key), value))
+            values = [{"tag": tag, "simple_value": number} for tag, number in scalars]
+            self._event(step=step, summary={"value": values})
+        self.board.flush()
+
+    def close(self) -> None:
+        self.lines.close()
+        self.board.close()
+
+    def _event(self, **fields: Any) -> None:
+        self.board.write(_EVENTS.Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def read_log(path: Path) -> list[Record]:
+    """The records of a log in the order of the file; a last line that was cut off is left out.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: Another line is no record; its number is named.
+    """
+    return [record for _, record in _lines(path)]
+
+
+def peak_memory_gib() -> float:
+    """The most that was in use so far on the first local device, else by this process, in GiB."""
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if peak is None:
+        # In bytes on macOS, in KiB elsewhere.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak / 2**30
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line.decode(), parse_constant=_no_number)
+                if not isinstance(record, dict) or type(record.get("step")) is not int:
+                    raise ValueError('it should be an object with a whole number "step"')
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return  # the process was stopped while it wrote this line
+                raise ValueError(
+                    f"{path}, line {number} is not a record of a training log: {error}"
+                ) from None
+            yield line, record
+
+
+def _no_number(token: str) -> None:
+    raise ValueError(f"{token} is not JSON")
+
+
+def _check_names(record: Mapping[str, Any], own: Sequence[str]) -> None:
+    if taken := [name for name in own if name in record]:
+        raise ValueError(f"the log itself writes {', '.join(taken)}; use other names")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds; a float32 keeps its exact value."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    array = np.asarray(value)
+    return _plain((array if array.dtype.kind in "biu" else array.astype(np.float64)).tolist())
+
+
+def _tag(kind: str, key: str) -> str:
+    name = key.removeprefix("validation_")
+    return f"{kind}/{key}" if name == key else f"validation/{name}"
+
+
+def _scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Tags and numbers; elements of a list are numbered from 1, as depths are."""
+    if isinstance(value, int | float):
+        yield tag, float(value)
+    elif isinstance(value, dict | list):
+        for key, x in value.items() if isinstance(value, dict) else enumerate(value, 1):
+            yield from _scalars(f"{tag}/{key}", x)

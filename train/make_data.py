@@ -1,0 +1,232 @@
+"""A folder of documents from prompts or conversations: what ``python -m train data`` does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jetspec_jax.checkpoint import (
+    HUB_PATTERNS,
+    load_draft_head,
+    load_target,
+    load_tokenizer,
+    read_draft_head_config,
+    read_target_config,
+    resolve,
+    resolve_dtype,
+)
+from jetspec_jax.config import ModelConfig, check_head_fits, parse_eos_token_ids, read_json
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import PLAIN, TreeSettings
+from jetspec_jax.sampling import SamplingParams
+from train.documents import Writer
+from train.given import write_given
+from train.manifest import CORPUS, MODES, REGENERATE, Manifest, default_heldout
+from train.prompts import Entry, read_entries
+from train.records import Document
+from train.regenerate import Prompts, progress, regenerate, regeneration_settings
+from train.rendering import Encoder
+from train.stages import Deadline
+
+# Of a hub id: all but the weights, which wait until the prompts are known to be good.
+TOKENIZER_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a folder of documents holds.
+
+    Attributes:
+        folder: Where it is.
+        documents: How many, those held out included.
+        heldout: How many of them are held out.
+        tokens: Of all documents.
+        learn_tokens: Those of them that are to be learnt.
+        ended: Documents that end with an end-of-sequence token; None where nothing was generated.
+        skipped: Prompts that were dropped because they are too long.
+        was_finished: Nothing was left to do.
+    """
+
+    folder: Path
+    documents: int
+    heldout: int
+    tokens: int
+    learn_tokens: int
+    ended: int | None
+    skipped: int
+    was_finished: bool
+
+
+def make_data(
+    target: str | Path,
+    prompts: str | Path,
+    out: Path,
+    *,
+    mode: str = REGENERATE,
+    draft_head: str | Path | None = None,
+    budget: int = 64,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    max_tokens: int = 1024,
+    seed: int = 0,
+    heldout: int | None = None,
+    shard_documents: int = 256,
+    slots: int = 32,
+    dtype: str = "auto",
+    limit: int | None = None,
+    skip_too_long: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+    deadline: Deadline | None = None,
+) -> Made:
+    """Makes a folder of documents, or goes on with one; a finished one is left alone.
+
+    All prompts are read and checked before the target's weights are.
+
+    Args:
+        target: A folder, a hub id, or "demo": the embedded target.
+        prompts: A JSONL file or a data set, see `train.prompts`.
+        out: The folder of documents.
+        mode: "regenerate": the target answers or continues each prompt. "corpus": the texts as they are.
+        draft_head: Makes regeneration faster and changes nothing: a folder, a hub id, or "demo".
+        budget: Of the draft head's trees.
+        temperature: Of the sampling; 0 is greedy.
+        top_p: Of the sampling.
+        top_k: Of the sampling.
+        max_tokens: Most tokens of a continuation; fewer where the target's context ends.
+        seed: Of the sampling; every document has its own that follows from it.
+        heldout: Documents kept for validation; None is an eighth, at most 64.
+        shard_documents: Documents of a shard, which is written at a time.
+        slots: Documents generated at a time.
+        dtype: Of the target.
+        limit: Take only the first so many prompts.
+        skip_too_long: Drop what does not fit the target's context instead of refusing it.
+        template_arguments: Passed to the chat template.
+        deadline: No shard is begun behind it.
+
+    Raises:
+        OutOfTime: The deadline passed; the same call goes on.
+        FileNotFoundError: Target, draft head or prompts are not to be had.
+        ValueError: A setting or a prompt is not valid, or the folder was begun with other settings.
+        DeviceMemoryError: The device cannot hold the models with so many slots.
+    """
+    if mode not in MODES:
+        raise ValueError(f"the mode is one of {', '.join(MODES)}, not {mode!r}")
+    if mode == CORPUS and draft_head is not None:
+        raise ValueError("a draft head has nothing to do in mode corpus, where nothing is generated")
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, not {slots}")
+    deadline = Deadline() if deadline is None else deadline
+    path = DEMO_TARGET if target == "demo" else target
+    head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
+    config, resolved = read_target_config(path), resolve_dtype(dtype)
+    tree = PLAIN if head_path is None else TreeSettings(budget=budget)
+    if head_path is not None:
+        head_config = read_draft_head_config(head_path)
+        check_head_fits(head_config, config)
+        tree.check(config, head_config.depth)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
+    )
+    encoder = _encoder(path, template_arguments or {})
+    entries = read_entries(prompts, limit)
+    source = Path(prompts).name if Path(prompts).is_file() else str(prompts)
+    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": source}
+
+    if mode == CORPUS:
+        documents, skipped = _documents(encoder, entries, config, skip_too_long)
+        held = default_heldout(len(documents)) if heldout is None else heldout
+        finished = not write_given(
+            out, documents, **common, heldout=held, shard_documents=shard_documents, deadline=deadline
+        )
+    else:
+        asked, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
+        held = default_heldout(len(asked.tokens)) if heldout is None else heldout
+        settings = regeneration_settings(
+            asked,
+            **common,
+            dtype=str(resolved),
+            seed=(seed,),
+            heldout=held,
+            shard_documents=shard_documents,
+        )
+        writer = Writer(out, settings)
+        finished = not writer.missing
+        if not finished:
+            deadline.check(progress(writer))
+            loaded = load_target(path, dtype=dtype)
+            head = None if head_path is None else load_draft_head(head_path, dtype=dtype, target=loaded)
+            regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
+    return _made(out, Manifest.read(out), skipped, finished)
+
+
+def name_of(target: str | Path) -> str:
+    """What a manifest calls a target: its hub id, or its folder's name."""
+    folder = Path(target).expanduser()
+    return folder.resolve().name if target != "demo" and folder.is_dir() else str(target)
+
+
+def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder:
+    folder = resolve(path, TOKENIZER_PATTERNS)
+    generation = folder / "generation_config.json"
+    end_ids = parse_eos_token_ids(
+        read_json(folder / "config.json"), read_json(generation) if generation.exists() else None
+    )
+    return Encoder(load_tokenizer(folder), end_ids, template_arguments)
+
+
+def _prompts(
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, sampling: SamplingParams, skip: bool
+) -> tuple[Prompts, int]:
+    """The prompts with their sampling, and how many were dropped."""
+    context, tokens, params = config.max_position_embeddings, [], []
+    for entry in _bar(entries):
+        ids = encoder.prompt(entry)
+        room = context - len(ids)
+        if room > 0:
+            tokens.append(ids)
+            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens)))
+        elif not skip:
+            raise ValueError(
+                f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
+                f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with --skip-too-long"
+            )
+    return Prompts(tokens, params), len(entries) - len(tokens)
+
+
+def _documents(
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool
+) -> tuple[list[Document], int]:
+    """The texts as they are, and how many were dropped."""
+    context, documents = config.max_position_embeddings, []
+    for entry in _bar(entries):
+        document = encoder.document(entry)
+        if len(document.tokens) <= context:
+            documents.append(document)
+        elif not skip:
+            raise ValueError(
+                f"{entry.where}: the document has {len(document.tokens)} tokens, beyond the target's context "
+                f"of {context}; shorten it, or drop such documents with --skip-too-long"
+            )
+    return documents, len(entries) - len(documents)
+
+
+def _bar(entries: list[Entry]) -> "tqdm[Entry]":
+    return tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False)
+
+
+def _made(folder: Path, manifest: Manifest, skipped: int, was_finished: bool) -> Made:
+    shards = manifest.shards
+    ended = [shard.ended for shard in shards if shard.ended is not None]
+    return Made(
+        folder,
+        manifest.settings.count,
+        manifest.settings.heldout,
+        sum(shard.tokens for shard in shards),
+        sum(shard.learn_tokens for shard in shards),
+        sum(ended) if ended else None,
+        skipped,
+        was_finished,
+    )
