@@ -40,6 +40,7 @@ from jetspec_jax.state import (
 from jetspec_jax.tree import (
     BUCKETS,
     Candidates,
+    Routing,
     TokenTree,
     accept,
     check_algorithm,
@@ -209,13 +210,15 @@ class TreeDecoder:
         if candidates is None:
             return root_tree(state.anchors, 1)
         with jax.named_scope("build"):
+            algorithm = get_algorithm(self.algorithm)
             return grow_tree(
                 candidates,
                 state.anchors,
-                get_algorithm(self.algorithm)(candidates),
+                algorithm.plan(candidates, Routing.unsaid(state.anchors.shape[0])),
                 state.settings.budget,
                 state.settings.depth,
                 num_nodes=self.bucket,
+                one_by_one=algorithm.one_by_one,
             )
 
     def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:

@@ -10,13 +10,18 @@ sees another.
 from jetspec_jax.tree.acceptance import Acceptance, accept
 from jetspec_jax.tree.algorithms import (
     Algorithm,
+    Plan,
     algorithm_names,
     check_algorithm,
     get_algorithm,
+    register_algorithm,
 )
 from jetspec_jax.tree.building import build_tree, grow_tree
 from jetspec_jax.tree.candidates import Candidates, top_candidates
-from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask
+from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
+from jetspec_jax.tree.profiles import Profile
+from jetspec_jax.tree.published import AccumLogp
+from jetspec_jax.tree.routing import Routing
 from jetspec_jax.tree.token_tree import (
     BUCKETS,
     NO_PARENT,
@@ -31,8 +36,12 @@ __all__ = [
     "NO_PARENT",
     "ROOT_INDEX",
     "Acceptance",
+    "AccumLogp",
     "Algorithm",
     "Candidates",
+    "Plan",
+    "Profile",
+    "Routing",
     "TokenTree",
     "accept",
     "algorithm_names",
@@ -43,6 +52,8 @@ __all__ = [
     "check_algorithm",
     "get_algorithm",
     "grow_tree",
+    "path_sums",
+    "register_algorithm",
     "root_tree",
     "top_candidates",
 ]

@@ -1,42 +1,123 @@
-"""Tree algorithms: all grow best-first, each with its own caps on the children of a node.
+"""What a tree algorithm is, and the registry of those that are known by name.
 
-An algorithm is a function from the candidates to caps `[B, D]`: a node at depth d gets at most
-`caps[b, d]` children, the best of draft row d. Caps lie in 0..W. It runs inside the compiled
-round, so it must be traceable.
+All trees grow best-first out of the same candidates. An algorithm decides how: how many children a node of
+each depth may have, what is added to their priority, and whether children come all at once or one by one.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jetspec_jax.tree.candidates import Candidates
-
-Algorithm = Callable[[Candidates], Int32[Array, "B D"]]
-
-
-def accum_logp(candidates: Candidates) -> Int32[Array, "B D"]:
-    """Every expanded node gets the full width (JetSpec's default, arXiv 2606.18394)."""
-    batch, depth, width = candidates.tokens.shape
-    return jnp.full((batch, depth), width, jnp.int32)
+from jetspec_jax.tree.profiles import Profile
+from jetspec_jax.tree.routing import Routing
 
 
-_ALGORITHMS: dict[str, Algorithm] = {"accum_logp": accum_logp}
+class Plan(NamedTuple):
+    """How the trees of a batch grow.
+
+    Attributes:
+        caps: Most children of a node at depth d, the best of draft row d; clipped to 0..W.
+        bonus: Added to the priority of every node at depth d + 1, and so of all nodes below it; None is 0.
+            It orders the growth and is no part of a node's score.
+        weight: Of the log-probabilities in the priority. Static.
+    """
+
+    caps: Int32[Array, "B D"]
+    bonus: Float32[Array, "B D"] | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Base of all tree algorithms: a frozen, hashable record of options with a plan for any candidates.
+
+    A new one is a frozen dataclass whose fields are its options, under a name of its own::
+
+        @register_algorithm("first_two")
+        @dataclass(frozen=True)
+        class FirstTwo(Algorithm):
+            levels: int = 3
+
+            def plan(self, candidates, routing):
+                depth = jnp.arange(candidates.tokens.shape[1])
+                caps = jnp.where(depth < self.levels, 2, 1).astype(jnp.int32)
+                return Plan(jnp.broadcast_to(caps[None, :], candidates.tokens.shape[:2]))
+
+    Attributes:
+        one_by_one: Whether a node's children are inserted each by its own priority, instead of all of them
+            when their parent's turn comes.
+    """
+
+    one_by_one: ClassVar[bool] = False
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """How trees grow out of some candidates; runs inside a compiled round, so it must be traceable."""
+        raise NotImplementedError
+
+
+_KNOWN: dict[str, type[Algorithm]] = {}
+_Kind = TypeVar("_Kind", bound=type[Algorithm])
+
+
+def register_algorithm(name: str) -> Any:
+    """A decorator that makes an algorithm known under a name.
+
+    Raises:
+        ValueError: The name is taken, or what is decorated is no frozen dataclass.
+    """
+
+    def register(kind: _Kind) -> _Kind:
+        if name in _KNOWN:
+            raise ValueError(f"the tree algorithm {name!r} is {_KNOWN[name].__qualname__}; name another")
+        if not issubclass(kind, Algorithm) or "__dataclass_fields__" not in vars(kind):
+            raise ValueError(f"{kind.__qualname__} must be a frozen dataclass on top of Algorithm")
+        _KNOWN[name] = kind
+        return kind
+
+    return register
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """The names that `build_tree` knows, the default first."""
-    return tuple(_ALGORITHMS)
+    """The names that are known, the default first."""
+    return tuple(_KNOWN)
 
 
 def check_algorithm(name: str) -> None:
-    """Raises ValueError, listing the known names, unless `name` is one of them."""
-    if name not in _ALGORITHMS:
-        known = ", ".join(algorithm_names())
-        raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {known}")
+    """Raises ValueError, listing the known names, unless ``name`` is one of them."""
+    if name not in _KNOWN:
+        raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 
 
-def get_algorithm(name: str) -> Algorithm:
-    """The algorithm called `name`; ValueError as in `check_algorithm`."""
+def get_algorithm(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    profile: Profile | Mapping[str, Any] | None = None,
+) -> Algorithm:
+    """The algorithm called ``name`` with some options.
+
+    Args:
+        name: One of `algorithm_names`.
+        options: Its options by name; lists and mappings are taken as well.
+        profile: The table of an algorithm that takes one, as JSON has it or read already.
+
+    Raises:
+        ValueError: The name or an option is unknown, or a value or the table is not valid.
+    """
     check_algorithm(name)
-    return _ALGORITHMS[name]
+    kind, given = _KNOWN[name], dict(options or {})
+    known = {f.name for f in fields(kind)}
+    takes_profile = "profile" in known
+    if unknown := sorted(given.keys() - known | given.keys() & {"profile"}):
+        offered = ", ".join(sorted(known - {"profile"})) or "none"
+        raise ValueError(f"unknown options {unknown} of the tree algorithm {name!r}; it has: {offered}")
+    if profile is not None:
+        if not takes_profile:
+            raise ValueError(f"the tree algorithm {name!r} takes no profile")
+        given["profile"] = profile if isinstance(profile, Profile) else Profile.parse(profile)
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
+    if missing:
+        raise ValueError(f"the tree algorithm {name!r} needs {', '.join(missing)}")
+    return kind(**given)

@@ -2,15 +2,18 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import SupportsIndex
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.tree.algorithms import Algorithm, get_algorithm
+from jetspec_jax.tree.algorithms import Algorithm, Plan, get_algorithm
 from jetspec_jax.tree.candidates import Candidates, top_candidates
+from jetspec_jax.tree.masks import path_sums
+from jetspec_jax.tree.profiles import Profile
+from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX, TokenTree, bucket_for, root_tree
 from pallas_kernels.tree_growth import tree_growth
 
@@ -18,26 +21,30 @@ from pallas_kernels.tree_growth import tree_growth
 def grow_tree(
     candidates: Candidates,
     root_tokens: Int[Array, " B"],
-    caps: Int[Array, "B D"],
+    plan: Plan,
     budget: Int[Array, " B"],
     max_depth: Int[Array, " B"],
     *,
     num_nodes: int,
+    one_by_one: bool = False,
     implementation: str | None = None,
 ) -> TokenTree:
     """Grows one tree per sequence, best node first, inside a traced program.
 
     Until the budget is reached or nothing can grow: take the unexpanded node with the highest
-    cumulative log-probability (the earliest inserted among equals) and append as its children the
-    best `caps[b, depth]` candidates of its depth's row. Only `num_nodes` (N, at least 1) is
-    static. A node of probability zero is never expanded.
+    priority, which is its cumulative log-probability unless the plan adds to it (the earliest
+    inserted among equals), and append as its children the best `plan.caps[b, depth]` candidates of
+    its depth's row; or, one by one, append the child that has the highest priority of all that are
+    not there. A node of probability zero is never expanded.
 
     Args:
         candidates: the draft rows, best first.
         root_tokens: the anchors.
-        caps: most children of a node at depth d, clipped to 0..W.
+        plan: how it grows.
         budget: most nodes of each tree, root included, clipped to 1..N.
         max_depth: depth of the deepest node allowed; 0 leaves the root alone, more than D is D.
+        num_nodes: N, at least 1; static.
+        one_by_one: whether children are inserted each by its own priority; static.
         implementation: of `pallas_kernels.tree_growth`; None picks the best.
 
     Raises:
@@ -48,19 +55,32 @@ def grow_tree(
         return root_tree(root_tokens, num_nodes)
     batch, rows, _ = candidates.tokens.shape
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
+    log_probs = candidates.log_probs
     parents, ranks, depths, scores, counts = tree_growth(
-        candidates.log_probs,
-        jnp.where(within, caps, 0).astype(jnp.int32),
+        log_probs if plan.bonus is None else _priorities(log_probs, plan),
+        jnp.where(within, plan.caps, 0).astype(jnp.int32),
         budget.astype(jnp.int32),
         num_nodes=num_nodes,
+        one_by_one=one_by_one,
         implementation=implementation,
     )
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    drafted = candidates.tokens[sequence, jnp.maximum(depths - 1, 0), ranks]
+    row = jnp.maximum(depths - 1, 0)
+    drafted = candidates.tokens[sequence, row, ranks]
+    if plan.bonus is not None:
+        own = jnp.where(depths > 0, log_probs[sequence, row, ranks], 0.0)
+        scores = jnp.where(scores > -jnp.inf, path_sums(own, parents, max_depth=rows), -jnp.inf)
     # Depth 0 is the root's and the padding's.
     is_root = jnp.arange(num_nodes, dtype=jnp.int32)[None, :] == ROOT_INDEX
     anchor = jnp.where(is_root, root_tokens.astype(jnp.int32)[:, None], 0)
     return TokenTree(jnp.where(depths > 0, drafted, anchor), parents, depths, scores, counts)
+
+
+def _priorities(log_probs: Float[Array, "B D W"], plan: Plan) -> Float[Array, "B D W"]:
+    """What each candidate adds to the priority of its parent; one without probability has none."""
+    assert plan.bonus is not None
+    weighed = jnp.where(log_probs > -jnp.inf, plan.weight * log_probs, -jnp.inf)
+    return weighed + plan.bonus[:, :, None]
 
 
 def build_tree(
@@ -69,8 +89,11 @@ def build_tree(
     *,
     width: SupportsIndex,
     budget: SupportsIndex,
-    algorithm: str = "accum_logp",
+    algorithm: str | Algorithm = "accum_logp",
     depth: SupportsIndex | None = None,
+    routing: Hints | Sequence[Hints | None] | None = None,
+    profile: Profile | Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> TokenTree:
     """Builds a token tree per sequence from draft logits.
 
@@ -83,8 +106,12 @@ def build_tree(
         root_tokens: integer [B], the anchors.
         width: most children of a node, in 1..V.
         budget: most nodes, root included, in 1..256.
-        algorithm: one of `algorithm_names()`.
+        algorithm: one of `algorithm_names()`, or an algorithm with its options.
         depth: depth of the deepest node allowed, in 1..D; None means D.
+        routing: what is known of the sequences, one mapping for all or one for each, with any of
+            "task", "mode" and "text"; some algorithms look at it.
+        profile: measured acceptance, for algorithms that take it: see `Profile`.
+        **options: of the algorithm that is named, such as `beta` or `tau`.
 
     Raises:
         ValueError: an argument is out of its range or of the wrong shape.
@@ -104,11 +131,21 @@ def build_tree(
         roots,
         most_nodes,
         most_levels,
+        Routing.of(routing, batch),
         width=_integer("width", width, vocabulary, "the vocabulary"),
         num_nodes=bucket_for(most_nodes),
-        # The function, not its name: the compiled program is then that of this very function.
-        algorithm=get_algorithm(algorithm),
+        algorithm=_algorithm(algorithm, options, profile),
     )
+
+
+def _algorithm(
+    named: str | Algorithm, options: Mapping[str, Any], profile: Profile | Mapping[str, Any] | None
+) -> Algorithm:
+    if isinstance(named, str):
+        return get_algorithm(named, options, profile)
+    if options or profile is not None:
+        raise ValueError(f"{named} has its options already; name the algorithm to give others")
+    return named
 
 
 def _integer(name: str, value: SupportsIndex, most: int, meaning: str) -> int:
@@ -130,6 +167,7 @@ def _build(
     roots: Int[Array, " B"],
     budget: Int[ArrayLike, ""],
     depth: Int[ArrayLike, ""],
+    routing: Routing,
     *,
     width: int,
     num_nodes: int,
@@ -137,4 +175,12 @@ def _build(
 ) -> TokenTree:
     candidates = top_candidates(logits, width)
     budgets, depths = (jnp.broadcast_to(limit, roots.shape) for limit in (budget, depth))
-    return grow_tree(candidates, roots, algorithm(candidates), budgets, depths, num_nodes=num_nodes)
+    return grow_tree(
+        candidates,
+        roots,
+        algorithm.plan(candidates, routing),
+        budgets,
+        depths,
+        num_nodes=num_nodes,
+        one_by_one=algorithm.one_by_one,
+    )

@@ -18,10 +18,12 @@ class Candidates:
     Attributes:
         tokens: token ids, best first, the lower id first among equals.
         log_probs: their log-probabilities over the full vocabulary.
+        entropies: of the whole rows, in nats.
     """
 
     tokens: Int32[Array, "B D W"]
     log_probs: Float32[Array, "B D W"]
+    entropies: Float32[Array, "B D"]
 
 
 def top_candidates(draft_logits: Float[Array, "B D V"], width: int) -> Candidates:
@@ -44,8 +46,15 @@ def top_candidates(draft_logits: Float[Array, "B D V"], width: int) -> Candidate
     # Only the winners are normalised.
     top = top.reshape(batch, depth, width)
     best = top[:, :, :1]
-    total = jnp.sum(jnp.exp(logits - best), axis=-1, keepdims=True)
-    return Candidates(tokens.reshape(top.shape).astype(jnp.int32), top - best - jnp.log(total))
+    below = logits - best
+    total = jnp.sum(jnp.exp(below), axis=-1, keepdims=True)
+    # -inf times 0 is no number, and a token without probability adds nothing.
+    moment = jnp.sum(jnp.where(below > -jnp.inf, jnp.exp(below) * below, 0.0), axis=-1, keepdims=True)
+    return Candidates(
+        tokens.reshape(top.shape).astype(jnp.int32),
+        top - best - jnp.log(total),
+        (jnp.log(total) - moment / total)[:, :, 0],
+    )
 
 
 def _chunk_size(vocab: int, least: int) -> int:

@@ -1,7 +1,7 @@
 """Ancestor masks, derived from parents: who sees whom inside a block."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int, UInt32
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt32
 
 from jetspec_jax.tree.token_tree import TokenTree
 
@@ -47,6 +47,27 @@ def ancestor_bits(
         bits = bits | above
         up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)
     return bits
+
+
+def path_sums(
+    values: Float[Array, "B N"], parents: Int[Array, "B N"], *, max_depth: int
+) -> Float[Array, "B N"]:
+    """Sums of the values of each node and its ancestors.
+
+    For parents [-1, 0, 0, 1] and values [0, 1, 2, 3]: [0, 1, 2, 4].
+
+    Args:
+        values: of the nodes.
+        parents: index of each node's parent, -1 for none.
+        max_depth: a depth that no node exceeds; static.
+    """
+    num_nodes = parents.shape[1]
+    # As in `ancestor_bits`: what a node knows of s generations, joined with the node s generations up.
+    up = jnp.where(parents < 0, num_nodes, parents)
+    for _ in range(min(max_depth, num_nodes - 1).bit_length()):
+        values = values + jnp.take_along_axis(values, up, axis=1, mode="fill", fill_value=0)
+        up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)
+    return values
 
 
 def ancestor_mask(tree: TokenTree) -> Bool[Array, "B N N"]:

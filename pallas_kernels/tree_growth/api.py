@@ -27,6 +27,7 @@ def tree_growth(
     budget: Int32[Array, "B"],
     *,
     num_nodes: int,
+    one_by_one: bool = False,
     implementation: str | None = None,
 ) -> Growth:
     """Grow one tree per sequence, best node first, out of candidates that depend on the depth alone.
@@ -35,6 +36,11 @@ def tree_growth(
     its sum of log-probabilities (the earliest inserted among equals), and append as its children the
     first `fan_out[b, depth]` candidates of its level, as far as the budget goes. A node whose score
     is -inf or NaN is never expanded. (The token tree of JetSpec, arXiv 2606.18394.)
+
+    One by one: of all children that are not there yet, of whatever node, append the one with the
+    highest score (that of the earliest parent among equals); one of score -inf or NaN never. A
+    node's children come in the order of its level's candidates, so these are the budget's best nodes
+    if each level's candidates are sorted and no log-probability is above 0.
 
     Two levels with two candidates each, and a budget of five nodes:
 
@@ -50,6 +56,7 @@ def tree_growth(
         fan_out: children of an expanded node at depth d, clipped to 0..W; a node at depth D has none.
         budget: most nodes of each tree, root included, clipped to 1..N.
         num_nodes: N, at least 1; static.
+        one_by_one: whether children come one by one; static.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:
@@ -58,12 +65,13 @@ def tree_growth(
         NotImplementedError: the named implementation does not support the case or the device.
     """
     _check(log_probs, fan_out, budget, num_nodes)
-    grow = choose("tree_growth", _IMPLEMENTATIONS, implementation, log_probs, num_nodes=num_nodes)
+    shape = {"num_nodes": num_nodes, "one_by_one": one_by_one}
+    grow = choose("tree_growth", _IMPLEMENTATIONS, implementation, log_probs, **shape)
     if num_nodes == 1 or log_probs.size == 0:
         return reference.roots(log_probs.shape[0], num_nodes)
     # With a zero for depth D, one lookup answers both how many children and whether any.
     fan_out = jnp.pad(jnp.clip(fan_out, 0, log_probs.shape[2]), ((0, 0), (0, 1)))
-    return grow(log_probs, fan_out, budget, num_nodes=num_nodes)
+    return grow(log_probs, fan_out, budget, **shape)
 
 
 def _check(log_probs: Array, fan_out: Array, budget: Array, num_nodes: int) -> None:

@@ -50,8 +50,11 @@ def tree_growth(
     budget: Int32[Array, "B"],
     *,
     num_nodes: int,
+    one_by_one: bool = False,
 ) -> Growth:
     """See `api.tree_growth`, which clips `fan_out` and appends a zero for the nodes at depth D."""
+    if one_by_one:
+        return _one_by_one(log_probs, fan_out, budget, num_nodes=num_nodes)
     batch, _, width = log_probs.shape
     sequence = jnp.arange(batch, dtype=jnp.int32)
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
@@ -97,3 +100,59 @@ def tree_growth(
 
     tree, _ = jax.lax.while_loop(can_add, expand, (tree, priority))
     return tree
+
+
+def _one_by_one(
+    log_probs: Float32[Array, "B D W"],
+    fan_out: Int32[Array, "B D1"],
+    budget: Int32[Array, "B"],
+    *,
+    num_nodes: int,
+) -> Growth:
+    """Growth by single children: every node offers the first of its children that is not there yet."""
+    batch, levels, width = log_probs.shape
+    sequence = jnp.arange(batch, dtype=jnp.int32)
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None, :]
+    budget = jnp.clip(budget, 1, num_nodes)
+
+    def offer(score: Array, depth: Array, rank: Array) -> Array:
+        """The score of a node's child of some rank, -inf where it may have none."""
+        level = jnp.minimum(depth, levels - 1)
+        own = score + log_probs[sequence, level, jnp.minimum(rank, width - 1)]
+        return jnp.where((rank < fan_out[sequence, depth]) & (own > -jnp.inf), own, -jnp.inf)
+
+    zeros = jnp.zeros((batch,), jnp.int32)
+    tree = roots(batch, num_nodes)
+    offers = jnp.where(index == 0, offer(tree.scores[:, 0], zeros, zeros)[:, None], -jnp.inf)
+    offers = jnp.where((budget > 1)[:, None], offers, -jnp.inf)
+
+    def can_add(state: tuple[Growth, Array, Array]) -> Array:
+        return jnp.any(state[2] > -jnp.inf)
+
+    def add(state: tuple[Growth, Array, Array]) -> tuple[Growth, Array, Array]:
+        tree, children, offers = state
+        node = jnp.argmax(offers, axis=1).astype(jnp.int32)  # the first, so the earliest
+        score = offers[sequence, node]
+        adds = score > -jnp.inf
+        depth, rank = tree.depths[sequence, node], children[sequence, node]
+        num_nodes = tree.num_nodes + adds
+
+        new = (index == tree.num_nodes[:, None]) & adds[:, None]
+        here = (index == node[:, None]) & adds[:, None]
+        next_one = offer(tree.scores[sequence, node], depth, rank + 1)
+        # At depth D there is a zero to look up, and no node is deeper.
+        first_child = offer(score, depth + 1, zeros)
+        offers = jnp.where(here, next_one[:, None], offers)
+        offers = jnp.where(new, first_child[:, None], offers)
+        offers = jnp.where((num_nodes < budget)[:, None], offers, -jnp.inf)
+        tree = Growth(
+            parents=jnp.where(new, node[:, None], tree.parents),
+            ranks=jnp.where(new, rank[:, None], tree.ranks),
+            depths=jnp.where(new, depth[:, None] + 1, tree.depths),
+            scores=jnp.where(new, score[:, None], tree.scores),
+            num_nodes=num_nodes.astype(jnp.int32),
+        )
+        return tree, children + here, offers
+
+    state = (tree, jnp.zeros((batch, num_nodes), jnp.int32), offers)
+    return jax.lax.while_loop(can_add, add, state)[0]

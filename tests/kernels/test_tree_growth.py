@@ -171,8 +171,101 @@ class TreeGrowthSuite:
         assert_same(self.run(case), self.run(case))
 
 
+def heap_one_by_one(log_probs, fan_out, budget, num_nodes):
+    """The definition for one sequence, in float32: append the best child that any node offers."""
+    levels, width = log_probs.shape
+    nodes, heap = [(-1, 0, 0, np.float32(0))], []
+
+    def offer(node, rank):
+        _, _, depth, score = nodes[node]
+        if depth < levels and rank < min(max(fan_out[depth], 0), width):
+            with np.errstate(invalid="ignore"):
+                own = score + log_probs[depth, rank]
+            if own > -np.inf:
+                heapq.heappush(heap, (-own, node, rank))
+
+    offer(0, 0)
+    while heap and len(nodes) < min(budget, num_nodes):
+        cost, node, rank = heapq.heappop(heap)
+        nodes.append((node, rank, nodes[node][2] + 1, -cost))
+        offer(node, rank + 1)
+        offer(len(nodes) - 1, 0)
+    padding = [(-1, 0, 0, np.float32(-np.inf))] * (num_nodes - len(nodes))
+    return *zip(*nodes, *padding, strict=True), len(nodes)
+
+
+class OneByOneSuite:
+    """Growth by single children; a subclass names an implementation."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls, num_nodes):
+        grow = partial(tree_growth, num_nodes=num_nodes, one_by_one=True)
+        return jax.jit(partial(grow, implementation=cls.implementation))
+
+    def run(self, case):
+        grow = self.jitted(case.num_nodes)
+        return jax.tree.map(np.asarray, grow(case.log_probs, case.fan_out, case.budget))
+
+    @staticmethod
+    def oracle(case):
+        sequences = zip(case.log_probs, case.fan_out, case.budget, strict=True)
+        grown = [heap_one_by_one(*arrays, case.num_nodes) for arrays in sequences]
+        return Growth(*(np.array(column) for column in zip(*grown, strict=True)))
+
+    @pytest.mark.parametrize("make", [log_softmax_case, rough_case])
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    def test_is_the_heap(self, size, make):
+        for seed in SEEDS:
+            case = make(np.random.default_rng(seed), *size)
+            assert_same(self.run(case), self.oracle(case))
+
+    def test_the_best_nodes_of_all(self):
+        """Brute force: every path of the full tree, of which the most probable are the tree."""
+        for seed in SEEDS:
+            case = log_softmax_case(np.random.default_rng(seed), 1, 5, 4, 33)
+            growth = self.run(case)
+            scores = [np.zeros(1)]
+            for row in case.log_probs[0].astype(np.float64):
+                scores.append((scores[-1][:, None] + row[None, :]).ravel())
+            best = -np.sort(-np.concatenate(scores))[:33]
+            np.testing.assert_allclose(-np.sort(-growth.scores[0]), best, rtol=1e-5, atol=1e-5)
+
+    def test_every_budget(self):
+        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
+        for first in range(-1, 130, 9):
+            some = replace(case, budget=np.arange(first, first + 3, dtype=np.int32))
+            assert_same(self.run(some), self.oracle(some))
+
+    def test_a_chain_to_the_last_level(self):
+        case = log_softmax_case(np.random.default_rng(0), 2, 40, 1, 37)
+        assert self.run(case).depths[0].tolist() == list(range(37))
+
+    def test_batch_equals_alone(self):
+        case = rough_case(np.random.default_rng(3), 3, 15, 7, 128)
+        together = self.run(case)
+        for b in range(3):
+            one = slice(b, b + 1)
+            alone = Case(case.log_probs[one], case.fan_out[one], case.budget[one], 128)
+            assert_same(self.run(alone), (x[one] for x in together))
+
+
 class TestXla(TreeGrowthSuite):
     implementation = "xla"
+
+
+class TestXlaOneByOne(OneByOneSuite):
+    implementation = "xla"
+
+
+class TestPallasTritonInterpretedOneByOne(OneByOneSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        stand_in(api, partial(pallas_triton.tree_growth, interpret=True))
 
 
 class TestPallasTritonInterpreted(TreeGrowthSuite):
@@ -183,8 +276,9 @@ class TestPallasTritonInterpreted(TreeGrowthSuite):
         stand_in(api, partial(pallas_triton.tree_growth, interpret=True))
 
 
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["siblings", "one_by_one"])
 @pytest.mark.parametrize("size", [*SIZES, *OTHER_BUCKETS], ids=str)
-def test_lowers_for_cuda(size):
+def test_lowers_for_cuda(size, one_by_one):
     """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, width, num_nodes = size
     arrays = (
@@ -192,7 +286,7 @@ def test_lowers_for_cuda(size):
         jax.ShapeDtypeStruct((batch, levels + 1), jnp.int32),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
     )
-    grow = partial(pallas_triton.tree_growth, num_nodes=num_nodes)
+    grow = partial(pallas_triton.tree_growth, num_nodes=num_nodes, one_by_one=one_by_one)
     assert lower_for_gpu(grow, *arrays).count(KERNEL) == 1
 
 
@@ -226,6 +320,11 @@ class TestChoice:
     )
     def test_what_the_kernel_does_not_do(self, levels, num_nodes, reason):
         assert pallas_triton.unsupported_shape(levels, num_nodes) == reason
+
+    def test_one_by_one_a_place_holds_a_rank_too(self):
+        assert pallas_triton.unsupported_shape(15, 256, width=7) is None
+        problem = pallas_triton.unsupported_shape(15, 1024, width=151936)
+        assert problem == "1024 nodes and 15 levels and a width of 151936 do not fit into one number"
 
 
 @pytest.mark.usefixtures("no_type_checks")

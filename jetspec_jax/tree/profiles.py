@@ -1,0 +1,93 @@
+"""Tables of measured acceptance, which some algorithms take their caps from.
+
+The JSON, of which both parts may be absent::
+
+    {"version": 1,
+     "depth_rank_accept": [[0.6, 0.2, ...], ...],
+     "per_class_histograms": {"decisive_task": [[...], ...], "balanced_task": [3, 2, 1], ...},
+     "meta": {...}}
+
+``depth_rank_accept[d][r]`` is the probability that the target's pick at a node of depth d is the head's token
+of rank r. A class's histogram is such a table, or a flat list of caps. Files of the reference implementation
+carry no version and are read as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+_KEYS = ("version", "depth_rank_accept", "per_class_histograms", "meta")
+
+#: A table of rows per depth.
+Table = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A table of measured acceptance.
+
+    Attributes:
+        depth_rank_accept: By depth and rank; empty without one.
+        class_caps: Caps by depth for each class that has a histogram, as pairs.
+    """
+
+    depth_rank_accept: Table = ()
+    class_caps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> "Profile":
+        """Reads what the JSON holds.
+
+        Raises:
+            ValueError: It is of another version, has unknown keys, or a table is misshapen.
+        """
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"a profile is an object with {', '.join(_KEYS)}, not {type(raw).__name__}")
+        if raw.get("version", VERSION) != VERSION:
+            raise ValueError(f"the profile is version {raw['version']!r}, and this reads version {VERSION}")
+        if unknown := sorted(raw.keys() - set(_KEYS)):
+            raise ValueError(f"unknown keys {unknown} in the profile; there are {', '.join(_KEYS)}")
+        classes = raw.get("per_class_histograms", {})
+        if not isinstance(classes, Mapping):
+            raise ValueError("per_class_histograms must be an object with a histogram for each class")
+        return cls(
+            _table(raw.get("depth_rank_accept", ()), "depth_rank_accept"),
+            tuple((name, _caps(own, f"per_class_histograms[{name!r}]")) for name, own in classes.items()),
+        )
+
+    def caps_of(self, name: str) -> tuple[int, ...] | None:
+        """The caps of a class; None if it has no histogram."""
+        return dict(self.class_caps).get(name)
+
+
+#: Nothing was measured.
+NO_PROFILE = Profile()
+
+
+def _table(rows: Any, where: str) -> Table:
+    if not _is_list(rows) or not all(_is_list(row) and all(map(_is_share, row)) for row in rows):
+        raise ValueError(f"{where} must be a list of rows, one for each depth, of shares in 0..1")
+    return tuple(tuple(float(share) for share in row) for row in rows)
+
+
+def _caps(histogram: Any, where: str) -> tuple[int, ...]:
+    """A class's caps: as they are, or of each row the last rank that was ever accepted."""
+    if _is_list(histogram) and histogram and all(_is_count(cap) for cap in histogram):
+        return tuple(int(cap) for cap in histogram)
+    if not _is_list(histogram) or not histogram or not all(map(_is_list, histogram)):
+        raise ValueError(f"{where} must be a list of caps, or of rows of shares in 0..1")
+    rows = _table(histogram, where)
+    return tuple(max((rank + 1 for rank, share in enumerate(row) if share > 0), default=0) for row in rows)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,259 @@
+"""The algorithms of the reference implementation and of the JetSpec paper, and the optimum beside them.
+
+Source: arXiv 2606.18394, and hao-ai-lab/JetSpec for names, options and defaults. Shapes: B sequences, D draft
+depth, W width.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Int32
+
+from jetspec_jax.tree.algorithms import Algorithm, Plan, register_algorithm
+from jetspec_jax.tree.candidates import Candidates
+from jetspec_jax.tree.profiles import NO_PROFILE, Profile
+from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing
+
+#: Caps by depth; the last goes on for all depths below.
+Template = tuple[int, ...]
+
+_DECISIVE, _BALANCED, _UNCERTAIN = (1,), (3, 2, 1), (7, 7, 1)
+_REASONING, _OPEN_ENDED = (1,), (2, 2, 1)
+
+
+@register_algorithm("accum_logp")
+@dataclass(frozen=True)
+class AccumLogp(Algorithm):
+    """Every expanded node gets the full width: JetSpec's default."""
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Full width at every depth."""
+        return Plan(_full(candidates))
+
+
+@register_algorithm("top2gap_fanout")
+@dataclass(frozen=True)
+class Top2GapFanout(Algorithm):
+    """The fewer children, the surer the row: ``round(W * sigmoid(-beta * (gap - g_0)))``, at least 1.
+
+    The gap is the row's best log-probability less its second best; a width of 1 is a chain.
+
+    Attributes:
+        beta: How sharply the caps fall.
+        g_0: The gap at which they are half the width.
+    """
+
+    beta: float = 1.0
+    g_0: float = 1.0
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Caps from the gap of each row."""
+        width = candidates.tokens.shape[2]
+        if width == 1:
+            return Plan(_full(candidates))
+        share = jax.nn.sigmoid(-self.beta * (_gaps(candidates) - self.g_0))
+        return Plan(jnp.maximum(jnp.round(width * share).astype(jnp.int32), 1))
+
+
+@register_algorithm("task_router")
+@dataclass(frozen=True)
+class TaskRouter(Algorithm):
+    """A template of caps by the class of the request: what the caller says, else how sure the draft is.
+
+    Attributes:
+        gap_high: A mean gap above this is decisive.
+        gap_low: One below this is uncertain.
+        templates: Caps by depth for each of `CLASSES`, as a mapping; those left out stay as they are.
+        force_baseline: Do as `accum_logp`.
+    """
+
+    gap_high: float = 2.0
+    gap_low: float = 1.0
+    templates: Any = None
+    force_baseline: bool = False
+
+    def __post_init__(self) -> None:
+        """Makes the templates hashable.
+
+        Raises:
+            ValueError: A class is unknown, or a template no list of caps.
+        """
+        if isinstance(self.templates, Mapping):
+            unknown = sorted(self.templates.keys() - set(CLASSES))
+            if unknown:
+                raise ValueError(f"unknown classes {unknown} in templates; there are {', '.join(CLASSES)}")
+            pairs = ((name, _template(own, f"templates[{name!r}]")) for name, own in self.templates.items())
+            object.__setattr__(self, "templates", tuple(sorted(pairs)))
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """The template of each sequence's class."""
+        if self.force_baseline:
+            return Plan(_full(candidates))
+        return Plan(self._caps(candidates)[self.classes(candidates, routing)])
+
+    def classes(self, candidates: Candidates, routing: Routing) -> Int[Array, "B"]:
+        """The class of each sequence."""
+        gap = jnp.mean(_gaps(candidates), axis=1)
+        felt = jnp.where(gap > self.gap_high, DECISIVE, jnp.where(gap < self.gap_low, UNCERTAIN, BALANCED))
+        return jnp.where(routing.task_class == UNSAID, felt, routing.task_class)
+
+    def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
+        usual = dict(zip(CLASSES, (_DECISIVE, _BALANCED, _UNCERTAIN), strict=True))
+        own = usual | dict(self.templates or ())
+        return jnp.stack([_extended(own[name], candidates) for name in CLASSES])
+
+
+@register_algorithm("reasoning_router")
+@dataclass(frozen=True)
+class ReasoningRouter(Algorithm):
+    """A chain for requests that reason, a few branches near the root for others.
+
+    Attributes:
+        gap_threshold: A mean gap above this is reasoning, whatever is said.
+        open_ended_template: Caps by depth of the others.
+        force_baseline: Do as `accum_logp`.
+    """
+
+    gap_threshold: float = 1.5
+    open_ended_template: Sequence[int] = _OPEN_ENDED
+    force_baseline: bool = False
+
+    def __post_init__(self) -> None:
+        """Makes the template hashable; ValueError if it is no list of caps."""
+        template = _template(self.open_ended_template, "open_ended_template")
+        object.__setattr__(self, "open_ended_template", template)
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """A chain or the template."""
+        if self.force_baseline:
+            return Plan(_full(candidates))
+        felt = jnp.mean(_gaps(candidates), axis=1) > self.gap_threshold
+        reasons = routing.reasoning | felt
+        caps = [_extended(template, candidates) for template in (self.open_ended_template, _REASONING)]
+        return Plan(jnp.stack(caps)[reasons.astype(jnp.int32)])
+
+
+@register_algorithm("class_histogram")
+@dataclass(frozen=True)
+class ClassHistogram(TaskRouter):
+    """`task_router` with caps that were measured for each class, where the profile has them.
+
+    Attributes:
+        profile: Its ``per_class_histograms``.
+    """
+
+    profile: Profile = NO_PROFILE
+
+    def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
+        templates = super()._caps(candidates)
+        measured = [self.profile.caps_of(name) for name in CLASSES]
+        return jnp.stack(
+            [
+                template if caps is None else _extended(caps, candidates)
+                for template, caps in zip(templates, measured, strict=True)
+            ]
+        )
+
+
+@register_algorithm("depth_rank_histogram")
+@dataclass(frozen=True)
+class DepthRankHistogram(Algorithm):
+    """As many children as ranks were accepted often enough at their depth; the full width without a row.
+
+    Attributes:
+        tau: Least share of acceptances of a rank.
+        profile: Its ``depth_rank_accept``.
+    """
+
+    tau: float = 0.02
+    profile: Profile = NO_PROFILE
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Caps from the table, the same for all sequences."""
+        batch, depth, width = candidates.tokens.shape
+        rows = self.profile.depth_rank_accept[:depth]
+        caps = [min(max(sum(share >= self.tau for share in row), 1), width) for row in rows]
+        caps += [width] * (depth - len(caps))
+        return Plan(jnp.broadcast_to(jnp.asarray(caps, jnp.int32)[None, :], (batch, depth)))
+
+
+@register_algorithm("hybrid")
+@dataclass(frozen=True)
+class Hybrid(Algorithm):
+    """Priority is the log-probability plus ``alpha`` times the entropy of every row on the path.
+
+    Attributes:
+        alpha: Weight of the entropies, in nats.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a weight that is negative or not finite."""
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha must be a number of at least 0, not {self.alpha}")
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Full width, the entropies a bonus."""
+        return Plan(_full(candidates), self.alpha * candidates.entropies)
+
+
+@register_algorithm("entropy")
+@dataclass(frozen=True)
+class Entropy(Algorithm):
+    """The entropies alone: what `hybrid` becomes for a large ``alpha``, ties by age."""
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Full width, nothing but the bonus."""
+        return Plan(_full(candidates), candidates.entropies, weight=0.0)
+
+
+@register_algorithm("chain")
+@dataclass(frozen=True)
+class Chain(Algorithm):
+    """The head's own likeliest tokens, one below the other: a tree of width 1."""
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """One child at every depth."""
+        return Plan(jnp.ones_like(_full(candidates)))
+
+
+@register_algorithm("top_nodes")
+@dataclass(frozen=True)
+class TopNodes(Algorithm):
+    """The most probable nodes that the budget holds: the optimum for the given scores."""
+
+    one_by_one: ClassVar[bool] = True
+
+    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
+        """Full width at every depth, child by child."""
+        return Plan(_full(candidates))
+
+
+def _full(candidates: Candidates) -> Int32[Array, "B D"]:
+    batch, depth, width = candidates.tokens.shape
+    return jnp.full((batch, depth), width, jnp.int32)
+
+
+def _gaps(candidates: Candidates) -> Float32[Array, "B D"]:
+    """How far the best of each row is above the second best; 0 where there is no second."""
+    best = candidates.log_probs
+    return best[:, :, 0] - best[:, :, min(1, best.shape[2] - 1)]
+
+
+def _extended(template: Sequence[int], candidates: Candidates) -> Int32[Array, "D"]:
+    """Caps for all depths, within 1..W."""
+    _, depth, width = candidates.tokens.shape
+    caps = [template[min(d, len(template) - 1)] for d in range(depth)]
+    return jnp.asarray([min(max(cap, 1), width) for cap in caps], jnp.int32)
+
+
+def _template(caps: Any, name: str) -> Template:
+    valid = isinstance(caps, Sequence) and not isinstance(caps, str) and len(caps) > 0
+    if not valid or not all(isinstance(cap, int) and not isinstance(cap, bool) and cap >= 1 for cap in caps):
+        raise ValueError(f"{name} must be a list of caps of at least 1, one for each depth, not {caps!r}")
+    return tuple(caps)

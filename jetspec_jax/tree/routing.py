@@ -1,0 +1,85 @@
+"""What a caller says of a request, for algorithms that route by it, as arrays of a batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+#: The classes of `TaskRouter`, in the order of their numbers, and the keys of templates and profiles.
+CLASSES = ("decisive_task", "balanced_task", "uncertain_task")
+DECISIVE, BALANCED, UNCERTAIN = range(3)
+#: Nobody said anything: the draft rows decide.
+UNSAID = -1
+
+_CLASS_OF_TASK: Mapping[str, int] = {
+    "math": DECISIVE,
+    "code": DECISIVE,
+    "balanced": BALANCED,
+    "chat": UNCERTAIN,
+    "open_ended": UNCERTAIN,
+}
+_REASONING_TASKS = frozenset({"reasoning", "chain_of_thought", "cot", "math", "code"})
+_REASONING_MODES = frozenset({"reasoning", "cot"})
+_REASONING_TEXT = ("<think>", "step 1", "let me think", "let's think", "first,", "chain of thought")
+KEYS = ("task", "mode", "text")
+
+#: What is known of one request: any of `KEYS`.
+Hints = Mapping[str, str]
+
+
+class Routing(NamedTuple):
+    """What callers said of the sequences of a batch.
+
+    Attributes:
+        task_class: Index into `CLASSES`, or `UNSAID`.
+        reasoning: Whether somebody said that the request reasons.
+    """
+
+    task_class: Int32[Array, "B"]
+    reasoning: Bool[Array, "B"]
+
+    @classmethod
+    def unsaid(cls, batch: int) -> "Routing":
+        """Nothing was said of any sequence."""
+        return cls(jnp.full((batch,), UNSAID, jnp.int32), jnp.zeros((batch,), bool))
+
+    @classmethod
+    def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":
+        """Hints for all sequences, or for each of them.
+
+        Raises:
+            ValueError: There are not as many as sequences, or one has an unknown key or no string.
+        """
+        own = [hints] * batch if hints is None or isinstance(hints, Mapping) else list(hints)
+        if len(own) != batch:
+            raise ValueError(f"{len(own)} routing hints for {batch} sequences")
+        return cls(
+            jnp.asarray([task_class(hint) for hint in own], jnp.int32),
+            jnp.asarray([reasoning(hint) for hint in own], bool),
+        )
+
+
+def task_class(hints: Hints | None) -> int:
+    """The class that a caller's task stands for; an unknown task is balanced."""
+    task = _checked(hints).get("task")
+    return UNSAID if task is None else _CLASS_OF_TASK.get(task.lower(), BALANCED)
+
+
+def reasoning(hints: Hints | None) -> bool:
+    """Whether task, mode or text speak of reasoning."""
+    given = _checked(hints)
+    text = given.get("text", "").lower()
+    return (
+        given.get("task", "").lower() in _REASONING_TASKS
+        or given.get("mode", "").lower() in _REASONING_MODES
+        or any(mark in text for mark in _REASONING_TEXT)
+    )
+
+
+def _checked(hints: Hints | None) -> Hints:
+    given = {} if hints is None else hints
+    wrong = [key for key, value in given.items() if key not in KEYS or not isinstance(value, str)]
+    if wrong:
+        raise ValueError(f"routing takes strings under {', '.join(KEYS)}; not valid: {wrong}")
+    return given

@@ -1,0 +1,379 @@
+"""The algorithms: the reference's trees, the properties of all of them, options, routing, profiles."""
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax.tree import (
+    Algorithm,
+    Plan,
+    Profile,
+    Routing,
+    algorithm_names,
+    bucket_for,
+    build_tree,
+    get_algorithm,
+    grow_tree,
+    path_sums,
+    register_algorithm,
+    top_candidates,
+)
+from jetspec_jax.tree import algorithms as registry
+from jetspec_jax.tree.routing import CLASSES
+
+GOLDENS = Path(__file__).parent / "goldens"
+RAW = json.loads((GOLDENS / "trees.json").read_text())
+ARRAYS = np.load(GOLDENS / "trees.npz")
+KINDS = sorted({case["algorithm"] for case in RAW["cases"]})
+
+_candidates = jax.jit(top_candidates, static_argnums=1)
+_grow = jax.jit(grow_tree, static_argnames=("num_nodes", "one_by_one"))
+
+
+def scored_paths(tokens, parents, scores):
+    """{root-to-node tokens: score}; a missing parent or a duplicate sibling fails."""
+    paths = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(token)))
+    scored = dict(zip(paths, map(float, scores), strict=True))
+    assert len(scored) == len(paths)
+    return scored
+
+
+def paths_of(tree, b=0):
+    """The valid nodes of a sequence: {path: score}."""
+    count = int(tree.num_nodes[b])
+    return scored_paths(*(np.asarray(x[b][:count]) for x in (tree.tokens, tree.parents, tree.scores)))
+
+
+def random_logits(*shape, seed=0):
+    return np.random.default_rng(seed).normal(scale=3.0, size=shape).astype(np.float32)
+
+
+class TestGoldens:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_all_trees_of_the_reference(self, kind):
+        """All 704 as path sets, with their scores. Options are static, so plans are made outside programs."""
+        cases = [case for case in RAW["cases"] if case["algorithm"] == kind]
+        assert len(cases) == {"accum_logp": 32, "top2gap_fanout": 64, "depth_rank_histogram": 128}.get(
+            kind, 160
+        )
+        for case in cases:
+            logits = jnp.asarray(ARRAYS[f"logits_{case['logits']}"][None])
+            profile = RAW["profile"] if case["profile"] else None
+            algorithm = get_algorithm(kind, case["kwargs"], profile)
+            candidates = _candidates(logits, case["width"])
+            plan = algorithm.plan(candidates, Routing.of(case["prompt_info"], 1))
+            limits = (jnp.asarray([value], jnp.int32) for value in (case["budget"], case["depth"]))
+            tree = _grow(candidates, jnp.array([5]), plan, *limits, num_nodes=bucket_for(case["budget"]))
+            tokens, parents, _ = ARRAYS[f"tree_{case['case']}"]
+            golden = scored_paths(tokens, parents, ARRAYS[f"cum_{case['case']}"])
+            assert paths_of(tree) == pytest.approx(golden, abs=1e-4), case
+
+    def test_there_are_704(self):
+        assert len(RAW["cases"]) == 704
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_through_the_public_function(self, kind):
+        case = next(case for case in RAW["cases"] if case["algorithm"] == kind and case["budget"] == 64)
+        tree = build_tree(
+            ARRAYS[f"logits_{case['logits']}"][None],
+            np.array([5]),
+            width=case["width"],
+            budget=case["budget"],
+            algorithm=kind,
+            routing=case["prompt_info"],
+            profile=RAW["profile"] if case["profile"] else None,
+            **case["kwargs"],
+        )
+        tokens, parents, _ = ARRAYS[f"tree_{case['case']}"]
+        assert paths_of(tree).keys() == scored_paths(tokens, parents, np.zeros(len(tokens))).keys()
+
+
+def build(logits, name, *, budget=64, width=5, **options):
+    return build_tree(logits, np.arange(len(logits)), width=width, budget=budget, algorithm=name, **options)
+
+
+class TestEveryAlgorithm:
+    @pytest.mark.parametrize("name", algorithm_names())
+    @pytest.mark.parametrize("budget", [7, 64])
+    def test_keeps_the_limits(self, name, budget):
+        logits = random_logits(3, 6, 40, seed=1)
+        tree = build(logits, name, budget=budget)
+        rows = jax.nn.log_softmax(logits, axis=-1)
+        for b in range(3):
+            assert 1 <= int(tree.num_nodes[b]) <= budget
+            own = paths_of(tree, b)  # no duplicate siblings, parents first
+            for path, score in own.items():
+                assert len(path) - 1 <= 6
+                expected = sum(float(rows[b, d, token]) for d, token in enumerate(path[1:]))
+                assert score == pytest.approx(expected, abs=1e-4)
+            children = np.bincount(np.asarray(tree.parents[b, 1 : int(tree.num_nodes[b])]))
+            assert children.max() <= 5
+
+    @pytest.mark.parametrize("name", algorithm_names())
+    def test_a_batch_gives_each_what_it_gets_alone(self, name):
+        logits = random_logits(3, 5, 40, seed=2)
+        together = build(logits, name, budget=32)
+        for b in range(3):
+            alone = build_tree(logits[b : b + 1], np.array([b]), width=5, budget=32, algorithm=name)
+            assert paths_of(together, b) == pytest.approx(paths_of(alone), abs=1e-5)
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("task_router", {"force_baseline": True}),
+            ("reasoning_router", {"force_baseline": True}),
+            ("class_histogram", {"force_baseline": True}),
+            ("depth_rank_histogram", {"tau": 0.0, "profile": RAW["profile"]}),
+            ("depth_rank_histogram", {}),
+            ("top2gap_fanout", {"beta": 1.0, "g_0": 1e9}),
+            ("hybrid", {"alpha": 0.0}),
+        ],
+    )
+    def test_knobs_that_make_it_the_default(self, name, options):
+        logits = random_logits(2, 7, 60, seed=3)
+        ours, default = (build(logits, n, **o) for n, o in ((name, options), ("accum_logp", {})))
+        for b in range(2):
+            assert paths_of(ours, b) == pytest.approx(paths_of(default, b), abs=1e-5)
+
+
+class TestTopNodes:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_brute_force(self, seed):
+        """No set of so many nodes is more probable: all paths of the full tree, sorted."""
+        logits = random_logits(1, 4, 20, seed=seed)
+        rows = -np.sort(-np.asarray(jax.nn.log_softmax(logits[0], axis=-1), np.float64), axis=-1)[:, :4]
+        scores = [np.zeros(1)]
+        for row in rows:
+            scores.append((scores[-1][:, None] + row[None, :]).ravel())
+        best = -np.sort(-np.concatenate(scores))[:50]
+        tree = build(logits, "top_nodes", budget=50, width=4)
+        np.testing.assert_allclose(-np.sort(-np.asarray(tree.scores[0, :50])), best, atol=1e-4)
+
+    def test_holds_no_less_probability_than_the_default(self):
+        logits = random_logits(4, 8, 60, seed=9)
+        ours, default = (build(logits, name, budget=40) for name in ("top_nodes", "accum_logp"))
+        mass = [np.exp(np.asarray(tree.scores)[:, :40]).sum(axis=1) for tree in (ours, default)]
+        assert (mass[0] >= mass[1] - 1e-5).all()
+        assert (mass[0] > mass[1] + 1e-3).any()
+
+
+class TestHybrid:
+    def test_is_a_heap_over_scores_and_entropies(self):
+        logits = random_logits(1, 4, 12, seed=5) * np.array([0.3, 2.0, 0.5, 1.0], np.float32)[None, :, None]
+        log_p = np.asarray(jax.nn.log_softmax(logits[0], axis=-1), np.float64)
+        entropy = -(np.exp(log_p) * log_p).sum(axis=-1)
+        order = np.argsort(-log_p, axis=-1, kind="stable")[:, :3]
+        for alpha in (0.25, 2.0, math.inf):
+            open_, paths = [(0.0, ())], [()]
+            while open_ and len(paths) < 20:
+                best = max(range(len(open_)), key=lambda i: (open_[i][0], -i))
+                priority, path = open_.pop(best)
+                for token in order[len(path)][: 20 - len(paths)] if len(path) < 4 else ():
+                    child, d = (*path, int(token)), len(path)
+                    own = entropy[d] if math.isinf(alpha) else log_p[d, token] + alpha * entropy[d]
+                    open_.append((priority + own, child))
+                    paths.append(child)
+            name, options = ("entropy", {}) if math.isinf(alpha) else ("hybrid", {"alpha": alpha})
+            tree = build(logits, name, budget=20, width=3, **options)
+            assert {path[1:] for path in paths_of(tree)} == set(paths), alpha
+
+    def test_entropies_of_candidates(self):
+        logits = random_logits(2, 3, 2500)
+        logits[0, 0, 7:] = -np.inf
+        log_p = np.asarray(jax.nn.log_softmax(logits, axis=-1), np.float64)
+        finite = np.where(np.isfinite(log_p), log_p, 0.0)
+        expected = -(np.exp(log_p) * finite).sum(axis=-1)
+        found = _candidates(jnp.asarray(logits), 4)
+        np.testing.assert_allclose(found.entropies, expected, atol=1e-4)
+
+
+def test_path_sums_of_the_docstring():
+    values, parents = jnp.array([[0.0, 1.0, 2.0, 3.0]]), jnp.array([[-1, 0, 0, 1]])
+    assert path_sums(values, parents, max_depth=2).tolist() == [[0.0, 1.0, 2.0, 4.0]]
+
+
+def test_chain_is_the_greedy_one():
+    logits = random_logits(1, 6, 30)
+    tree = build(logits, "chain")
+    assert tree.num_nodes.tolist() == [7]
+    assert tree.tokens[0, 1:7].tolist() == logits[0].argmax(-1).tolist()
+
+
+class TestRouting:
+    @pytest.mark.parametrize(
+        ("hints", "task_class", "reasoning"),
+        [
+            (None, -1, False),
+            ({}, -1, False),
+            ({"task": "math"}, 0, True),
+            ({"task": "Code"}, 0, True),
+            ({"task": "chain_of_thought"}, 1, True),
+            ({"task": "balanced"}, 1, False),
+            ({"task": "chat"}, 2, False),
+            ({"task": "open_ended"}, 2, False),
+            ({"task": "poetry"}, 1, False),
+            ({"mode": "cot"}, -1, True),
+            ({"mode": "fast"}, -1, False),
+            ({"text": "First, we look at it."}, -1, True),
+            ({"text": "Let's Think about it"}, -1, True),
+            ({"text": "At first we saw nothing."}, -1, False),
+        ],
+    )
+    def test_what_hints_mean(self, hints, task_class, reasoning):
+        routing = Routing.of(hints, 2)
+        assert routing.task_class.tolist() == [task_class] * 2
+        assert routing.reasoning.tolist() == [reasoning] * 2
+
+    def test_one_hint_for_each_sequence(self):
+        logits = np.repeat(random_logits(1, 5, 30), 3, axis=0)
+        hints = [{"task": "math"}, {"task": "balanced"}, {"task": "chat"}]
+        tree = build(logits, "task_router", budget=256, width=7, routing=hints)
+        assert tree.num_nodes.tolist() == [6, 1 + 3 + 6 + 6 + 6 + 6, 1 + 7 + 49 * 4]
+
+    @pytest.mark.parametrize(
+        ("hints", "message"),
+        [
+            ([{"task": "math"}], "1 routing hints for 2 sequences"),
+            ({"topic": "math"}, r"routing takes strings under task, mode, text; not valid: \['topic'\]"),
+        ],
+    )
+    def test_refused(self, hints, message):
+        with pytest.raises(ValueError, match=message):
+            Routing.of(hints, 2)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("name", "options", "message"),
+        [
+            ("beam", {}, "unknown tree algorithm 'beam'; known algorithms: accum_logp, top2gap_fanout"),
+            (
+                "accum_logp",
+                {"tau": 1},
+                r"unknown options \['tau'\] of the tree algorithm 'accum_logp'; it has: none",
+            ),
+            ("top2gap_fanout", {"gamma": 1}, "it has: beta, g_0"),
+            ("hybrid", {"alpha": -1.0}, "alpha must be a number of at least 0"),
+            ("task_router", {"templates": {"hard": [1]}}, r"unknown classes \['hard'\] in templates"),
+            (
+                "task_router",
+                {"templates": {"decisive_task": [0]}},
+                r"templates\['decisive_task'\] must be a list",
+            ),
+            ("reasoning_router", {"open_ended_template": []}, "open_ended_template must be a list of caps"),
+            ("accum_logp", {"profile": {}}, "'accum_logp' takes no profile"),
+        ],
+    )
+    def test_refused(self, name, options, message):
+        with pytest.raises(ValueError, match=message):
+            build(random_logits(1, 3, 20), name, **options)
+
+    def test_an_algorithm_brings_its_options(self):
+        logits = random_logits(1, 5, 30)
+        named = build(logits, "top2gap_fanout", beta=2.0)
+        made = build(logits, get_algorithm("top2gap_fanout", {"beta": 2.0}))
+        assert paths_of(named) == paths_of(made)
+        with pytest.raises(ValueError, match="has its options already"):
+            build(logits, get_algorithm("top2gap_fanout"), beta=2.0)
+
+    def test_a_template_longer_than_the_depth_and_a_cap_above_the_width(self):
+        templates = {name: [9, 1, 1, 1, 1, 1, 1, 1, 1] for name in CLASSES}
+        tree = build(random_logits(1, 3, 20), "task_router", width=4, templates=templates)
+        assert tree.num_nodes.tolist() == [1 + 4 + 4 + 4]
+
+
+class TestProfiles:
+    def test_a_rank_that_is_accepted_too_rarely(self):
+        profile = {"version": 1, "depth_rank_accept": [[0.5, 0.3, 0.1], [0.5, 0.01]]}
+        tree = build(random_logits(1, 3, 20), "depth_rank_histogram", width=3, tau=0.2, profile=profile)
+        # Two children, then one, and the full width at the depth that has no row.
+        assert tree.num_nodes.tolist() == [1 + 2 + 2 + 6]
+
+    def test_classes(self):
+        profile = {
+            "per_class_histograms": {"decisive_task": [2, 1], "uncertain_task": [[0.5, 0.0, 0.1], [0.2]]}
+        }
+        logits = np.repeat(random_logits(1, 3, 20), 3, axis=0)
+        hints = [{"task": "math"}, {"task": "balanced"}, {"task": "chat"}]
+        tree = build(logits, "class_histogram", width=4, routing=hints, profile=profile)
+        assert tree.num_nodes.tolist() == [1 + 2 * 3, 1 + 3 + 6 + 6, 1 + 3 * 3]
+
+    @pytest.mark.parametrize(
+        ("raw", "message"),
+        [
+            ({"version": 2}, "the profile is version 2, and this reads version 1"),
+            ({"depth_rank": []}, r"unknown keys \['depth_rank'\] in the profile"),
+            ({"depth_rank_accept": [0.5]}, "depth_rank_accept must be a list of rows"),
+            ({"depth_rank_accept": [[0.5, 1.5]]}, r"of shares in 0\.\.1"),
+            ({"per_class_histograms": []}, "per_class_histograms must be an object"),
+            ({"per_class_histograms": {"decisive_task": []}}, "must be a list of caps, or of rows"),
+            ({"per_class_histograms": {"decisive_task": [1, 0.5]}}, "must be a list of caps, or of rows"),
+        ],
+    )
+    def test_refused(self, raw, message):
+        with pytest.raises(ValueError, match=message):
+            Profile.parse(raw)
+
+
+class TestRegistry:
+    def test_one_of_the_users_own(self, monkeypatch):
+        monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+
+        @register_algorithm("first_two")
+        @dataclasses.dataclass(frozen=True)
+        class FirstTwo(Algorithm):
+            levels: int = 1
+
+            def plan(self, candidates, routing):
+                depth = jnp.arange(candidates.tokens.shape[1])
+                caps = jnp.where(depth < self.levels, 2, 1).astype(jnp.int32)
+                return Plan(jnp.broadcast_to(caps[None, :], candidates.tokens.shape[:2]))
+
+        assert "first_two" in algorithm_names()
+        logits = random_logits(1, 3, 20)
+        assert build(logits, "first_two").num_nodes.tolist() == [1 + 2 * 3]
+        assert build(logits, "first_two", levels=2).num_nodes.tolist() == [1 + 2 + 4 + 4]
+        with pytest.raises(ValueError, match=r"'first_two' is .*FirstTwo; name another"):
+            register_algorithm("first_two")(FirstTwo)
+
+    def test_what_is_no_algorithm(self):
+        class Plain(Algorithm):
+            pass
+
+        with pytest.raises(ValueError, match="must be a frozen dataclass on top of Algorithm"):
+            register_algorithm("plain")(Plain)
+
+    def test_an_option_without_a_default_is_asked_for(self, monkeypatch):
+        monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+
+        @register_algorithm("needy")
+        @dataclasses.dataclass(frozen=True)
+        class Needy(Algorithm):
+            levels: int
+
+        with pytest.raises(ValueError, match="'needy' needs levels"):
+            get_algorithm("needy")
+
+
+def test_plans_are_traceable():
+    """Inside a compiled round: no plan looks at values."""
+    candidates = _candidates(jnp.asarray(random_logits(2, 4, 20)), 3)
+    for name in algorithm_names():
+        algorithm = get_algorithm(name)
+        eager = algorithm.plan(candidates, Routing.unsaid(2))
+        traced = jax.jit(functools.partial(_plan_arrays, algorithm))(candidates)
+        jax.tree.map(np.testing.assert_array_equal, traced, (eager.caps, eager.bonus))
+
+
+def _plan_arrays(algorithm, candidates):
+    plan = algorithm.plan(candidates, Routing.unsaid(2))
+    return plan.caps, plan.bonus
