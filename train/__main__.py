@@ -4,8 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import jax
-
 from jetspec_jax import enable_compilation_cache
 from train import ablations, data, demo, head_commands
 from train.stages import OutOfTime
@@ -20,18 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR|auto|off",
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="this is one of several processes, of a cluster that JAX knows",
-    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (data, head_commands, ablations, demo):
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
-        if parsed.distributed:
-            jax.distributed.initialize()  # before anything asks for devices
+        join = getattr(parsed, "join", None)
+        if join is not None:
+            join(parsed)  # before anything asks for devices
         enable_compilation_cache(parsed.compilation_cache)
         return parsed.run(parsed)
     except OutOfTime as stop:

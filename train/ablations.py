@@ -17,14 +17,13 @@ import jax
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_TARGET
 from train.ablation_report import write_report
-from train.continuations import Cuts, continue_corpus, cut_corpus
-from train.corpus import TRAIN, Manifest, Source, load_documents, own_library
+from train.continuations import SplitCuts, continue_corpus, cut_splits
+from train.corpus import HELDOUT, TRAIN, VALIDATION, Manifest, Source, load_documents, own_library
 from train.documents import Documents
 from train.evaluate import Results, heldout_prompts, tau
 from train.given import write_given
 from train.head import train_head, validate
 from train.head_recipe import HeadRecipe
-from train.manifest import HELDOUT
 from train.recipe_file import read_head_recipe
 from train.recipes import DEMO, Recipe
 from train.stages import Deadline, claim, run_stages
@@ -33,7 +32,6 @@ from train.tokens import encode_split
 
 #: Budget and temperature of what is decoded with each head.
 DECODED = ((16, 0.0), (64, 0.0), (256, 0.0), (64, 1.0))
-HELDOUT_DOCUMENTS = 256
 
 
 @dataclass(frozen=True)
@@ -180,8 +178,8 @@ class Ablations:
         """
         stages = {"regenerated": self._regenerate, "corpus text": self._take_corpus}
         stages |= {name: partial(self._train, name) for name in self.variants}
-        stages["measure"] = self._measure
         run_stages(self.work, stages, self.deadline)
+        self._measure()  # no stage: what is measured already is not measured again, other variants may be new
         verdicts = write_report(self.work / "report", self._report())
         for verdict in verdicts:
             print(f"{'holds' if verdict.holds else 'DOES NOT HOLD'}: {verdict.claim}: {verdict.figures}")
@@ -200,13 +198,19 @@ class Ablations:
         return Tokenizer.read(self.target_path)
 
     @cached_property
-    def _cuts(self) -> Cuts:
+    def _cuts(self) -> SplitCuts:
         """Where documents begin, the same places for both kinds of text."""
-        settings = self.demo.regeneration
-        return cut_corpus(
-            encode_split(self._tokenizer, self._sources, TRAIN, library_repeats=self.demo.library_repeats),
+        settings, repeats = self.demo.regeneration, self.demo.library_repeats
+        train, held = (
+            encode_split(self._tokenizer, self._sources, split, library_repeats=repeats)
+            for split in (TRAIN, VALIDATION)
+        )
+        return cut_splits(
+            train,
+            held,
             self._tokenizer.newline_ids(),
             count=self.documents,
+            heldout=settings.held(self.documents),
             prompt=settings.prompt,
             temperatures=self.temperatures,
             seed=(self.demo.seed,),
@@ -220,7 +224,7 @@ class Ablations:
             self._cuts.prompts(settings.length),
             name="demo",
             seed=(self.demo.seed,),
-            heldout=self._heldout,
+            held=self._cuts.held_indices,
             shard_documents=settings.sequences,
             slots=settings.slots,
             deadline=self.deadline,
@@ -233,14 +237,10 @@ class Ablations:
             target="demo",
             vocab_size=self._target.config.vocab_size,
             source="lines of the corpus",
-            heldout=self._heldout,
+            held=self._cuts.held_indices,
             shard_documents=self.demo.regeneration.sequences,
             deadline=self.deadline,
         )
-
-    @property
-    def _heldout(self) -> int:
-        return min(HELDOUT_DOCUMENTS, self.documents // 8)
 
     def _train(self, name: str) -> None:
         variant = VARIANTS[name]

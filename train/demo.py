@@ -18,7 +18,7 @@ import numpy as np
 from jetspec_jax.checkpoint import load_draft_head, load_target
 from jetspec_jax.config import parse_model_config
 from train import layout
-from train.continuations import continue_corpus, cut_corpus
+from train.continuations import continue_corpus, cut_splits
 from train.corpus import (
     LIBRARY,
     ORIGIN,
@@ -40,9 +40,6 @@ from train.target import train_target
 from train.tokenizer import Tokenizer
 from train.tokens import encode_split, save_array
 from train.unlikelihood import polish
-
-# Regenerated documents that the head is measured on, at most.
-HELDOUT_DOCUMENTS = 256
 
 
 def add_command(commands: Any) -> None:
@@ -181,10 +178,12 @@ class _Pair:
     def regenerate_stage(self) -> None:
         recipe, settings = self.recipe, self.recipe.regeneration
         count, seed = settings.shards * settings.sequences, (recipe.seed,)
-        cuts = cut_corpus(
+        cuts = cut_splits(
             self.stream(TRAIN),
+            self.stream(VALIDATION),
             self.tokenizer.newline_ids(),
             count=count,
+            heldout=settings.held(count),
             prompt=settings.prompt,
             temperatures=settings.temperatures,
             seed=seed,
@@ -195,7 +194,7 @@ class _Pair:
             cuts.prompts(settings.length),
             name=recipe.name,
             seed=seed,
-            heldout=min(HELDOUT_DOCUMENTS, count // 8),
+            held=cuts.held_indices,
             shard_documents=settings.sequences,
             slots=settings.slots,
             deadline=self.deadline,

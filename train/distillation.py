@@ -9,7 +9,7 @@ from train.attention import causal_attend
 from train.blocks import draft_blocks, lessons, sample_anchors
 from train.head_recipe import Objective
 from train.objectives import Mean, accepted_length, depth_weights, draft_losses
-from train.precision import cast
+from train.precision import cast, whole
 from train.trainer import Loss, Means
 
 
@@ -41,8 +41,8 @@ def distillation_loss(
     def loss(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
         tokens, learn = batch["tokens"], batch["learn"]
         anchors = sample_anchors(key, learn, objective.anchors)
-        target = bind(target_config, cast(frozen, dtype))
-        head = bind(head_config, cast(weights, dtype))
+        target = bind(target_config, whole(cast(frozen, dtype)))
+        head = bind(head_config, whole(cast(weights, dtype)))
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         out = target(tokens, positions, causal_attend(), taps=head_config.tap_layers)
         student = draft_blocks(head, target, tokens, out.taps, anchors, remat=remat)[:, :, 1:]

@@ -1,8 +1,8 @@
 """Documents on disk: what draft heads learn from, in shards that are written whole or not at all.
 
-A folder holds ``documents.json`` (see `train.manifest`) and ArrayRecord files, ``train-00000.array_record``.
-The JSON says how long each document is and which of its tokens are to be learnt, so that no shard is read
-before training asks for a document. `train.records` says what a record is.
+A folder holds ``documents.json`` (see `train.manifest`) and ArrayRecord files, ``train-00000.array_record``,
+each with a ``train-00000.json`` that says how long its documents are and which of their tokens are to be
+learnt, so that no shard is read before training asks for a document. `train.records` says what a record is.
 """
 
 import threading
@@ -18,13 +18,12 @@ from train.manifest import (
     HELDOUT,
     MANIFEST,
     TRAIN,
-    Manifest,
+    DocumentsManifest,
     Settings,
     Shard,
     ShardPlan,
-    plan_shards,
-    refuse_other,
-    split_indices,
+    description,
+    settle,
 )
 from train.records import Document, decode, encode, learn_spans
 
@@ -42,35 +41,66 @@ class Writer:
         plans: All shards, finished or not.
     """
 
-    def __init__(self, folder: Path, settings: Settings):
+    def __init__(self, folder: Path, settings: Settings, held: Sequence[int] | None = None):
         """Begins a folder, or takes up one that was begun with the same settings.
 
+        Shards that are lost or damaged count as missing again, which is printed.
+
+        Args:
+            folder: Where.
+            settings: What it is made with.
+            held: Indices of the documents held out; None for evenly spaced ones, where none are equal.
+
         Raises:
-            ValueError: It was begun with other settings, which are listed, or is damaged.
+            ValueError: It was begun with other settings, which are listed, or its manifest is missing or
+                damaged; or the held-out documents are not those that the settings count.
         """
-        self.folder, self.settings, self.plans = folder, settings, plan_shards(settings)
+        manifest = DocumentsManifest.of(settings, held)
+        self.folder, self.settings, self.plans = folder, settings, manifest.plans()
         self._done: dict[str, Shard] = {}
         if (folder / MANIFEST).exists():
-            manifest = Manifest.read(folder)
-            refuse_other(folder, manifest.settings, settings)
-            self._done = {shard.file: shard for shard in manifest.shards}
+            DocumentsManifest.read(folder).refuse_other(folder, manifest)
+            self._take_up()
+        elif any(folder.glob("*.array_record")):
+            raise ValueError(f"{folder} has shards and no {MANIFEST}; name another folder, or bring it back")
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            self._write_manifest()
+            manifest.write(folder)
+
+    def _take_up(self) -> None:
+        lost = []
+        for plan in self.plans:
+            try:
+                shard = Shard.read(self.folder, plan)
+            except ValueError:
+                # Or else it would describe the new shard, if that has the same size, before it is finished.
+                description(self.folder, plan.file).unlink()
+                lost.append(plan.file)
+            else:
+                if shard is not None:
+                    self._done[plan.file] = shard
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            listed = ", ".join(lost[:3]) + more
+            print(f"{self.folder}: missing or damaged, to be written again: {listed}", flush=True)
 
     @property
-    def manifest(self) -> Manifest:
+    def shards(self) -> list[Shard]:
         """What is finished, in the order of the plans, whatever the order of writing was."""
-        done = [self._done[plan.file] for plan in self.plans if plan.file in self._done]
-        return Manifest(self.settings, tuple(done))
+        return [self._done[plan.file] for plan in self.plans if plan.file in self._done]
 
     @property
     def missing(self) -> list[ShardPlan]:
         """Shards that are not there yet."""
         return [plan for plan in self.plans if plan.file not in self._done]
 
+    @property
+    def progress(self) -> str:
+        """How far the folder is, in words."""
+        return f"{self.folder}: {len(self._done)} of {len(self.plans)} shards are written"
+
     def write(self, plan: ShardPlan, documents: Sequence[Document], ended: int | None) -> None:
-        """Writes a shard, whole or not at all, and then its line in the manifest.
+        """Writes a shard, whole or not at all, and then its description.
 
         Args:
             plan: Which.
@@ -93,9 +123,9 @@ class Writer:
         except RuntimeError as error:  # what the library makes of a full disk
             partial.unlink(missing_ok=True)
             raise OSError(f"{path} cannot be written: {error}") from error
-        partial.rename(path)
+        settle(partial, path)
         index = [(len(document.tokens), learn_spans(document.learn)) for document in documents]
-        self._done[plan.file] = Shard(
+        shard = Shard(
             plan.split,
             plan.file,
             path.stat().st_size,
@@ -105,12 +135,8 @@ class Writer:
             ended,
             index,
         )
-        self._write_manifest()
-
-    def _write_manifest(self) -> None:
-        partial = self.folder / (MANIFEST + ".partial")
-        partial.write_text(self.manifest.text(), encoding="utf-8")
-        partial.rename(self.folder / MANIFEST)
+        shard.write(self.folder)
+        self._done[plan.file] = shard
 
 
 class Documents:
@@ -132,12 +158,12 @@ class Documents:
     lengths: Int[np.ndarray, "n"]
     spans: Int[np.ndarray, "m 3"]
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str):
-        """Takes the shards of a split; `open` reads the manifest first."""
+    def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
+        """Takes the shards of a split; `open` finds out about them first."""
         self.folder, self.settings, self.split = folder, manifest.settings, split
-        self._shards = [shard for shard in manifest.shards if shard.split == split]
+        self._shards = [shard for shard in shards if shard.split == split]
         self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
-        self.numbers = split_indices(self.settings.count, self.settings.heldout)[split]
+        self.numbers = manifest.split()[split]
         index = [document for shard in self._shards for document in shard.index]
         self.lengths = np.array([length for length, _ in index], np.int64)
         spans = [(i, *span) for i, (_, own) in enumerate(index) for span in own]
@@ -155,13 +181,14 @@ class Documents:
         """
         if split not in (TRAIN, HELDOUT):
             raise ValueError(f"the splits are {TRAIN} and {HELDOUT}, not {split!r}")
-        manifest = Manifest.read(folder)
-        missing = len(plan_shards(manifest.settings)) - len(manifest.shards)
-        if missing:
+        manifest = DocumentsManifest.read(folder)
+        shards = [Shard.read(folder, plan) for plan in manifest.plans()]
+        finished = [shard for shard in shards if shard is not None]
+        if missing := len(shards) - len(finished):
             raise ValueError(
                 f"{folder} is not finished: {missing} shards are missing; run what made it again"
             )
-        return cls(folder, manifest, split)
+        return cls(folder, manifest, finished, split)
 
     def __len__(self) -> int:
         """How many documents there are."""

@@ -16,7 +16,7 @@ class Fit:
         batch: Sequences per step, on all devices together.
         learning_rate: Peak; warmed up linearly, then a cosine to a tenth.
         warmup: Steps of warm-up.
-        accumulation: Parts of a batch that are computed one after the other.
+        micro_batch: Sequences that a device computes at one time; None is its whole share of the batch.
         weight_decay: Of matrices; vectors are not decayed.
         clip: Largest global norm of the gradient.
         save_every: Steps between checkpoints.
@@ -28,25 +28,49 @@ class Fit:
     batch: int
     learning_rate: float
     warmup: int
-    accumulation: int = 1
+    micro_batch: int | None = None
     weight_decay: float = 0.1
     clip: float = 1.0
     save_every: int = 500
     evaluate_every: int = 250
     log_every: int = 20
 
-    def check(self, devices: int) -> None:
-        """Raises ValueError naming what is out of its range for a number of devices."""
-        for name in ("steps", "batch", "accumulation", "save_every", "evaluate_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"fit.{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.warmup <= self.steps:
-            raise ValueError(f"fit.warmup must lie in 0..{self.steps}, the steps, not {self.warmup}")
-        if self.batch % (self.accumulation * devices):
+    def check(self) -> list[str]:
+        """What is out of its range."""
+        least = {
+            "steps": 1, "batch": 1, "warmup": 0, "learning_rate": 0, "weight_decay": 0,
+            "save_every": 1, "evaluate_every": 1, "log_every": 1,
+        }  # fmt: skip
+        wrong = [
+            f"fit.{name} must be at least {to}, not {getattr(self, name)}"
+            for name, to in least.items()
+            if getattr(self, name) < to
+        ]
+        if self.micro_batch is not None and self.micro_batch < 1:
+            wrong.append(f"fit.micro_batch must be at least 1, not {self.micro_batch}")
+        if not self.warmup < max(self.steps, 1):
+            wrong.append(f"fit.warmup must be below {self.steps}, the steps, not {self.warmup}")
+        if not self.clip > 0:
+            wrong.append(f"fit.clip must be above 0, not {self.clip}")
+        return wrong
+
+    def parts(self, devices: int) -> int:
+        """Parts of a batch that are computed one after the other.
+
+        Raises:
+            ValueError: The batch does not divide into micro-batches over so many devices, or a setting is out
+                of its range.
+        """
+        if wrong := self.check():
+            raise ValueError("; ".join(wrong))
+        at_once = devices * (self.micro_batch or max(self.batch // devices, 1))
+        if self.batch % at_once:
+            size = "" if self.micro_batch is None else f" of {self.micro_batch}"
             raise ValueError(
-                f"a batch of {self.batch} sequences does not divide into {self.accumulation} parts "
-                f"over {devices} devices; a multiple of {self.accumulation * devices} would"
+                f"a batch of {self.batch} sequences does not divide into micro-batches{size} on {devices} "
+                f"devices; a multiple of {at_once} would"
             )
+        return self.batch // at_once
 
 
 def schedule(fit: Fit) -> optax.Schedule:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from train.documents import Document, Writer, encode
-from train.manifest import Settings
-from train.regenerate import progress
+from train.documents import Writer
+from train.manifest import CORPUS, Settings
+from train.records import Document, encode
 from train.stages import Deadline
 
 
@@ -19,7 +19,7 @@ def write_given(
     target: str,
     vocab_size: int,
     source: str,
-    heldout: int,
+    held: Sequence[int],
     shard_documents: int,
     deadline: Deadline,
 ) -> bool:
@@ -31,7 +31,7 @@ def write_given(
         target: The name of the target whose tokens they are.
         vocab_size: Its vocabulary.
         source: Where they come from.
-        heldout: Documents that are not for training.
+        held: Indices of the documents that are not for training, in order.
         shard_documents: Most documents of a shard.
         deadline: Checked before a shard is begun.
 
@@ -43,7 +43,7 @@ def write_given(
     for document in documents:
         digest.update(encode(document))
     settings = Settings(
-        mode="corpus",
+        mode=CORPUS,
         target=target,
         vocab_size=vocab_size,
         dtype=None,
@@ -53,17 +53,17 @@ def write_given(
         source=source,
         sha256=digest.hexdigest(),
         count=len(documents),
-        heldout=heldout,
+        heldout=len(held),
         shard_documents=shard_documents,
     )
-    writer = Writer(folder, settings)
+    writer = Writer(folder, settings, held)
     missing = writer.missing
     done = settings.count - sum(len(plan.indices) for plan in missing)
     with tqdm(
         total=settings.count, initial=done, desc="documents", unit=" documents", delay=1, leave=False
     ) as bar:
         for plan in missing:
-            deadline.check(progress(writer))
+            deadline.check(writer.progress)
             writer.write(plan, [documents[index] for index in plan.indices], None)
             bar.update(len(plan.indices))
     return bool(missing)

@@ -4,6 +4,7 @@ The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jso
 at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``training.png``.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, resolve_dtype
-from jetspec_jax.config import check_head_fits
+from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.models import Weights
+from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.safetensors_io import save_checkpoint
 from jetspec_jax.sharding import on_one_device, parameter_shardings
+from train.checkpoints import Best, Checkpoints
 from train.distillation import distillation_loss
 from train.documents import Documents
 from train.head_evaluation import HeadEvaluator, HeldOut, mean_tau
@@ -25,7 +29,7 @@ from train.head_recipe import HeadRecipe
 from train.head_start import Beginning, begin_head
 from train.loader import batches
 from train.manifest import HELDOUT, TRAIN
-from train.mesh import in_turn, make_mesh, one_device, spread
+from train.mesh import in_turn, make_mesh, one_device, replicated, spread
 from train.plot import plot_training
 from train.stages import Deadline, claim, fresh
 from train.trainer import Trained, train
@@ -81,20 +85,23 @@ def train_head(
             {
                 **asdict(recipe),
                 "begins_as": beginning.raw,
+                "begins_with": fingerprint(beginning.weights),
                 "data": documents.settings.plain(),
                 "target": asdict(target.config),
+                "target_weights": fingerprint(target.weights),
             },
         )
-    folder, picture = work / "draft_head", work / "training.png"
-    if picture.exists():  # the last thing that is made
+    folder, mark = work / "draft_head", work / "evaluation.json"
+    if mark.exists() and folder.is_dir():
         return folder
     trained = run.train(documents, deadline, label)
     weights = on_one_device(trained.weights)
     with in_turn() as first:
         if first:
             save_checkpoint(fresh(folder), beginning.raw, weights)
-            _write_json(work / "evaluation.json", run.final_evaluation(folder, trained))
-            plot_training(work / "log.jsonl", picture, label)
+            plot_training(work / "log.jsonl", work / "training.png", label)
+            # Last, because it says that all is done.
+            _write_json(mark, run.final_evaluation(folder, trained))
     return folder
 
 
@@ -105,6 +112,37 @@ def check_documents(documents: Documents, target: Target) -> None:
             f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
             f"has {target.config.vocab_size}"
         )
+
+
+def fingerprint(weights: Weights) -> str:
+    """A hash of a few numbers of every parameter: other weights of the same shapes are noticed."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(weights):
+        digest.update(np.asarray(leaf.ravel()[:64].astype(jnp.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def export_best(work: Path, out: Path) -> int:
+    """Writes the best head so far of a run, finished or not, and returns the step that it is from.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
+        FileExistsError: ``out`` exists.
+    """
+    if not (work / "recipe.json").exists():
+        raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
+    raw = read_json(work / "recipe.json")["begins_as"]
+    sharding = replicated(one_device())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
+        weights_of(abstract(parse_draft_head_config(raw))),
+    )
+    with Checkpoints(work) as checkpoints:
+        best = checkpoints.best()
+        if best == Best():
+            raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
+        save_checkpoint(out, raw, checkpoints.restore_best(shapes))
+    return best.step
 
 
 def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) -> Mapping[str, Any]:
@@ -134,7 +172,7 @@ class _Run:
         self.work, self.recipe, self.target, self.beginning = work, recipe, target, beginning
         dtype = resolve_dtype(recipe.dtype)
         self.mesh = make_mesh(recipe.mesh)
-        recipe.fit.check(self.mesh.size)
+        parts = recipe.fit.parts(self.mesh.size)
         self.shardings = parameter_shardings(beginning.config, self.mesh)
         self.frozen: Weights = spread(target.weights, parameter_shardings(target.config, self.mesh))
         self.loss = distillation_loss(
@@ -147,7 +185,7 @@ class _Run:
             self.loss,
             recipe.evaluation,
             HeldOut.of(held, recipe, target.config.max_position_embeddings),
-            batch=recipe.fit.batch // recipe.fit.accumulation,
+            batch=recipe.fit.batch // parts,
             dtype=dtype,
             mesh=self.mesh,
             seed=recipe.seed + 1,
@@ -181,6 +219,8 @@ class _Run:
                 shardings=self.shardings,
                 deterministic=recipe.deterministic,
                 tokens_per_step=recipe.fit.batch * recipe.window,
+                # What is fine-tuned must not come back worse than it was.
+                evaluate_first=recipe.head.start != "random",
             )
         finally:
             source.close()
@@ -188,11 +228,7 @@ class _Run:
     def final_evaluation(self, folder: Path, trained: Trained) -> dict[str, Any]:
         """What the written head does with the held-out prompts, loaded as others will load it."""
         head = load_draft_head(folder, dtype=self.recipe.dtype, target=self.target)
-        # Placed as in the evaluations before: the same programs decode then, instead of new ones.
-        device = jax.local_devices()[0]
-        target = replace(self.target, weights=jax.device_put(self.target.weights, device))
-        head = replace(head, weights=jax.device_put(head.weights, device))
-        completions = self.evaluator.decode(target, head)
+        completions = self.evaluator.decode(head)
         return {
             "best_step": trained.step,
             "score": trained.score,

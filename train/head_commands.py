@@ -9,9 +9,10 @@ import jax
 
 from jetspec_jax.checkpoint import Target, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from train.data import summary
-from train.head import train_head
+from train.data import add_generation_arguments, generation_settings, summary
+from train.head import export_best, train_head
 from train.head_recipe import HeadRecipe
+from train.log import read_log
 from train.make_data import make_data
 from train.recipe_file import CONFIGS, read_head_recipe
 from train.stages import Deadline
@@ -24,15 +25,22 @@ def add_command(commands: Any) -> None:
     head.set_defaults(run=_head)
     head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")
     head.add_argument("--recipe", required=True, help=f"a TOML file, or one of {known}")
+    head.set_defaults(join=_join)
+    head.add_argument("--distributed", action="store_true", help="one process of a cluster that JAX knows")
+    head.add_argument("--coordinator", metavar="HOST:PORT", help="or one of --processes that meet there")
+    head.add_argument("--processes", type=int, help="how many, with --coordinator")
+    head.add_argument("--process", type=int, help="which of them this is, from 0, with --coordinator")
+    export = commands.add_parser("export", help="write a run's best head so far", description=_export.__doc__)
+    export.set_defaults(run=_export)
+    export.add_argument("--work", type=Path, required=True, help="the run's folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the head, which must not exist")
     tune = commands.add_parser(
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
     )
     tune.set_defaults(run=_finetune)
     tune.add_argument("--prompts", required=True, help="JSONL or a data set, see the command data")
     tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
-    tune.add_argument("--temperature", type=float, default=0.0, help="of the answers (default: 0)")
-    tune.add_argument("--max-tokens", type=int, default=1024, help="of an answer (default: 1024)")
-    tune.add_argument("--slots", type=int, default=32, help="answers generated at a time (default: 32)")
+    add_generation_arguments(tune)
     for parser in (head, tune):
         parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
         parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
@@ -45,6 +53,23 @@ def add_command(commands: Any) -> None:
             help="replaces a setting of the recipe, as fit.steps=100; may recur",
         )
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+
+
+def _join(arguments: argparse.Namespace) -> None:
+    """Meets the other processes of a run, if there are any; they share the work folder."""
+    if arguments.coordinator:
+        if arguments.processes is None or arguments.process is None:
+            raise ValueError("--coordinator needs --processes and --process")
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
+    elif arguments.distributed:
+        jax.distributed.initialize()
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Writes the best head so far of a run, finished or not, in Hugging Face layout."""
+    step = export_best(arguments.work, arguments.out)
+    print(f"the head of step {step} is in {arguments.out}")
+    return 0
 
 
 def _head(arguments: argparse.Namespace) -> int:
@@ -62,12 +87,11 @@ def _finetune(arguments: argparse.Namespace) -> int:
         arguments.prompts,
         arguments.work / "data",
         draft_head=arguments.draft_head,
-        temperature=arguments.temperature,
-        max_tokens=arguments.max_tokens,
         seed=recipe.seed,
-        slots=arguments.slots,
         dtype=recipe.dtype,
+        need_heldout=True,
         deadline=deadline,
+        **generation_settings(arguments),
     )
     print(summary(made))
     target = load_target(_target_path(arguments), dtype=recipe.dtype)
@@ -85,12 +109,25 @@ def _train(
     checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
     folder = train_head(work, recipe, target, data, deadline, checkpoint=checkpoint)
     if jax.process_index() == 0:
-        tau = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))["tau"]
-        measured = ", ".join(f"{value:.2f} with budget {budget}" for budget, value in tau.items())
-        print(f"the head is in {folder}: tau on held-out prompts {measured}")
+        print(f"the head is in {folder}: {_measured(work)}")
         print(f"curves: {work / 'training.png'}")
         print(f"to use it: jetspec-jax generate --target {arguments.target} --draft-head {folder} PROMPT")
     return 0
+
+
+def _measured(work: Path) -> str:
+    """What the finished head does on held-out documents, and what it did before."""
+    report = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))
+    looks = [record for record in read_log(work / "log.jsonl") if "validation_loss" in record]
+    before = looks[0] if looks[0]["step"] == 0 else {}
+    if not report["tau"]:
+        now, then = min(look["validation_loss"] for look in looks), before.get("validation_loss")
+        return f"validation loss {now:.3f}" + ("" if then is None else f", {then:.3f} before")
+    parts = []
+    for budget, tau in report["tau"].items():
+        then = before.get("tau", {}).get(budget)
+        parts.append(f"{tau:.2f} with budget {budget}" + ("" if then is None else f" ({then:.2f} before)"))
+    return "tau on held-out prompts " + ", ".join(parts)
 
 
 def _target_path(arguments: argparse.Namespace) -> str | Path:

@@ -22,7 +22,7 @@ from train.documents import Document, Documents
 from train.head_recipe import HeadEvaluation, HeadRecipe
 from train.loader import Windows
 from train.mesh import put_batch
-from train.precision import as_shipped, cast
+from train.precision import as_shipped
 from train.trainer import Evaluated, Loss, mean_of
 
 
@@ -49,13 +49,19 @@ class HeldOut(NamedTuple):
             limit: Most tokens of a prompt and its completion together.
 
         Raises:
-            ValueError: There are no documents.
+            ValueError: There are no documents, or no prompt leaves room for a completion.
         """
         settings, windows = recipe.evaluation, Windows(documents, recipe.window)
         chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
         room = limit - settings.new_tokens
         prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
         fitting = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+        if settings.prompts and not fitting:
+            raise ValueError(
+                f"none of {len(prompts)} held-out prompts leaves room for evaluation.new_tokens "
+                f"{settings.new_tokens} in a context of {limit}; the shortest has {min(map(len, prompts))} "
+                "tokens. Ask for fewer new tokens, or set evaluation.prompts to 0 to measure the loss alone"
+            )
         return cls(
             np.stack([window["tokens"] for window in chosen]),
             np.stack([window["learn"] for window in chosen]),
@@ -84,8 +90,8 @@ class HeadEvaluator:
 
         Args:
             config: The head's.
-            target: The target; its weights are not used.
-            frozen: The target's weights on the mesh.
+            target: The target, whole, which decodes.
+            frozen: Its weights on the mesh.
             loss: The training loss, with its own fixed anchors.
             settings: What to measure.
             held: On what.
@@ -112,16 +118,18 @@ class HeadEvaluator:
         record = {f"validation_{name}": value for name, value in means.items()}
         if not self.held.prompts:
             return Evaluated(record, -means["loss"])
-        local = on_one_device((self.frozen, self._as_shipped(weights)))
-        target = replace(self.target, weights=cast(local[0], self.dtype))
-        completions = self.decode(target, Head(self.config, local[1]))
+        completions = self.decode(Head(self.config, on_one_device(self._as_shipped(weights))))
         record["tau"] = {str(budget): mean_tau(own) for budget, own in completions.items()}
         return Evaluated(record, record["tau"][str(max(self.settings.budgets))])
 
-    def decode(self, target: Target, head: Head) -> dict[int, list[Completion]]:
+    def decode(self, head: Head) -> dict[int, list[Completion]]:
         """Greedy completions of the held-out prompts by the trees of every budget; none without prompts."""
         if not self.held.prompts:
             return {}
+        # On one and the same device, so that one program decodes for all evaluations.
+        device = jax.local_devices()[0]
+        target = replace(self.target, weights=jax.device_put(self.target.weights, device))
+        head = replace(head, weights=jax.device_put(head.weights, device))
         params = SamplingParams(max_tokens=self.settings.new_tokens)
         return {
             budget: generate_tree(

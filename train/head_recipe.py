@@ -106,7 +106,7 @@ class HeadRecipe:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ValueError naming all settings out of their ranges, but for those of ``fit``."""
+        """Raises ValueError naming all settings out of their ranges."""
         objective, look = self.objective, self.evaluation
         least = {
             "window": (self.window, 2),
@@ -118,7 +118,7 @@ class HeadRecipe:
             "evaluation.prompt_tokens": (look.prompt_tokens, 1),
             "evaluation.new_tokens": (look.new_tokens, 1),
         }
-        wrong = [
+        wrong = self.fit.check() + [
             f"{name} must be at least {to}, not {value}" for name, (value, to) in least.items() if value < to
         ]
         if objective.temperature <= 0:

@@ -10,8 +10,8 @@ from flax import nnx
 from jetspec_jax.checkpoint import Target, load_draft_head, resolve
 from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config, read_json
 from jetspec_jax.models import Weights, build, weights_of
+from train.head_config import head_json
 from train.head_recipe import HeadShape
-from train.layout import head_json
 
 
 class Beginning(NamedTuple):
@@ -90,7 +90,7 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     def check(path: Any, wanted: Any, given: Any) -> jax.Array:
         if wanted.shape != given.shape:
             wrong.append(f"{jax.tree_util.keystr(path)} {list(given.shape)} for {list(wanted.shape)}")
-        return jnp.asarray(given, jnp.float32)
+        return jnp.array(given, jnp.float32)  # a copy: training uses weights up
 
     weights = jax.tree_util.tree_map_with_path(check, random, given)
     if wrong:

@@ -1,99 +1,15 @@
-"""The ``config.json`` of what is trained here, in Hugging Face's keys; and the demo target's folder."""
+"""The demo target in Hugging Face layout."""
 
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint import Target
-from jetspec_jax.config import ModelConfig, default_tap_layers
+from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import save_checkpoint
-from train.head_recipe import HeadShape
+from train.head_config import decoder_json
 from train.recipes import Recipe
 from train.stages import fresh
 from train.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
-
-#: Of a published head.
-DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 5, 16
-
-
-def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
-    """The ``config.json`` of a new head for a target, with the keys of the published heads.
-
-    Raises:
-        ValueError: The taps lie beyond the target, or no mask token is to be had.
-    """
-    config = target.config
-    layers = DEFAULT_LAYERS if shape.layers is None else shape.layers
-    taps = default_tap_layers(layers, config.num_layers) if shape.taps is None else shape.taps
-    if beyond := [tap for tap in taps if not 0 <= tap < config.num_layers]:
-        raise ValueError(f"taps {beyond} lie outside the target's layers 0..{config.num_layers - 1}")
-    mlp = config.intermediate_size if shape.intermediate_size is None else shape.intermediate_size
-    return {
-        "architectures": ["DFlashDraftModel"],
-        **decoder_json(config, layers, mlp),
-        "tie_word_embeddings": False,
-        "block_size": DEFAULT_BLOCK_SIZE if shape.block_size is None else shape.block_size,
-        "num_target_layers": config.num_layers,
-        "dflash_config": {
-            "causal_head": shape.causal is not False,
-            "mask_token_id": mask_token_id(target, shape.mask_token),
-            "target_layer_ids": list(taps),
-        },
-    }
-
-
-def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
-    """The keys of a Qwen3-style decoder with a target's heads, in the dialect that all engines read."""
-    return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": config.rope_theta,
-        "sliding_window": None,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": config.vocab_size,
-    }
-
-
-def mask_token_id(target: Target, token: str | int | None) -> int:
-    """The id of the token in the slots after the anchor.
-
-    Raises:
-        ValueError: It is no token of the target, or none was named and the tokenizer has no mask token.
-    """
-    found = token if isinstance(token, int) else _id_of(target.tokenizer, token)
-    if found is None:
-        wanted = "mask token" if token is None else f"token {token!r}"
-        raise ValueError(
-            f"the tokenizer has no {wanted}; set head.mask_token to the id of a token that text never holds, "
-            f"below {target.config.vocab_size}"
-        )
-    if not 0 <= found < target.config.vocab_size:
-        raise ValueError(
-            f"mask token {found} lies outside the target's vocabulary of {target.config.vocab_size}"
-        )
-    return found
-
-
-def _id_of(tokenizer: Any, token: str | None) -> int | None:
-    """The id of a token by its name; of the mask token for None."""
-    if tokenizer is None:
-        return None
-    return tokenizer.get_vocab().get(tokenizer.mask_token if token is None else token)
 
 
 def target_json(recipe: Recipe) -> dict[str, Any]:

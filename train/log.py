@@ -31,12 +31,12 @@ Record = dict[str, Any]
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss of a step is infinite or not a number."""
+    """The loss of a step, or the norm of its gradient, is infinite or not a number."""
 
-    def __init__(self, step: int, loss: float):
-        """Names the step."""
-        super().__init__(f"the loss is {loss} at step {step}; no later step was logged")
-        self.step, self.loss = step, loss
+    def __init__(self, step: int, name: str, value: float):
+        """Names the step, and what it is of the two."""
+        super().__init__(f"the {name.replace('_', ' ')} is {value} at step {step}; no later step was logged")
+        self.step, self.name, self.value = step, name, value
 
 
 class TrainingLog:
@@ -92,7 +92,8 @@ class TrainingLog:
             The newest loss; not a number before the first step.
 
         Raises:
-            NonFiniteLoss: A loss is not finite. The steps before it are written, it and later ones are not.
+            NonFiniteLoss: A loss, or the norm of a gradient, is not finite. The steps before it are written,
+                it and later ones are not.
         """
         if not self._pending:
             return self._loss
@@ -101,8 +102,8 @@ class TrainingLog:
         # A clock that did not move must not divide by zero.
         seconds = max((now - self._since) / len(fetched), 1e-9)
         memory = round(peak_memory_gib(), 3)
-        losses = [float(values["loss"]) for values in fetched]
-        good = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        failures = [_failure(values) for values in fetched]
+        good = next((i for i, failure in enumerate(failures) if failure), len(failures))
         rows = []
         for (step, metrics, tokens), values in zip(self._pending[:good], fetched, strict=False):
             measured = (round(seconds, 6), round(tokens / seconds, 1), memory)
@@ -113,8 +114,8 @@ class TrainingLog:
         # A step that failed stays, so that no later flush passes over it.
         self._pending, self._since = self._pending[good:], now
         if self._pending:
-            raise NonFiniteLoss(self._pending[0][0], losses[good])
-        self._loss = losses[-1]
+            raise NonFiniteLoss(self._pending[0][0], *(failures[good] or ("loss", math.nan)))
+        self._loss = float(fetched[-1]["loss"])
         return self._loss
 
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
@@ -167,6 +168,12 @@ class TrainingLog:
     def _write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
         if self._files is not None and rows:
             self._files.write([(kind, step, _plain(record)) for kind, step, record in rows])
+
+
+def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
+    """What of a step must be finite and is not. After a bad gradient the loss is one step behind."""
+    names = [name for name in ("loss", "gradient_norm") if name in metrics]
+    return next(((n, float(metrics[n])) for n in names if not math.isfinite(float(metrics[n]))), None)
 
 
 class _Files:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint import (
@@ -23,10 +24,11 @@ from jetspec_jax.engine import PLAIN, TreeSettings
 from jetspec_jax.sampling import SamplingParams
 from train.documents import Writer
 from train.given import write_given
-from train.manifest import CORPUS, MODES, REGENERATE, Manifest, default_heldout
+from train.holdout import default_heldout, hold_out
+from train.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
 from train.prompts import Entry, read_entries
 from train.records import Document
-from train.regenerate import Prompts, progress, regenerate, regeneration_settings
+from train.regenerate import Prompts, regenerate, regeneration_settings
 from train.rendering import Encoder
 from train.stages import Deadline
 
@@ -42,6 +44,7 @@ class Made:
         folder: Where it is.
         documents: How many, those held out included.
         heldout: How many of them are held out.
+        duplicates: How many have the prompt, or in mode corpus the text, of an earlier one.
         tokens: Of all documents.
         learn_tokens: Those of them that are to be learnt.
         ended: Documents that end with an end-of-sequence token; None where nothing was generated.
@@ -52,6 +55,7 @@ class Made:
     folder: Path
     documents: int
     heldout: int
+    duplicates: int
     tokens: int
     learn_tokens: int
     ended: int | None
@@ -73,6 +77,7 @@ def make_data(
     max_tokens: int = 1024,
     seed: int = 0,
     heldout: int | None = None,
+    need_heldout: bool = False,
     shard_documents: int = 256,
     slots: int = 32,
     dtype: str = "auto",
@@ -97,7 +102,9 @@ def make_data(
         top_k: Of the sampling.
         max_tokens: Most tokens of a continuation; fewer where the target's context ends.
         seed: Of the sampling; every document has its own that follows from it.
-        heldout: Documents kept for validation; None is an eighth, at most 64.
+        heldout: About how many documents are kept for validation, with all that have the same prompt (in mode
+            corpus, the same text); None is an eighth, at most 64.
+        need_heldout: Refuse prompts of which none would be held out.
         shard_documents: Documents of a shard, which is written at a time.
         slots: Documents generated at a time.
         dtype: Of the target.
@@ -137,29 +144,41 @@ def make_data(
 
     if mode == CORPUS:
         documents, skipped = _documents(encoder, entries, config, skip_too_long)
-        held = default_heldout(len(documents)) if heldout is None else heldout
+        keys = [document.tokens.tobytes() for document in documents]
+        held = _held(keys, heldout, need_heldout)
         finished = not write_given(
-            out, documents, **common, heldout=held, shard_documents=shard_documents, deadline=deadline
+            out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
         )
     else:
         asked, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
-        held = default_heldout(len(asked.tokens)) if heldout is None else heldout
+        keys = [np.asarray(tokens, np.int32).tobytes() for tokens in asked.tokens]
+        held = _held(keys, heldout, need_heldout)
         settings = regeneration_settings(
             asked,
             **common,
             dtype=str(resolved),
             seed=(seed,),
-            heldout=held,
+            heldout=len(held),
             shard_documents=shard_documents,
         )
-        writer = Writer(out, settings)
+        writer = Writer(out, settings, held)
         finished = not writer.missing
         if not finished:
-            deadline.check(progress(writer))
+            deadline.check(writer.progress)
             loaded = load_target(path, dtype=dtype)
             head = None if head_path is None else load_draft_head(head_path, dtype=dtype, target=loaded)
             regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
-    return _made(out, Manifest.read(out), skipped, finished)
+    return _made(out, len(keys) - len(set(keys)), skipped, finished)
+
+
+def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
+    """Which documents are held out; the default is as many as make sense."""
+    if need and len(set(keys)) < 2:
+        raise ValueError("at least 2 different prompts are needed, one of them to measure the head on")
+    asked = default_heldout(len(keys)) if heldout is None else heldout
+    if need and not asked:
+        raise ValueError("at least 1 document must be held out, to measure the head on, not 0")
+    return hold_out(keys, asked)
 
 
 def name_of(target: str | Path) -> str:
@@ -217,13 +236,16 @@ def _bar(entries: list[Entry]) -> "tqdm[Entry]":
     return tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False)
 
 
-def _made(folder: Path, manifest: Manifest, skipped: int, was_finished: bool) -> Made:
-    shards = manifest.shards
+def _made(folder: Path, duplicates: int, skipped: int, was_finished: bool) -> Made:
+    manifest = DocumentsManifest.read(folder)
+    found = (Shard.read(folder, plan) for plan in manifest.plans())
+    shards = [shard for shard in found if shard is not None]
     ended = [shard.ended for shard in shards if shard.ended is not None]
     return Made(
         folder,
         manifest.settings.count,
         manifest.settings.heldout,
+        duplicates,
         sum(shard.tokens for shard in shards),
         sum(shard.learn_tokens for shard in shards),
         sum(ended) if ended else None,

@@ -1,7 +1,12 @@
-"""The manifest of a folder of documents: what it was made with, and what its finished shards hold."""
+"""The manifest of a folder of documents: what it is made with, which are held out, and what its shards hold.
+
+Settings and held-out documents stand in ``documents.json``. Each shard has a JSON file beside it, written
+after it: the shard is finished when that is there.
+"""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from train.corpus import HELDOUT, TRAIN
+from train.holdout import check_heldout, evenly_spaced
+
 FORMAT, VERSION = "jetspec-documents", 1
 MANIFEST = "documents.json"
-TRAIN, HELDOUT = "train", "heldout"
 REGENERATE, CORPUS = MODES = ("regenerate", "corpus")
-MOST_HELDOUT = 64
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,7 @@ class Settings:
         """Checks the counts."""
         if self.count < 1:
             raise ValueError("there are no documents to make: at least one prompt is needed")
-        if not 0 <= self.heldout < self.count:
-            raise ValueError(
-                f"{self.heldout} of {self.count} documents cannot be held out: 0..{self.count - 1} can"
-            )
+        check_heldout(self.count, self.heldout)
         if self.shard_documents < 1:
             raise ValueError(f"a shard needs at least one document, not {self.shard_documents}")
 
@@ -64,23 +67,17 @@ class Settings:
         return json.loads(json.dumps(asdict(self)))
 
 
-def default_heldout(count: int) -> int:
-    """Documents held out unless somebody says otherwise: an eighth, at least 1 of 2, at most 64."""
-    return min(MOST_HELDOUT, max(count // 8, 1)) if count >= 2 else 0
+class ShardPlan(NamedTuple):
+    """A shard that is to be: its split, its file's name, and the documents' indices."""
 
-
-def split_indices(count: int, heldout: int) -> dict[str, Int[np.ndarray, "n"]]:
-    """Which documents belong to which split; those held out are evenly spaced.
-
-    For 6 documents, 2 held out: ``t h t t h t``.
-    """
-    held = (2 * np.arange(heldout) + 1) * count // (2 * max(heldout, 1))
-    return {TRAIN: np.setdiff1d(np.arange(count), held), HELDOUT: held}
+    split: str
+    file: str
+    indices: list[int]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished file of documents.
+    """A finished file of documents, as the JSON file beside it describes it.
 
     Attributes:
         split: "train" or "heldout".
@@ -102,21 +99,75 @@ class Shard:
     ended: int | None
     index: list[tuple[int, list[list[int]]]]
 
+    @classmethod
+    def read(cls, folder: Path, plan: ShardPlan) -> "Shard | None":
+        """What a folder has of a planned shard, which itself is not read; None if it is not finished.
+
+        Raises:
+            ValueError: The shard is missing or not as long as it was, or its description is damaged.
+        """
+        path, described = folder / plan.file, description(folder, plan.file)
+        if not described.is_file():
+            return None
+        try:
+            raw = json.loads(described.read_text(encoding="utf-8"))
+            shard = cls(**{**raw, "index": [(int(length), spans) for length, spans in raw["index"]]})
+            if (shard.split, shard.file) != (plan.split, plan.file):
+                raise ValueError(f"it describes {shard.file}")
+            if not shard.documents == len(shard.index) == len(plan.indices):
+                raise ValueError(f"{len(shard.index)} documents instead of {len(plan.indices)}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{described} is damaged: {type(error).__name__}: {error}") from error
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard.bytes:
+            state = "is missing" if size is None else f"is damaged: {size} bytes instead of {shard.bytes}"
+            raise ValueError(f"{path} {state}; bring it back, or run what made the folder again")
+        return shard
+
+    def write(self, folder: Path) -> None:
+        """Writes the description, which says that the shard is finished."""
+        write_text(description(folder, self.file), json.dumps(vars(self)) + "\n")
+
+
+def description(folder: Path, file: str) -> Path:
+    """The JSON file that belongs to a shard."""
+    return (folder / file).with_suffix(".json")
+
 
 @dataclass(frozen=True)
-class Manifest:
-    """What ``documents.json`` says."""
+class DocumentsManifest:
+    """What ``documents.json`` says; it is written once, before the first shard.
+
+    Attributes:
+        settings: What the folder is made with.
+        held: Indices of the documents that are held out, in order.
+    """
 
     settings: Settings
-    shards: tuple[Shard, ...]
+    held: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Checks that the held-out documents are so many, in order and there."""
+        held, settings = self.held, self.settings
+        if len(held) != settings.heldout:
+            raise ValueError(f"{len(held)} documents are listed as held out instead of {settings.heldout}")
+        if list(held) != sorted({*held}) or (held and not 0 <= held[0] <= held[-1] < settings.count):
+            raise ValueError(f"the held-out documents are not indices in 0..{settings.count - 1} in order")
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Reads a folder's manifest and looks whether its shards are there, without reading them.
+    def of(cls, settings: Settings, held: Sequence[int] | None) -> "DocumentsManifest":
+        """A folder's that is to be; None holds out evenly spaced documents."""
+        if held is None:
+            held = evenly_spaced(settings.count, settings.heldout)
+        return cls(settings, tuple(held))
+
+    @classmethod
+    def read(cls, folder: Path) -> "DocumentsManifest":
+        """Reads a folder's manifest.
 
         Raises:
             FileNotFoundError: The folder has none.
-            ValueError: It is of another version or damaged, or a shard is missing or damaged.
+            ValueError: It is of another version or damaged.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -133,54 +184,49 @@ class Manifest:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in raw["settings"].items()
             }
-            shards = [
-                Shard(**{**shard, "index": [(int(length), spans) for length, spans in shard["index"]]})
-                for shard in raw["shards"]
-            ]
-            manifest = cls(Settings(**settings), tuple(shards))
+            return cls(Settings(**settings), tuple(map(int, raw["held"])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        manifest.check_files(folder)
-        return manifest
 
-    def check_files(self, folder: Path) -> None:
-        """Raises ValueError naming the first shard that is missing or not as long as it was."""
-        for shard in self.shards:
-            path = folder / shard.file
-            size = path.stat().st_size if path.is_file() else None
-            if size != shard.bytes:
-                state = "is missing" if size is None else f"is damaged: {size} bytes instead of {shard.bytes}"
-                raise ValueError(f"{path} {state}; bring it back, or make the whole folder again")
+    def write(self, folder: Path) -> None:
+        """Writes it into a folder."""
+        head = {"format": FORMAT, "version": VERSION, "settings": self.settings.plain()}
+        write_text(folder / MANIFEST, json.dumps({**head, "held": self.held}) + "\n")
 
-    def text(self) -> str:
-        """As JSON with one line per shard."""
-        rows = ",\n".join(json.dumps(vars(shard)) for shard in self.shards)
-        head = json.dumps({"format": FORMAT, "version": VERSION, "settings": self.settings.plain()})
-        return head[:-1] + ',\n"shards": [\n' + rows + "\n]}\n"
+    def split(self) -> dict[str, Int[np.ndarray, "n"]]:
+        """The indices of the documents of each split."""
+        held = np.array(self.held, np.int64)
+        return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
 
+    def plans(self) -> list[ShardPlan]:
+        """All shards of the folder, in order."""
+        plans, most = [], self.settings.shard_documents
+        for split, indices in self.split().items():
+            for number, start in enumerate(range(0, len(indices), most)):
+                part = indices[start : start + most].tolist()
+                plans.append(ShardPlan(split, f"{split}-{number:05d}.array_record", part))
+        return plans
 
-class ShardPlan(NamedTuple):
-    """A shard that is to be: its split, its file's name, and the documents' indices."""
-
-    split: str
-    file: str
-    indices: list[int]
-
-
-def plan_shards(settings: Settings) -> list[ShardPlan]:
-    """All shards of a folder, in order."""
-    plans = []
-    for split, indices in split_indices(settings.count, settings.heldout).items():
-        for number, start in enumerate(range(0, len(indices), settings.shard_documents)):
-            part = indices[start : start + settings.shard_documents].tolist()
-            plans.append(ShardPlan(split, f"{split}-{number:05d}.array_record", part))
-    return plans
+    def refuse_other(self, folder: Path, mine: "DocumentsManifest") -> None:
+        """Raises ValueError listing the settings in which a folder differs from mine."""
+        theirs, ours = self.settings.plain(), mine.settings.plain()
+        differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
+        if not differing and self.held != mine.held:
+            differing = ["other documents are held out"]
+        if differing:
+            listed = "; ".join(differing)
+            raise ValueError(f"{folder} was begun with other settings ({listed}); name another folder")
 
 
-def refuse_other(folder: Path, settings: Settings, mine: Settings) -> None:
-    """Raises ValueError listing the settings in which a folder differs from mine."""
-    theirs, ours = settings.plain(), mine.plain()
-    names = [name for name in ours if ours[name] != theirs[name]]
-    if names:
-        listed = "; ".join(f"{name}: {theirs[name]} there, {ours[name]} here" for name in names)
-        raise ValueError(f"{folder} was begun with other settings ({listed}); name another folder")
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    settle(partial, path)
+
+
+def settle(partial: Path, path: Path) -> None:
+    """Gives a finished file its name, once its bytes are on the disk: a crash leaves no empty file there."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(path)

@@ -58,6 +58,7 @@ class Regeneration:
         prompt: Shortest and longest prompt.
         temperatures: Each sequence has one of these.
         slots: Sequences decoded at a time.
+        heldout: Most sequences that are held out, on which a head is measured.
     """
 
     shards: int
@@ -66,6 +67,11 @@ class Regeneration:
     prompt: tuple[int, int]
     temperatures: tuple[float, ...] = (0.0, 0.6, 0.8, 1.0)
     slots: int = 256
+    heldout: int = 256
+
+    def held(self, count: int) -> int:
+        """How many of so many sequences are held out: at most an eighth."""
+        return min(self.heldout, count // 8)
 
 
 @dataclass(frozen=True)

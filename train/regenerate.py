@@ -68,7 +68,7 @@ def regeneration_settings(
         dtype: What it computes in.
         seed: Numbers of at least 0.
         source: Where the prompts come from.
-        heldout: Documents that are not for training.
+        heldout: How many documents are not for training.
         shard_documents: Most documents of a shard.
 
     Raises:
@@ -135,7 +135,7 @@ def regenerate(
     todo, seed = deque(writer.missing), writer.settings.seed
     if not todo:
         return
-    deadline.check(progress(writer))
+    deadline.check(writer.progress)
     for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
         check_request(target, tokens, params)
     count = writer.settings.count
@@ -166,7 +166,7 @@ def regenerate(
                 plan = todo.popleft()
                 begun.append((plan, [submit(index) for index in plan.indices]))
             if not begun:
-                deadline.stop(progress(writer))
+                deadline.stop(writer.progress)
             engine.step()
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
@@ -185,9 +185,3 @@ def _document(request: Request) -> Document:
     own = np.asarray(request.output.token_ids, np.int32)
     learn = np.arange(len(request.prompt) + len(own)) >= len(request.prompt)
     return Document(np.concatenate([request.prompt, own]), learn)
-
-
-def progress(writer: Writer) -> str:
-    """How far a folder is, in words."""
-    total = len(writer.plans)
-    return f"{writer.folder}: {total - len(writer.missing)} of {total} shards are written"

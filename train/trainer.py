@@ -131,6 +131,7 @@ def train(
     shardings: Any = None,
     deterministic: bool = False,
     tokens_per_step: int = 0,
+    evaluate_first: bool = False,
 ) -> Trained:
     """Trains, or goes on with what the folder holds.
 
@@ -138,7 +139,7 @@ def train(
         folder: For checkpoints, the log and its TensorBoard files.
         fit: Steps and rates.
         loss: The objective.
-        weights: Initial float32 weights.
+        weights: Initial float32 weights; they are used up.
         frozen: Arrays that the objective reads beside the batch; where a mesh is given, spread over it.
         batches: Feeds the objective.
         evaluate: Looks at some weights.
@@ -148,7 +149,8 @@ def train(
         mesh: The devices; None is one.
         shardings: How the weights lie on the mesh; None is whole on every device.
         deterministic: Whether a GPU must give the same bits again.
-        tokens_per_step: For the log.
+        tokens_per_step: For the log: those of the windows, padding included.
+        evaluate_first: Whether the initial weights are looked at too, and may stay the best.
 
     Raises:
         OutOfTime: The deadline passed; the folder holds where to go on.
@@ -157,7 +159,6 @@ def train(
         ValueError: The fit does not suit the devices.
     """
     mesh = mesh or one_device()
-    fit.check(mesh.size)
     loop = Loop(fit, loss, mesh, deterministic)
     main = jax.process_index() == 0
     shardings = jax.tree.map(lambda _: replicated(mesh), weights) if shardings is None else shardings
@@ -169,6 +170,20 @@ def train(
             batches.set_state(host["data"])
         bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
         with TrainingLog(folder, kept_steps=first, main=main) as log, bar:
+
+            def look(step: int, best: Best) -> Best:
+                """The best so far, once these weights have been looked at too."""
+                log.flush()
+                with log.paused():
+                    record, score = evaluate(state.weights)
+                    log.write("evaluation", step, record)
+                    if not agreed(score > best.score):
+                        return best
+                    checkpoints.save_best(Best(step, score), state.weights)
+                    return Best(step, score)
+
+            if evaluate_first and not first and best == Best():
+                best = look(0, best)
             for done in range(first + 1, fit.steps + 1):
                 state, metrics = loop.advance(state, frozen, next(batches))
                 log.add(done, metrics, tokens_per_step)
@@ -177,13 +192,7 @@ def train(
                     bar.set_postfix(loss=f"{log.flush():.3f}")
                     bar.update(done - bar.n)
                 if at_end or done % fit.evaluate_every == 0:
-                    log.flush()
-                    with log.paused():
-                        record, score = evaluate(state.weights)
-                        log.write("evaluation", done, record)
-                        if agreed(score > best.score):
-                            best = Best(done, score)
-                            checkpoints.save_best(best, state.weights)
+                    best = look(done, best)
                 # Asking the other processes waits for the devices, as writing the log does.
                 looks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
                 stop = looks and agreed(deadline.passed())
@@ -205,16 +214,18 @@ class Loop:
     step: Any
 
     def __init__(self, fit: Fit, loss: Loss, mesh: Mesh, deterministic: bool):
-        """Compiles nothing yet."""
-        self.fit, self.loss, self.mesh = fit, loss, mesh
+        """Compiles nothing yet; ValueError if the batch does not divide over the mesh."""
+        self.fit, self.loss, self.mesh, self.parts = fit, loss, mesh, fit.parts(mesh.size)
         self.optimizer = make_optimizer(fit)
         self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
 
     def begin(self, weights: Weights, shardings: Any, seed: int) -> TrainState:
-        """The state before the first step; the optimiser's moments lie as the weights do."""
+        """The state before the first step; the optimiser's moments lie as the weights do.
+
+        The weights become part of the state, which the first step takes over: they are used up.
+        """
         whole = replicated(self.mesh)
-        # The state is donated, so the caller's arrays must not be in it.
-        weights = spread(jax.tree.map(jnp.copy, weights), shardings)
+        weights = spread(weights, shardings)
         shapes = jax.eval_shape(self.optimizer.init, weights)
         placed = optax.tree_map_params(
             self.optimizer, lambda _, s: s, shapes, shardings, transform_non_params=lambda _: whole
@@ -238,17 +249,17 @@ class Loop:
             return self.step(state, frozen, self.place(batch))
 
     def place(self, batch: Any) -> Any:
-        """A batch in its parts, ``[accumulation, B, ...]``, each spread over the mesh."""
-        parts = self.fit.accumulation
+        """A batch in its parts, ``[parts, B, ...]``, each spread over the mesh."""
 
         def put(x: np.ndarray) -> jax.Array:
-            return put_batch(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), self.mesh, axis=1)
+            count = x.shape[0] // self.parts
+            return put_batch(x.reshape(self.parts, count, *x.shape[1:]), self.mesh, axis=1)
 
         return jax.tree.map(put, batch)
 
     def _step(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        keys = jax.random.split(key, self.fit.accumulation)
+        keys = jax.random.split(key, self.parts)
 
         def total(weights: Weights, batch: Any, key: Key[Array, ""]) -> tuple[Float[Array, ""], Means]:
             means = self.loss(weights, frozen, batch, key)
@@ -258,14 +269,13 @@ class Loop:
             (_, means), gradient = jax.value_and_grad(total, has_aux=True)(state.weights, batch, key)
             return means, gradient
 
-        def take(i: int) -> Any:
-            return jax.tree.map(lambda x: x[i], batch)
-
-        sums = part(take(0), keys[0])
-        if self.fit.accumulation > 1:
-            rest = jax.tree.map(lambda x: x[1:], batch)
-            sums, _ = jax.lax.scan(lambda sums, x: (_add(sums, part(*x)), None), sums, (rest, keys[1:]))
-        means, gradient = sums
+        first = jax.tree.map(lambda x: x[0], (batch, keys))
+        if self.parts == 1:
+            means, gradient = part(*first)
+        else:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
+            added = jax.lax.scan(lambda sums, x: (_add(sums, part(*x)), None), zeros, (batch, keys))
+            means, gradient = added[0]
         weight = jnp.maximum(means["loss"].weight, jnp.finfo(jnp.float32).tiny)
         gradient = jax.tree.map(lambda g: g / weight, gradient)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)

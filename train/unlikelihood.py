@@ -110,7 +110,7 @@ def polish(
             ).prompts(settings.length),
             name=f"{recipe.name}, before round {number}",
             seed=seed,
-            heldout=0,
+            held=(),
             shard_documents=settings.sequences,
             slots=settings.slots,
             deadline=deadline,

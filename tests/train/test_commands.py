@@ -14,8 +14,8 @@ from jetspec_jax.safetensors_io import save_checkpoint
 from tests.decode.tiny import TINY
 from train.__main__ import main
 from train.documents import Documents
-from train.layout import decoder_json
-from train.manifest import Manifest
+from train.head_config import decoder_json
+from train.manifest import DocumentsManifest
 
 RECIPE = """
 window = 16
@@ -121,7 +121,7 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
         trained / "draft_head" / "model.safetensors"
     ).read_bytes()
     # The answers are the target's own, in its chat template.
-    settings = Manifest.read(tmp_path / "tuned" / "data").settings
+    settings = DocumentsManifest.read(tmp_path / "tuned" / "data").settings
     assert (settings.mode, settings.count) == ("regenerate", 8)
     text = load_target(folder / "target").tokenizer.decode(
         Documents.open(tmp_path / "tuned" / "data")[0].tokens
@@ -140,8 +140,11 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
         ("head.taps=[0, 2]", "taps [2] lie outside the target's layers 0..1"),
         ("mesh.fsdp=3", "a mesh of data -1 x fsdp 3 does not divide 1 devices; possible: data 1 x fsdp 1"),
         ("fit.batch=3", None),
-        ("fit.accumulation=3", "a batch of 2 sequences does not divide into 3 parts over 1 devices"),
-        ("fit.warmup=3", "fit.warmup must lie in 0..2"),
+        ("fit.micro_batch=3", "a batch of 2 sequences does not divide into micro-batches of 3 on 1 devices"),
+        ("fit.warmup=2", "fit.warmup must be below 2, the steps, not 2"),
+        ("fit.clip=-1", "fit.clip must be above 0, not -1"),
+        ("fit.learning_rate=-1", "fit.learning_rate must be at least 0, not -1"),
+        ("evaluation.new_tokens=250", "none of 1 held-out prompts leaves room for evaluation.new_tokens 250"),
         ("objective.loss=kl", "objective.loss must be 'forward_kl' or 'reverse_kl' or 'sft', not 'kl'"),
         ("head.start=checkpoint", "the recipe begins with a checkpoint: name a head with --draft-head"),
     ],
@@ -155,6 +158,26 @@ def test_what_does_not_go_together_is_one_line(trained, folder, tmp_path, capsys
         assert code == 2
         assert error.startswith("train: ")
         assert complaint in error
+
+
+def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path, capsys):
+    work = tmp_path / "work"
+    assert head(folder, folder / "documents", work, "--set", "fit.evaluate_every=1", "--minutes", "0") == 0
+    assert not (work / "draft_head").exists()
+    assert main(["export", "--work", str(work), "--out", str(tmp_path / "early")]) == 0
+    assert "the head of step 1 is in" in capsys.readouterr().out
+    target = load_target(folder / "target", dtype="float32")
+    load_draft_head(tmp_path / "early", target=target)
+    assert main(["export", "--work", str(trained), "--out", str(tmp_path / "late")]) == 0
+    files = [place / "model.safetensors" for place in (tmp_path / "late", trained / "draft_head")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert main(["export", "--work", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    assert "holds no recipe.json" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
+    assert head(folder, tmp_path, tmp_path, "--coordinator", "localhost:1") == 2
+    assert "--coordinator needs --processes and --process" in capsys.readouterr().err
 
 
 def test_bad_input_is_named(folder, tmp_path, capsys):

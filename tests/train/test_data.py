@@ -1,6 +1,7 @@
 """Making documents: they are the target's own text, whatever the shards, the slots and the stops."""
 
 import argparse
+import inspect
 import json
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.engine import Engine, TreeSettings
 from tests.decode.tiny import TINY, random_head, random_target
 from train import data, make_data, regenerate
-from train.continuations import continue_corpus, cut_corpus, read_rows
+from train.continuations import continue_corpus, cut_corpus, cut_splits, read_rows
 from train.documents import Documents, Writer
-from train.manifest import HELDOUT, MANIFEST, TRAIN, Manifest
+from train.manifest import HELDOUT, TRAIN, DocumentsManifest
+from train.records import Document
 from train.regenerate import Prompts, document_seed, regeneration_settings
 from train.stages import Deadline, OutOfTime
 
@@ -95,7 +97,8 @@ class TestRegenerate:
                 assert document.tokens[-1] == EOS
         ended = sum(completion.finish_reason == "stop" for completion in completions)
         assert 0 < ended < COUNT
-        assert sum(shard.ended or 0 for shard in Manifest.read(made).shards) == ended
+        shards = make(made, target, prompts).shards
+        assert sum(shard.ended or 0 for shard in shards) == ended
 
     def test_every_document_has_noise_of_its_own(self, target, tmp_path):
         same = Prompts([np.array([9], np.int32)] * 4, [SamplingParams(temperature=1.0, max_tokens=8)] * 4)
@@ -126,7 +129,7 @@ class TestRegenerate:
         folder, whole = tmp_path / "left", tmp_path / "whole"
         with pytest.raises(OutOfTime, match=r"left: \d+ of 11 shards are written"):
             make(folder, target, prompts, shard_documents=1, deadline=Stops(folder, shards))
-        kept = {name: value for name, value in contents(folder).items() if name != MANIFEST}
+        kept = {name: value for name, value in contents(folder).items() if name.endswith("record")}
         # Shards that were begun when time was over are finished, and no others are begun.
         assert shards <= len(kept) < shards + 4 + 1 < COUNT
         with pytest.raises(ValueError, match="left is not finished"):
@@ -189,7 +192,7 @@ def test_corpus_prompts_begin_at_lines_and_fill_the_documents(target, tmp_path):
         chosen,
         name="tiny",
         seed=(4,),
-        heldout=0,
+        held=(),
         shard_documents=8,
         slots=8,
         deadline=Deadline(),
@@ -200,6 +203,47 @@ def test_corpus_prompts_begin_at_lines_and_fill_the_documents(target, tmp_path):
     assert all(row[: len(p)].tolist() == p.tolist() for row, p in zip(tokens, chosen.tokens, strict=True))
     with pytest.raises(ValueError, match="no line of the corpus has"):
         cut_corpus(stream, np.array([3]), count=1, prompt=(2, 500), temperatures=(0.0,), seed=(4,))
+
+
+def test_held_out_cuts_come_from_the_other_stream_and_have_prompts_of_their_own(target, tmp_path):
+    rng = np.random.default_rng(0)
+    streams = [rng.integers(low, low + 20, 300).astype(np.uint16) for low in (10, 40)]
+    streams[1][:150] = streams[0][:150]  # what stands in both is for training only
+    for stream in streams:
+        stream[::3] = 3
+    settings = {"prompt": (1, 3), "temperatures": (0.0, 1.0), "seed": (4,)}
+    cuts = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
+    assert list(cuts.held_indices) == list(range(60, 80))
+    asked, texts = cuts.prompts(12), cuts.documents(12)
+    keys = [tokens.tobytes() for tokens in asked.tokens]
+    assert len(keys) == len(asked.params) == len(texts) == 80
+    assert not {*keys[:60]} & {*keys[60:]}
+    for i, (prompt, text) in enumerate(zip(asked.tokens, texts, strict=True)):
+        assert text.tokens[: len(prompt)].tolist() == prompt.tolist()
+        assert np.array_equal(text.learn, np.arange(len(text.tokens)) >= len(prompt))
+        own, size = streams[i >= 60].tolist(), len(text.tokens)
+        assert any(own[j : j + size] == text.tokens.tolist() for j in range(len(own)))
+    again = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
+    assert [tokens.tobytes() for tokens in again.prompts(12).tokens] == keys
+    same = np.tile(np.array([3, 7, 7], np.uint16), 10)
+    with pytest.raises(ValueError, match="of 80 prompts for 20 held-out documents only 0 are none of"):
+        cut_splits(same, same, np.array([3]), count=80, heldout=20, **settings)
+
+    chosen = cut_splits(*streams, np.array([3]), count=8, heldout=2, **settings)
+    continue_corpus(
+        tmp_path,
+        target,
+        chosen.prompts(12),
+        name="tiny",
+        seed=(4,),
+        held=chosen.held_indices,
+        shard_documents=4,
+        slots=4,
+        deadline=Deadline(),
+    )
+    assert Documents.open(tmp_path, HELDOUT).numbers.tolist() == [6, 7]
+    for document, prompt in zip(Documents.open(tmp_path, HELDOUT), chosen.held.prompt_tokens(), strict=True):
+        assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
 
 
 def run(*arguments):
@@ -247,7 +291,8 @@ def test_the_command_answers_with_the_demo_pair(lines, tmp_path, capsys, monkeyp
     command += ["--dtype", "float32", "--draft-head", "demo", "--budget", 16, "--seed", 3]
     assert run(*command) == 0
     printed = capsys.readouterr().out
-    assert "is finished: 4 documents, 1 of them held out" in printed
+    assert "is finished: 4 documents, 3 to train on and 1 held out" in printed
+    assert "duplicates: 0 documents" in printed
     assert "python -m train head" in printed
 
     target = load_target(DEMO_TARGET, dtype="float32")
@@ -283,14 +328,14 @@ def test_the_corpus_as_it_is(lines, tmp_path, capsys, weightless):
     command = ["--target", "demo", "--prompts", path, "--out", out, "--mode", "corpus", "--heldout", 0]
     assert run(*command) == 0
     printed = capsys.readouterr().out
-    assert "is finished: 3 documents, 0 of them held out" in printed
+    assert "is finished: 3 documents, 3 to train on and 0 held out" in printed
     assert "end-of-sequence" not in printed
     tokenizer = load_tokenizer()
     chat, first, _ = read(out)
     ends = f"{REPLY['content']}<|im_end|>"
     assert tokenizer.decode(chat.tokens[chat.learn].tolist(), skip_special_tokens=False) == ends + ends
     assert tokenizer.decode(first.tokens.tolist()) == LINES[2]["text"]
-    assert Manifest.read(out).settings.dtype is None
+    assert DocumentsManifest.read(out).settings.dtype is None
     before = contents(out)
     assert run(*command) == 0
     assert "is finished already" in capsys.readouterr().out
@@ -327,7 +372,7 @@ def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, mon
     else:
         with pytest.raises(AssertionError, match="weights were loaded"):
             make_data.make_data("demo", path, tmp_path / "out", skip_too_long=True)
-        assert Manifest.read(tmp_path / "out").settings.count == 2
+        assert DocumentsManifest.read(tmp_path / "out").settings.count == 2
 
 
 def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monkeypatch):
@@ -369,6 +414,103 @@ def test_settings_are_checked_before_weights_are_loaded(lines, tmp_path, weightl
     with pytest.raises(ValueError, match=message):
         run("--target", "demo", "--prompts", path, "--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+def test_equal_prompts_are_on_one_side(lines, tmp_path, mode, monkeypatch):
+    monkeypatch.setattr(make_data, "load_target", lambda *_, **__: None)
+    monkeypatch.setattr(make_data, "regenerate", answer)
+    names = [*"abababab", *"cdefghij"]
+    path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
+    made = make_data.make_data("demo", path, out, mode=mode, heldout=5)
+    assert (made.documents, made.heldout, made.duplicates) == (16, 5, 6)
+    words = load_tokenizer()
+    texts = [
+        {words.decode(document.tokens.tolist()) for document in Documents.open(out, split)}
+        for split in (TRAIN, HELDOUT)
+    ]
+    assert not texts[0] & texts[1]
+    assert len(texts[0] | texts[1]) == 10
+    printed = data.summary(made)
+    assert "16 documents, 11 to train on and 5 held out" in printed
+    assert "duplicates: 6 documents" in printed
+    assert "python -m train head" not in printed
+
+
+def answer(writer, _target, prompts, **_):
+    """Documents that are their prompts: what a target would add is the same for equal ones when greedy."""
+    for plan in writer.missing:
+        tokens = [prompts.tokens[i] for i in plan.indices]
+        writer.write(plan, [Document(own, np.arange(len(own)) > 0) for own in tokens], 0)
+
+
+def test_a_lost_shard_is_made_again(lines, tmp_path, capsys):
+    path, out = lines(*({"text": f"import module_{i}\n"} for i in range(10))), tmp_path / "out"
+    settings = {"mode": "corpus", "shard_documents": 3}
+    first = make_data.make_data("demo", path, out, **settings)
+    before = contents(out)
+    (out / "train-00001.array_record").unlink()
+    again = make_data.make_data("demo", path, out, **settings)
+    assert contents(out) == before
+    assert again == first
+    assert "to be written again: train-00001.array_record" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+@pytest.mark.parametrize(
+    ("names", "heldout", "message"),
+    [
+        ("a", None, "at least 2 different prompts are needed, one of them to measure the head on"),
+        ("aaaa", None, "at least 2 different prompts are needed, one of them to measure the head on"),
+        ("ab", 0, "at least 1 document must be held out"),
+    ],
+)
+def test_a_head_needs_held_out_documents(lines, tmp_path, weightless, mode, names, heldout, message):
+    path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        make_data.make_data("demo", path, out, mode=mode, heldout=heldout, need_heldout=True)
+    assert not out.exists()
+
+
+def test_equal_prompts_alone_cannot_be_held_out(lines, tmp_path, weightless):
+    path, out = lines({"text": "x = 1\n"}, {"text": "x = 1\n"}), tmp_path / "out"
+    with pytest.raises(ValueError, match="all 2 prompts or texts are equal"):
+        make_data.make_data("demo", path, out, mode="corpus")
+    assert not out.exists()
+    made = make_data.make_data("demo", path, out, mode="corpus", heldout=0)
+    assert (made.documents, made.heldout, made.duplicates) == (2, 0, 1)
+
+
+def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    data.add_generation_arguments(parser)
+    given = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--max-tokens", "4", "--heldout", "2"]
+    given += ["--slots", "5", "--limit", "6", "--skip-too-long", "--budget", "7"]
+    given += ["--template-arguments", '{"think": false}']
+    settings = data.generation_settings(parser.parse_args(given))
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 4, "heldout": 2, "slots": 5}
+    expected |= {"limit": 6, "skip_too_long": True, "budget": 7, "template_arguments": {"think": False}}
+    assert settings == expected
+    parameters = inspect.signature(make_data.make_data).parameters
+    defaults = data.generation_settings(parser.parse_args([]))
+    assert defaults == {**{name: parameters[name].default for name in defaults}, "template_arguments": {}}
+
+    # The command passes all of its own.
+    got = {}
+
+    def keep(*arguments, **more):
+        got.update(zip(("target", "prompts", "out"), arguments, strict=True), **more)
+        raise OutOfTime("enough")
+
+    monkeypatch.setattr(data, "make_data", keep)
+    own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
+    own |= {"shard_documents": 9, "dtype": "float32"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+    with pytest.raises(OutOfTime):
+        run(*flags, *given)
+    assert got.pop("deadline").end is None
+    assert got == {**own, **settings}
+    assert {*got, "deadline", "need_heldout"} == {*parameters}
 
 
 def test_bad_prompts_and_targets_before_weights(lines, tmp_path, weightless):

@@ -9,12 +9,11 @@ import pytest
 import train.__main__
 import train.demo
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
-from train.continuations import cut_corpus
-from train.corpus import Manifest, load_documents
+from train.continuations import cut_splits
+from train.corpus import HELDOUT, TRAIN, Manifest, load_documents
 from train.demo import make_pair
 from train.documents import Documents
 from train.evaluate import repetition, target_bits
-from train.manifest import HELDOUT, TRAIN
 from train.stages import OutOfTime
 from train.target import token_losses
 from train.tokenizer import Tokenizer
@@ -67,17 +66,23 @@ def test_regenerated_text_is_the_targets_own(work, recipe):
     tokens, learn = (np.stack([found[n][part] for n in range(16)]) for part in (0, 1))
     assert tokens.shape == (16, 40)
     settings = recipe.regeneration
-    cuts = cut_corpus(
-        np.load(work / "tokens" / "train.npy"),
+    cuts = cut_splits(
+        *(np.load(work / "tokens" / f"{split}.npy") for split in ("train", "validation")),
         Tokenizer.read(work / "tokenizer").newline_ids(),
         count=16,
+        heldout=2,
         prompt=settings.prompt,
         temperatures=settings.temperatures,
         seed=(recipe.seed,),
     )
-    assert np.array_equal(learn, np.arange(40)[None, :] >= cuts.prompt[:, None])
+    # The last two are held out, and begin like lines of the validation split.
+    assert Documents.open(work / "regenerated", HELDOUT).numbers.tolist() == [14, 15]
+    for row, prompt in zip(tokens, cuts.prompts(40).tokens, strict=True):
+        assert np.array_equal(row[: len(prompt)], prompt)
+    sizes = np.concatenate([cuts.train.prompt, cuts.held.prompt])
+    assert np.array_equal(learn, np.arange(40)[None, :] >= sizes[:, None])
     target = load_target(work / "demo" / "target", dtype="float32")
-    greedy = cuts.temperature == 0
+    greedy = np.concatenate([cuts.train.temperature, cuts.held.temperature]) == 0
     assert 0 < greedy.sum() < 16
     rows, written = tokens[greedy], learn[greedy][:, 1:]
     scores = np.asarray(logits(target, rows))[:, :-1]

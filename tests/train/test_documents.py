@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
+import shutil
 import threading
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +14,8 @@ import pytest
 
 from train import documents as documents_module
 from train.documents import Documents, Writer
-from train.manifest import HELDOUT, MANIFEST, TRAIN, Manifest, Settings, default_heldout, split_indices
+from train.holdout import default_heldout, hold_out
+from train.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, Settings, Shard
 from train.records import Document, decode, encode, learn_spans
 
 VOCABULARY = 1000
@@ -52,8 +56,13 @@ def same(a, b):
     return np.array_equal(a.tokens, b.tokens) and np.array_equal(a.learn, b.learn)
 
 
+def shards_of(folder):
+    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).plans())
+    return [shard for shard in found if shard is not None]
+
+
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @hypothesis.given(
@@ -95,15 +104,64 @@ def test_spans_are_the_runs_of_marks(marks):
 @hypothesis.given(st.integers(2, 300), st.data())
 def test_held_out_documents_are_evenly_spaced(count, data):
     heldout = data.draw(st.integers(0, count - 1))
-    split = split_indices(count, heldout)
-    assert len(split[HELDOUT]) == heldout
-    assert sorted([*split[TRAIN], *split[HELDOUT]]) == list(range(count))
-    gaps = np.diff(split[HELDOUT])
+    held = hold_out(range(count), heldout)
+    assert len(held) == heldout
+    gaps = np.diff(held)
     assert not len(gaps) or gaps.max() - gaps.min() <= 1
+    # A folder that is told of no others holds out the same.
+    manifest = DocumentsManifest.of(settings(count, heldout=heldout), None)
+    split = manifest.split()
+    assert list(manifest.held) == split[HELDOUT].tolist() == held
+    assert sorted([*split[TRAIN], *split[HELDOUT]]) == list(range(count))
+
+
+@hypothesis.given(st.lists(st.integers(0, 12), min_size=2, max_size=120), st.data())
+def test_equal_documents_go_to_one_split(keys, data):
+    heldout = data.draw(st.integers(1, len(keys) - 1))
+    if len(set(keys)) == 1:
+        with pytest.raises(ValueError, match=f"all {len(keys)} prompts or texts are equal"):
+            hold_out(keys, heldout)
+        return
+    held = hold_out(keys, heldout)
+    inside = {keys[i] for i in held}
+    assert held == [i for i, key in enumerate(keys) if key in inside]
+    assert 0 < len(held) < len(keys)
+    if len(held) > heldout:  # each key has more documents than are wanted
+        assert len(inside) == 1
+        assert min(map(keys.count, keys)) == len(held)
+    elif len(held) < heldout:  # no further key fits
+        assert all(keys.count(key) > heldout - len(held) for key in set(keys) - inside)
+
+
+@pytest.mark.parametrize("keys", [np.repeat(np.arange(30), 4), np.tile(np.arange(30), 4)])
+def test_held_out_prompts_are_spread_when_each_recurs(keys):
+    inside = sorted({int(keys[i]) for i in hold_out(keys.tolist(), 12)})
+    assert np.diff(inside).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("held", [[1, 5], [5, 1, 8], [1, 1, 5], [1, 5, 9], [-1, 1, 5]])
+def test_held_out_documents_must_be_there_once(tmp_path, held):
+    with pytest.raises(ValueError, match=r"held out|held-out"):
+        Writer(tmp_path / "d", settings(9, heldout=3), held)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_keeps_what_is_held_out(tmp_path):
+    written, held = texts(9), [0, 7, 8]
+    writer = Writer(tmp_path, settings(9, heldout=3), held)
+    for plan in writer.missing:
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    for split, numbers in ((HELDOUT, held), (TRAIN, [1, 2, 3, 4, 5, 6])):
+        documents = Documents.open(tmp_path, split)
+        assert documents.numbers.tolist() == numbers
+        assert all(same(documents[i], written[n]) for i, n in enumerate(numbers))
+    with pytest.raises(ValueError, match=r"begun with other settings \(other documents are held out\)"):
+        Writer(tmp_path, settings(9, heldout=3), [1, 7, 8])
 
 
 def test_which_documents_are_held_out():
-    assert split_indices(6, 2)[HELDOUT].tolist() == [1, 4]
+    assert hold_out("abcdef", 2) == [1, 4]
+    assert hold_out("ababcd", 2) == [0, 2]
     assert [default_heldout(n) for n in (1, 2, 15, 16, 512, 10_000)] == [0, 1, 1, 2, 64, 64]
 
 
@@ -123,11 +181,13 @@ def test_what_was_written_is_read(tmp_path):
             documents[count]
         numbers += documents.numbers.tolist()
     assert sorted(numbers) == list(range(21))
-    manifest = Manifest.read(tmp_path / "d")
+    manifest = DocumentsManifest.read(tmp_path / "d")
     assert manifest.settings == settings(21)
-    assert sum(shard.tokens for shard in manifest.shards) == sum(len(t.tokens) for t in written)
-    assert sum(shard.learn_tokens for shard in manifest.shards) == sum(t.learn.sum() for t in written)
-    assert sum(shard.ended or 0 for shard in manifest.shards) == 4 * 2 + 1 + 1
+    shards = shards_of(tmp_path / "d")
+    assert shards == Writer(tmp_path / "d", settings(21)).shards
+    assert sum(shard.tokens for shard in shards) == sum(len(t.tokens) for t in written)
+    assert sum(shard.learn_tokens for shard in shards) == sum(t.learn.sum() for t in written)
+    assert sum(shard.ended or 0 for shard in shards) == 4 * 2 + 1 + 1
 
 
 def test_opening_reads_no_shard(tmp_path, monkeypatch):
@@ -231,7 +291,7 @@ def test_token_ids_outside_the_vocabulary_are_not_written(tmp_path, token):
     written[2].tokens[-1] = token
     with pytest.raises(ValueError, match=f"document 2 has token id {token}, outside the vocabulary 0..999"):
         write(tmp_path, written)
-    assert not Manifest.read(tmp_path).shards
+    assert not shards_of(tmp_path)
 
 
 def test_token_ids_outside_the_vocabulary_are_not_read(tmp_path):
@@ -257,7 +317,8 @@ def test_a_manifest_of_another_version_is_refused(tmp_path):
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
         lambda text: json.dumps({**json.loads(text), "settings": {}}),
-        lambda text: json.dumps({**json.loads(text), "shards": [{}]}),
+        lambda text: json.dumps({**json.loads(text), "held": [0, 1]}),
+        lambda text: json.dumps({**json.loads(text), "held": None}),
         lambda text: json.dumps({"format": "jetspec-documents", "version": 1}),
     ],
 )
@@ -277,16 +338,89 @@ def test_no_documents_and_no_such_split(tmp_path):
         Documents.open(tmp_path, "test")
 
 
-def test_a_missing_or_shorter_shard_is_named(tmp_path):
-    write(tmp_path, texts(9))
-    shard = tmp_path / "train-00001.array_record"
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-1])
-    with pytest.raises(ValueError, match=r"train-00001\.array_record is damaged: 131071 bytes instead of"):
+DAMAGES = {
+    r"train-00001\.array_record is damaged: 131071 bytes instead of": lambda record, _: record.write_bytes(
+        record.read_bytes()[:-1]
+    ),
+    r"train-00001\.array_record is missing": lambda record, _: record.unlink(),
+    r"train-00001\.json is damaged: JSONDecodeError": lambda _, described: described.write_text("{"),
+    r"train-00001\.json is damaged: KeyError: 'index'": lambda _, described: described.write_text("{}"),
+    r"train-00001\.json is damaged: .* it describes train-00000\.array_record": lambda record, described: (
+        shutil.copy(record.with_name("train-00000.json"), described)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_lost_shard_is_named_and_can_be_written_again(tmp_path, capsys, message):
+    written = texts(13)
+    write(tmp_path, written)
+    before = contents(tmp_path)
+    record, described = tmp_path / "train-00001.array_record", tmp_path / "train-00001.json"
+    DAMAGES[message](record, described)
+    with pytest.raises(ValueError, match=message):
         Documents.open(tmp_path)
-    shard.unlink()
-    with pytest.raises(ValueError, match=r"train-00001\.array_record is missing"):
+    writer = Writer(tmp_path, settings(13))
+    assert [plan.file for plan in writer.missing] == [record.name]
+    assert writer.progress == f"{tmp_path}: 3 of 4 shards are written"
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: missing or damaged, to be written again: {record.name}\n"
+    )
+    # Until it is written, nothing passes it for finished.
+    with pytest.raises(ValueError, match="is not finished: 1 shards are missing"):
+        Documents.open(tmp_path)
+    write(tmp_path, written)
+    assert contents(tmp_path) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_many_lost_shards_are_one_line(tmp_path, capsys):
+    write(tmp_path, texts(21))
+    for record in tmp_path.glob("*.array_record"):
+        record.unlink()
+    assert len(Writer(tmp_path, settings(21)).missing) == 6
+    assert capsys.readouterr().out.endswith("train-00002.array_record and 3 more\n")
+
+
+def test_shards_without_a_manifest_are_left_alone(tmp_path):
+    write(tmp_path, texts(9))
+    (tmp_path / MANIFEST).unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"has shards and no documents\.json"):
         Writer(tmp_path, settings(9))
+    assert contents(tmp_path) == before
+
+
+def test_a_crash_before_the_description_leaves_the_shard_missing(tmp_path, monkeypatch):
+    written = texts(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shard, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, written)
+    assert (tmp_path / "train-00000.array_record").is_file()
+    assert len(Writer(tmp_path, settings(9)).missing) == 3
+    write(tmp_path, written)
+    write(tmp_path / "whole", written)
+    assert contents(tmp_path / "whole").items() <= contents(tmp_path).items()
+
+
+def test_bytes_are_on_the_disk_before_files_get_their_names(tmp_path, monkeypatch):
+    events = []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), sync(file)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(Path(to).name), rename(path, to))[1])
+    write(tmp_path, texts(4), heldout=0)
+    assert events == ["sync", MANIFEST, "sync", "train-00000.array_record", "sync", "train-00000.json"]
+
+
+def test_the_manifest_is_written_once(tmp_path):
+    written = texts(21)
+    writer = write(tmp_path, written, 1)
+    before = (tmp_path / MANIFEST).stat()
+    for plan in writer.missing:
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    after = (tmp_path / MANIFEST).stat()
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
 
 
 def test_damage_within_a_shard_is_found_when_it_is_read(tmp_path):

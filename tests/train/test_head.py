@@ -22,9 +22,9 @@ from tests.train.tiny_head import (
     write,
     write_documents,
 )
-from train import layout
 from train.documents import Document
 from train.head import train_head
+from train.head_config import decoder_json
 from train.head_evaluation import prompt_of
 from train.head_start import begin_head
 from train.stages import Deadline
@@ -49,7 +49,7 @@ def target_folder(tmp_path_factory):
     config = dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size, tie_word_embeddings=True)
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
-        **layout.decoder_json(config, config.num_layers, config.intermediate_size),
+        **decoder_json(config, config.num_layers, config.intermediate_size),
         "tie_word_embeddings": True,
     }
     assert parse_model_config(raw) == config
@@ -184,7 +184,10 @@ def test_another_recipe_is_refused_and_all_that_differs_is_named(run, data, tmp_
     [
         ({"window": 3}, "a block of 4 slots does not fit a window of 3 tokens"),
         ({"mesh": {"fsdp": 2}}, "a mesh of data -1 x fsdp 2 does not divide 1 devices; possible: data 1 x"),
-        ({"fit": {"accumulation": 3}}, "a batch of 8 sequences does not divide into 3 parts over 1 devices"),
+        (
+            {"fit": {"micro_batch": 3}},
+            "a batch of 8 sequences does not divide into micro-batches of 3 on 1 devices",
+        ),
         ({"fit": {"steps": 0}}, "fit.steps must be at least 1"),
         ({"head": {"taps": (0, 7)}}, r"taps \[7\] lie outside"),
         ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16"),

@@ -234,14 +234,14 @@ class TestNonFinite:
 
     def test_other_numbers_may_be_and_the_file_stays_strict_json(self, tmp_path):
         with TrainingLog(tmp_path, kept_steps=0) as log:
-            log.add(1, metrics(1.0, gradient_norm=jnp.inf, by_depth=jnp.array([0.5, jnp.nan])), 8)
+            log.add(1, metrics(1.0, other_norm=jnp.inf, by_depth=jnp.array([0.5, jnp.nan])), 8)
             log.write("evaluation", 1, {"tau": {"16": math.nan, "64": np.float32(2.5)}})
         text = (tmp_path / "log.jsonl").read_text()
         step, evaluation = (json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())
-        assert step["gradient_norm"] is None
+        assert step["other_norm"] is None
         assert step["by_depth"] == [0.5, None]
         assert evaluation["tau"] == {"16": None, "64": 2.5}
-        assert "train/gradient_norm" not in shown(tmp_path)
+        assert "train/other_norm" not in shown(tmp_path)
 
 
 class TestResume:

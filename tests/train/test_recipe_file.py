@@ -33,7 +33,8 @@ def file(tmp_path):
 def test_every_recipe_that_comes_along_is_read_and_can_be_trained(name):
     recipe = read_head_recipe(name)
     assert recipe == read_head_recipe(CONFIGS / f"{name}.toml")
-    recipe.fit.check(recipe.fit.batch // recipe.fit.accumulation)
+    recipe.check()
+    assert recipe.fit.parts(1) == recipe.fit.batch // (recipe.fit.micro_batch or recipe.fit.batch)
     assert (recipe.head.block_size or 16) <= recipe.window
     if recipe.head.taps is not None:
         assert len(recipe.head.taps) == len(set(recipe.head.taps))

@@ -72,7 +72,9 @@ def score(weights):
     return Evaluated({"validation_loss": jnp.mean(weights["a"] ** 2)}, -float(jnp.mean(weights["a"] ** 2)))
 
 
-def run(folder, deadline=None, loss=loss, evaluate=score, fit=FIT, batches=None, width=2):
+def run(
+    folder, deadline=None, loss=loss, evaluate=score, fit=FIT, batches=None, width=2, evaluate_first=False
+):
     weights = {"a": jnp.ones((3, width)), "layers": {0: jnp.ones(2)}}
     return train(
         folder,
@@ -86,6 +88,7 @@ def run(folder, deadline=None, loss=loss, evaluate=score, fit=FIT, batches=None,
         deadline=deadline or Deadline(),
         label="test",
         tokens_per_step=7,
+        evaluate_first=evaluate_first,
     )
 
 
@@ -331,10 +334,10 @@ def test_parts_of_a_batch_add_up_to_the_whole_batch():
         weight = jnp.maximum(batch["x"][:, 0], 0.0)
         return {"loss": Mean(jnp.sum(weight * error), jnp.sum(weight))}
 
-    weights = {"a": jnp.ones((3, 2)), "layers": {0: jnp.ones(2)}}
     results = []
-    for parts in (1, 4):
-        fit = dataclasses.replace(FIT, batch=12, accumulation=parts, clip=1e9, warmup=0)
+    for micro_batch in (None, 3):
+        weights = {"a": jnp.ones((3, 2)), "layers": {0: jnp.ones(2)}}
+        fit = dataclasses.replace(FIT, batch=12, micro_batch=micro_batch, clip=1e9, warmup=0)
         loop = Loop(fit, uneven, one_device(), deterministic=False)
         state = loop.begin(weights, jax.tree.map(lambda _: one_device_sharding(), weights), seed=0)
         batches, metrics = Numbered(12), []
@@ -360,8 +363,36 @@ def test_every_step_runs_the_same_program(tmp_path):
     for _ in range(3):
         state, _ = loop.advance(state, GOAL, next(batches))
     assert loop.step._cache_size() == 1
-    # The caller's arrays are not donated with the state.
-    np.testing.assert_array_equal(weights["a"], 1)
+
+
+def test_a_gradient_that_is_no_number_is_noticed_before_its_step_is_saved(tmp_path):
+    """Its loss is finite: that of the next step would not be, but by then the weights are on the disk."""
+
+    def broken(weights, frozen, batch, key):
+        means = loss(weights, frozen, batch, key)
+        # The square root of 0 has no derivative.
+        bad = jnp.where(jax.random.uniform(key) < 0.1, 0.0, 1.0)
+        total = means["loss"].total + 0.0 * jnp.sum(jnp.sqrt(bad * jnp.abs(weights["a"])))
+        return {**means, "loss": means["loss"]._replace(total=total)}
+
+    fit = dataclasses.replace(FIT, save_every=1, log_every=1)
+    with pytest.raises(NonFiniteLoss, match="the gradient norm is nan at step") as failure:
+        run(tmp_path, fit=fit, loss=broken)
+    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert saved == failure.value.step - 1
+
+
+def test_the_first_weights_may_stay_the_best(tmp_path):
+    seen = []
+
+    def evaluate(weights):
+        seen.append(jax.device_get(weights))
+        return Evaluated({"validation_loss": 1.0}, -float(len(seen)))
+
+    trained = run(tmp_path, evaluate=evaluate, evaluate_first=True)
+    assert (trained.step, trained.score) == (0, -1.0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trained.weights), seen[0])
+    assert next(r["step"] for r in records(tmp_path) if "validation_loss" in r) == 0
 
 
 def test_means_over_batches_are_weighted():
@@ -376,9 +407,11 @@ def test_means_over_batches_are_weighted():
     ("changes", "message"),
     [
         ({"steps": 0}, "fit.steps must be at least 1, not 0"),
-        ({"accumulation": 0}, "fit.accumulation must be at least 1"),
-        ({"warmup": 25}, "fit.warmup must lie in 0..24"),
-        ({"accumulation": 3}, "a batch of 4 sequences does not divide into 3 parts over 1 devices"),
+        ({"micro_batch": 0}, "fit.micro_batch must be at least 1"),
+        ({"warmup": 24}, "fit.warmup must be below 24, the steps, not 24"),
+        ({"clip": 0.0}, "fit.clip must be above 0"),
+        ({"learning_rate": -1.0, "weight_decay": -1.0}, "fit.learning_rate .*; fit.weight_decay must be at"),
+        ({"micro_batch": 3}, "a batch of 4 sequences does not divide into micro-batches of 3 on 1 devices"),
     ],
 )
 def test_a_fit_that_cannot_be_is_refused_before_anything_is_written(tmp_path, changes, message):
