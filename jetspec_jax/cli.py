@@ -6,15 +6,18 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jetspec_jax.completion import Completion
+from jetspec_jax.config import read_json
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.describe import describe
 from jetspec_jax.exactness import first_divergence
 from jetspec_jax.generate import generate
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling import SamplingParams, draw_seed
+from jetspec_jax.tree import Algorithm, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
 
@@ -45,6 +48,20 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
     gen.add_argument("--width", type=int, default=7, help="most children of a node (default: 7)")
     gen.add_argument("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
+    gen.add_argument(
+        "--algorithm",
+        default="accum_logp",
+        help=f"how trees are built: {', '.join(algorithm_names())} (default: accum_logp)",
+    )
+    gen.add_argument(
+        "--algorithm-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the algorithm, its value in JSON, as beta=2.0; may recur",
+    )
+    gen.add_argument("--profile", type=Path, help="JSON table of measured acceptance, for its algorithms")
+    gen.add_argument("--task", help="what is asked for, for the routers: math, code, chat, reasoning, ...")
     gen.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
     gen.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     gen.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
@@ -94,6 +111,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         budget=arguments.budget,
         width=arguments.width,
         depth=arguments.depth,
+        algorithm=_algorithm(arguments),
         dtype=arguments.dtype,
         implementation=arguments.implementation,
         ignore_config_keys=arguments.ignore_config_key,
@@ -102,13 +120,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     if llm.draft_head is None:
         print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
     ids = llm.encode(prompt)
+    routing = {"text": prompt} if arguments.task is None else {"task": arguments.task}
     if arguments.json or arguments.stats:
         # Begin once before the clock runs, so that the figures are those of decoding, not of compiling.
-        with llm.stream(ids, params) as warm_up:
+        with llm.stream(ids, params, routing=routing) as warm_up:
             next(warm_up, None)
 
     started = time.perf_counter()
-    stream = llm.stream(ids, params)
+    stream = llm.stream(ids, params, routing=routing)
     for piece in stream:
         if not arguments.json:
             print(piece, end="", flush=True)
@@ -124,6 +143,21 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(llm, ids, params, completion, arguments.implementation)
     return 0
+
+
+def _algorithm(arguments: argparse.Namespace) -> Algorithm:
+    """The tree algorithm that the arguments name, with its options."""
+    options = {}
+    for text in arguments.algorithm_option:
+        name, _, value = text.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError as error:
+            raise ValueError(
+                f"--algorithm-option takes NAME=VALUE with a JSON value, not {text!r}"
+            ) from error
+    profile = None if arguments.profile is None else read_json(arguments.profile)
+    return get_algorithm(arguments.algorithm, options, profile)
 
 
 def _check(

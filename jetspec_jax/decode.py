@@ -39,12 +39,12 @@ from jetspec_jax.state import (
 )
 from jetspec_jax.tree import (
     BUCKETS,
+    Algorithm,
     Candidates,
     Routing,
     TokenTree,
     accept,
-    check_algorithm,
-    get_algorithm,
+    algorithm_of,
     grow_tree,
     root_tree,
     top_candidates,
@@ -101,7 +101,7 @@ class TreeDecoder:
         proposer: Where draft logits come from; None only decodes plainly.
         bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
         width: Most children of a node.
-        algorithm: Name of the tree algorithm.
+        algorithm: The tree algorithm: a name, or one with its options.
         max_rounds: Most rounds of one `decode`.
         implementation: Of tree attention; None picks the best.
     """
@@ -110,7 +110,7 @@ class TreeDecoder:
     proposer: Proposer | None = None
     bucket: int = 1
     width: int = 7
-    algorithm: str = "accum_logp"
+    algorithm: str | Algorithm = "accum_logp"
     max_rounds: int = 32
     implementation: str | None = None
 
@@ -128,7 +128,7 @@ class TreeDecoder:
             raise ValueError(f"width must lie in 1..{self.target.vocab_size}, not {self.width}")
         if self.max_rounds < 1:
             raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")
-        check_algorithm(self.algorithm)
+        algorithm_of(self.algorithm)
 
     @property
     def depth(self) -> int:
@@ -160,6 +160,7 @@ class TreeDecoder:
                 depth=jnp.zeros(slots, jnp.int32),
                 remaining=jnp.zeros(slots, jnp.int32),
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
+                routing=Routing.unsaid(slots),
             ),
         )
 
@@ -210,11 +211,11 @@ class TreeDecoder:
         if candidates is None:
             return root_tree(state.anchors, 1)
         with jax.named_scope("build"):
-            algorithm = get_algorithm(self.algorithm)
+            algorithm = algorithm_of(self.algorithm)
             return grow_tree(
                 candidates,
                 state.anchors,
-                algorithm.plan(candidates, Routing.unsaid(state.anchors.shape[0])),
+                algorithm.plan(candidates, state.settings.routing),
                 state.settings.budget,
                 state.settings.depth,
                 num_nodes=self.bucket,

@@ -27,7 +27,7 @@ from jetspec_jax.memory import array_bytes
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeWeights, RoundRecord, SlotSettings
-from jetspec_jax.tree import bucket_for, check_algorithm
+from jetspec_jax.tree import Algorithm, Hints, algorithm_of, bucket_for
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
@@ -45,17 +45,17 @@ class TreeSettings:
         budget: Most nodes, root included; 1 is plain decoding.
         width: Most children of a node.
         depth: Largest depth; None is all that the proposer drafts.
-        algorithm: Name of the tree algorithm.
+        algorithm: The tree algorithm: a name, or one with its options.
     """
 
     budget: int = 128
     width: int = 7
     depth: int | None = None
-    algorithm: str = "accum_logp"
+    algorithm: str | Algorithm = "accum_logp"
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
         """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
-        check_algorithm(self.algorithm)
+        algorithm_of(self.algorithm)
         for name, value, most in (
             ("budget", self.budget, None),
             ("width", self.width, target.vocab_size),
@@ -189,12 +189,17 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
 
-    def submit(self, prompt: TokenIds, params: SamplingParams) -> Request:
+    def submit(self, prompt: TokenIds, params: SamplingParams, routing: Hints | None = None) -> Request:
         """Queues a prompt.
+
+        Args:
+            prompt: Its tokens.
+            params: How it is sampled and when it stops.
+            routing: What is known of it ("task", "mode", "text"), for algorithms that look at that.
 
         Raises:
             ValueError: The request cannot be served: empty, token ids out of range, too long for the target
-                or for a slot, or stop strings without a tokenizer.
+                or for a slot, stop strings without a tokenizer, or unknown routing.
         """
         ids = check_request(self.target, prompt, params, capacity=self.size.capacity)
         stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.target.eos_token_ids)}
@@ -204,6 +209,7 @@ class Engine:
             vocab_size=self.target.config.vocab_size,
             budget=self.settings.budget,
             depth=self.decoder.depth if self.settings.depth is None else self.settings.depth,
+            routing=routing,
         )
         request = Request(ids, params, settings, Output(params, stop_ids, self.target.tokenizer))
         if request.num_pages > self.pool.num_pages:
@@ -225,7 +231,12 @@ class Engine:
         elif request in self._running:
             self._release(request)
 
-    def complete(self, prompts: Sequence[TokenIds], params: Sequence[SamplingParams]) -> list[Request]:
+    def complete(
+        self,
+        prompts: Sequence[TokenIds],
+        params: Sequence[SamplingParams],
+        routing: Sequence[Hints | None] | None = None,
+    ) -> list[Request]:
         """Serves prompts to their ends, with a progress bar on a terminal if it takes a while.
 
         Raises:
@@ -233,8 +244,9 @@ class Engine:
         """
         requests = []
         try:
-            for prompt, own in zip(prompts, params, strict=True):
-                requests.append(self.submit(prompt, own))
+            hints = [None] * len(prompts) if routing is None else routing
+            for prompt, own, hint in zip(prompts, params, hints, strict=True):
+                requests.append(self.submit(prompt, own, hint))
             with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
                 for _ in self.run():
                     bar.update(sum(r.output.finish_reason is not None for r in requests) - bar.n)

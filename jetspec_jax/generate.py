@@ -1,6 +1,6 @@
 """Token ids in, completions out: plain decoding and tree decoding of a list of prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Completion
@@ -8,6 +8,7 @@ from jetspec_jax.config import check_head_fits
 from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TokenIds, TreeSettings, check_request
 from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.tree import Algorithm, Hints
 
 
 def generate(
@@ -43,7 +44,8 @@ def generate_tree(
     budget: int = 128,
     width: int = 7,
     depth: int | None = None,
-    algorithm: str = "accum_logp",
+    algorithm: str | Algorithm = "accum_logp",
+    routing: Hints | Sequence[Hints | None] | None = None,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
 ) -> list[Completion]:
@@ -57,7 +59,10 @@ def generate_tree(
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
         width: Most children of a node.
         depth: Largest depth of a tree, at most the head's block size less one (the default).
-        algorithm: How trees are built.
+        algorithm: How trees are built: a name of `jetspec_jax.tree.algorithm_names`, or what
+            `jetspec_jax.tree.get_algorithm` makes of a name and options.
+        routing: What is known of the prompts, for algorithms that look at that: one mapping for all or one
+            for each, with any of "task", "mode" and "text".
         max_slots: Most prompts that decode at the same time.
         implementation: Of tree attention; None picks the best.
 
@@ -74,7 +79,7 @@ def generate_tree(
             )
     check_head_fits(draft_head.config, target.config)
     settings.check(target.config, draft_head.config.depth)
-    return _run(target, draft_head, prompts, sampling_params, settings, max_slots, implementation)
+    return _run(target, draft_head, prompts, sampling_params, settings, max_slots, implementation, routing)
 
 
 def per_prompt(
@@ -92,6 +97,15 @@ def per_prompt(
     return list(sampling_params)
 
 
+def hints_per_prompt(routing: Hints | Sequence[Hints | None] | None, count: int) -> list[Hints | None]:
+    """What is known of each of ``count`` prompts; ValueError if that is not said of as many."""
+    if routing is None or isinstance(routing, Mapping):
+        return [routing] * count
+    if len(routing) != count:
+        raise ValueError(f"{len(routing)} routing hints for {count} prompts")
+    return list(routing)
+
+
 def slots_for(count: int, max_slots: int) -> int:
     """Slots for ``count`` prompts: a power of two, so that few programs serve all batch sizes."""
     if max_slots < 1:
@@ -107,9 +121,11 @@ def _run(
     settings: TreeSettings,
     max_slots: int,
     implementation: str | None,
+    routing: Hints | Sequence[Hints | None] | None = None,
 ) -> list[Completion]:
     prompts = list(prompts)
     params = per_prompt(sampling_params, len(prompts))
+    hints = hints_per_prompt(routing, len(prompts))
     slots = slots_for(len(prompts), max_slots)
     ids = [check_request(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     if not ids:
@@ -117,4 +133,4 @@ def _run(
     need = max(len(prompt) + own.max_tokens for prompt, own in zip(ids, params, strict=True))
     capacity = default_capacity(target.config, need)
     engine = Engine(target, head, settings, slots=slots, capacity=capacity, implementation=implementation)
-    return [request.output.completion() for request in engine.complete(ids, params)]
+    return [request.output.completion() for request in engine.complete(ids, params, hints)]

@@ -20,9 +20,10 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, Request, TreeSettings, check_request, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
-from jetspec_jax.generate import per_prompt, slots_for
+from jetspec_jax.generate import hints_per_prompt, per_prompt, slots_for
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.tree import Algorithm, Hints
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -48,7 +49,7 @@ class LLM:
         budget: int = 128,
         width: int = 7,
         depth: int | None = None,
-        algorithm: str = "accum_logp",
+        algorithm: str | Algorithm = "accum_logp",
         dtype: str = "auto",
         capacity: int | None = None,
         max_slots: int = MAX_SLOTS,
@@ -65,7 +66,7 @@ class LLM:
             budget: Most nodes of a tree, root included; 1 is plain decoding.
             width: Most children of a node.
             depth: Largest depth of a tree; None is all that the head drafts.
-            algorithm: How trees are built.
+            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one.
             dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
                 theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
@@ -125,12 +126,16 @@ class LLM:
         self,
         prompts: str | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        routing: Hints | Sequence[Hints | None] | None = None,
     ) -> list[Completion]:
         """Completes prompts, texts or token ids, in batches.
 
         Args:
             prompts: One text, or a list of texts and token-id lists.
             sampling_params: One for all prompts, or one for each.
+            routing: What is known of the prompts, for tree algorithms that look at that: one mapping for all,
+                or one for each, with any of "task", "mode" and "text".
 
         Raises:
             ValueError: A request cannot be served; nothing has been generated then.
@@ -139,17 +144,20 @@ class LLM:
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self.encode(prompt) for prompt in texts]
         params = per_prompt(sampling_params, len(ids))
+        hints = hints_per_prompt(routing, len(ids))
         for prompt, own in zip(ids, params, strict=True):
             check_request(self.target, prompt, own, capacity=self._capacity)
         if not ids:
             return []
         engine = self._engine_for(ids, params)
-        return [request.output.completion() for request in engine.complete(ids, params)]
+        return [request.output.completion() for request in engine.complete(ids, params, hints)]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        routing: Hints | Sequence[Hints | None] | None = None,
         **template_arguments: object,
     ) -> list[Completion]:
         """Answers one conversation, or a list of them, in the form of the tokenizer's chat template.
@@ -157,6 +165,7 @@ class LLM:
         Args:
             messages: Messages with "role" and "content"; or several such lists.
             sampling_params: One for all conversations, or one for each.
+            routing: As for `generate`.
             **template_arguments: Passed to the template, e.g. ``enable_thinking=False``.
 
         Raises:
@@ -178,10 +187,16 @@ class LLM:
             )
             for chat in chats
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, routing=routing)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> "Stream":
-        """Completes one prompt piece by piece.
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        routing: Hints | None = None,
+    ) -> "Stream":
+        """Completes one prompt piece by piece; the arguments are those of `generate`.
 
         Raises:
             ValueError: The request cannot be served.
@@ -191,7 +206,7 @@ class LLM:
         ids, params = self.encode(prompt), sampling_params or SamplingParams()
         check_request(self.target, ids, params, capacity=self._capacity)
         engine = self._engine_for([ids], [params])
-        return Stream(engine, engine.submit(ids, params))
+        return Stream(engine, engine.submit(ids, params, routing))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""

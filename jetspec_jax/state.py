@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 from jetspec_jax.cache import Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
+from jetspec_jax.tree import Hints, Routing
 
 
 class DecodeWeights(NamedTuple):
@@ -39,6 +40,7 @@ class SlotSettings(NamedTuple):
         depth: Largest depth of its trees.
         remaining: Tokens that it may still emit.
         stop_bits: Packed set of the tokens that end it: bit t % 32 of word t // 32 for token t.
+        routing: What is known of it, for tree algorithms that look at that.
     """
 
     sampling: Sampling
@@ -46,6 +48,7 @@ class SlotSettings(NamedTuple):
     depth: Int[Array, "B"]
     remaining: Int[Array, "B"]
     stop_bits: UInt32[Array, "B words"]
+    routing: Routing
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class SlotSettings(NamedTuple):
         vocab_size: int,
         budget: int = 1,
         depth: int = 0,
+        routing: Hints | None = None,
     ) -> "SlotSettings":
         """One request's settings as NumPy values, without the slot axis; draws a seed if there is none.
 
@@ -65,12 +69,17 @@ class SlotSettings(NamedTuple):
             vocab_size: V.
             budget: Most nodes of its trees.
             depth: Largest depth of its trees.
+            routing: What is known of the request.
+
+        Raises:
+            ValueError: The routing has unknown keys or values that are no strings.
         """
         bits = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in stop_ids:
             bits[token // 32] |= np.uint32(1 << token % 32)
         counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), bits)
-        return cls(Sampling.of(params), *counts)
+        hints: Any = Routing.of_one(routing)
+        return cls(Sampling.of(params), *counts, routing=hints)
 
 
 # Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.

@@ -12,6 +12,7 @@ from jetspec_jax.tree.algorithms import (
     Algorithm,
     Plan,
     algorithm_names,
+    algorithm_of,
     check_algorithm,
     get_algorithm,
     register_algorithm,
@@ -21,7 +22,7 @@ from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.published import AccumLogp
-from jetspec_jax.tree.routing import Routing
+from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import (
     BUCKETS,
     NO_PARENT,
@@ -39,12 +40,14 @@ __all__ = [
     "AccumLogp",
     "Algorithm",
     "Candidates",
+    "Hints",
     "Plan",
     "Profile",
     "Routing",
     "TokenTree",
     "accept",
     "algorithm_names",
+    "algorithm_of",
     "ancestor_bits",
     "ancestor_mask",
     "bucket_for",

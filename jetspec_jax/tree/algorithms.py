@@ -91,6 +91,15 @@ def check_algorithm(name: str) -> None:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 
 
+def algorithm_of(chosen: "str | Algorithm") -> "Algorithm":
+    """The algorithm that is meant: itself, or the one of a name with its usual options.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    return chosen if isinstance(chosen, Algorithm) else get_algorithm(chosen)
+
+
 def get_algorithm(
     name: str,
     options: Mapping[str, Any] | None = None,

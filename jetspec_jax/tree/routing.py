@@ -1,9 +1,10 @@
 """What a caller says of a request, for algorithms that route by it, as arrays of a batch."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 #: The classes of `TaskRouter`, in the order of their numbers, and the keys of templates and profiles.
@@ -43,6 +44,16 @@ class Routing(NamedTuple):
     def unsaid(cls, batch: int) -> "Routing":
         """Nothing was said of any sequence."""
         return cls(jnp.full((batch,), UNSAID, jnp.int32), jnp.zeros((batch,), bool))
+
+    @classmethod
+    def of_one(cls, hints: Hints | None) -> "Routing":
+        """What was said of one sequence, as NumPy values without the batch axis.
+
+        Raises:
+            ValueError: A key is unknown or a value no string.
+        """
+        values: Any = np.int32(task_class(hints)), np.bool_(reasoning(hints))
+        return cls(*values)
 
     @classmethod
     def of(cls, hints: Hints | Sequence[Hints | None] | None, batch: int) -> "Routing":

@@ -51,6 +51,27 @@ def test_json_is_one_object_with_the_figures(capsys, llm):
     assert report["tokens_per_second"] == pytest.approx(len(expected.token_ids) / report["seconds"])
 
 
+def test_an_algorithm_its_options_and_the_task(capsys, llm, tmp_path):
+    """The trees change, the text does not."""
+    [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
+    sizes = {}
+    for name, *more in (
+        ("task_router", "--task", "math"),
+        ("task_router", "--task", "chat"),
+        ("top2gap_fanout", "--algorithm-option", "beta=0.0", "--algorithm-option", "g_0=1.0"),
+    ):
+        code, out, _ = run(
+            capsys,
+            *("generate", "--json", "--budget", "16", "--width", "4", "--max-tokens", "24"),
+            *("--algorithm", name, *more, PROMPT),
+        )
+        report = json.loads(out)
+        assert code == 0
+        assert report["token_ids"] == expected.token_ids
+        sizes[name, more[1]] = report["mean_acceptance_length"]
+    assert len(set(sizes.values())) > 1
+
+
 def test_one_token_needs_no_round_and_json_has_no_nan(capsys):
     code, out, _ = run(capsys, "generate", "--json", "--budget", "16", "--max-tokens", "1", PROMPT)
     assert code == 0
@@ -113,6 +134,10 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
         (["generate", "--max-tokens", "9999", "x"], "context limit"),
         (["generate", "--dtype", "int8", "x"], "dtype must be"),
         (["generate", "--implementation", "cuda", "x"], "no implementation 'cuda'"),
+        (["generate", "--algorithm", "beam", "x"], "unknown tree algorithm 'beam'; known algorithms: accum"),
+        (["generate", "--algorithm-option", "beta=1", "x"], "unknown options ['beta'] of the tree algorithm"),
+        (["generate", "--algorithm-option", "beta", "x"], "takes NAME=VALUE with a JSON value, not 'beta'"),
+        (["generate", "--profile", "nowhere.json", "x"], "nowhere.json"),
         (["generate", "--target", "no/such-target", "x"], "no/such-target"),
         (["info", "nowhere"], "nowhere is neither a folder nor a hub id"),
         (["info", str(DEMO_TARGET), "--target", str(DEMO_TARGET)], "is a target, not a draft head"),

@@ -111,8 +111,8 @@ def test_plain_generations(target, case):
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in GENERATIONS if case["algorithm"] == "accum_logp"],
-    ids=lambda case: f"{case['budget']}-{case['eos_token_id']}",
+    GENERATIONS,
+    ids=lambda case: f"{case['algorithm']}-{case['budget']}-{case['eos_token_id']}",
 )
 def test_tree_generations(target, causal_head, case):
     [got] = generate_tree(

@@ -1,0 +1,86 @@
+"""Every tree algorithm in the round: plain decoding's tokens, whatever the trees look like."""
+
+import jax
+import pytest
+
+from jetspec_jax import SamplingParams, generate, generate_tree
+from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax.tree import algorithm_names, get_algorithm
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import SLIDING, random_head, random_target, serve
+
+ORACLE = OracleProposer(SLIDING.vocab_size)
+NEW_TOKENS = 24
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+PARAMS = [
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    """A program for each algorithm: compiling takes most of the time, and less without optimisations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(SLIDING, 0)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    free = [
+        SamplingParams(
+            max_tokens=NEW_TOKENS + ORACLE.depth + 1, ignore_eos=True, temperature=p.temperature, seed=p.seed
+        )
+        for p in PARAMS
+    ]
+    return [completion.token_ids for completion in generate(target, PROMPTS, free)]
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name):
+    """The oracle hides what follows among decoys, so that paths are deep and branch."""
+    engine = Engine(
+        target,
+        settings=TreeSettings(budget=16, width=3, algorithm=get_algorithm(name)),
+        slots=2,
+        capacity=64,
+        proposer=ORACLE,
+        proposer_weights=plant([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)], 128, 0),
+    )
+    completions = serve(engine, PROMPTS, PARAMS)
+    for completion, expected in zip(completions, plain, strict=True):
+        assert completion.token_ids == expected[:NEW_TOKENS]
+        assert max(completion.tree_sizes) <= 16
+    assert max(length for completion in completions for length in completion.accept_lengths) > 1
+
+
+def test_routing_is_each_request_s_own(target):
+    """Of a math prompt a chain is drafted, of a chat a tree, in one batch and one program."""
+    head = random_head(SLIDING, 1)
+    completions = generate_tree(
+        target,
+        head,
+        PROMPTS,
+        SamplingParams(max_tokens=8, ignore_eos=True),
+        budget=64,
+        width=3,
+        algorithm="task_router",
+        routing=[{"task": "math"}, {"task": "chat"}],
+    )
+    chain, tree = (set(completion.tree_sizes) for completion in completions)
+    assert chain == {1 + head.config.depth}
+    assert min(tree) > 20
+
+
+def test_routing_for_another_number_of_prompts_is_refused(target):
+    head = random_head(SLIDING, 1)
+    with pytest.raises(ValueError, match="1 routing hints for 2 prompts"):
+        generate_tree(target, head, PROMPTS, PARAMS, routing=[{"task": "math"}])
+    with pytest.raises(ValueError, match=r"not valid: \['topic'\]"):
+        generate_tree(target, head, PROMPTS, PARAMS, routing={"topic": "math"})
