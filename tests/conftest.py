@@ -13,6 +13,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the u
 
 import hypothesis
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
@@ -28,3 +29,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The same examples on every machine; a first call compiles, so no deadline.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """For modules of many small programs: compiling is most of their time, and less without optimisations."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,4 +1,4 @@
-"""``python -m train head`` and ``python -m train finetune``: a draft head from documents, or from prompts."""
+"""``python -m train head``, ``finetune`` and ``export``: draft heads from documents or from prompts."""
 
 import argparse
 import json
@@ -19,13 +19,12 @@ from train.stages import Deadline
 
 
 def add_command(commands: Any) -> None:
-    """Adds both command lines."""
+    """Adds the three command lines."""
     known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.toml")))
     head = commands.add_parser("head", help="train a draft head on documents", description=_head.__doc__)
-    head.set_defaults(run=_head)
+    head.set_defaults(run=_head, join=_join)
     head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")
     head.add_argument("--recipe", required=True, help=f"a TOML file, or one of {known}")
-    head.set_defaults(join=_join)
     head.add_argument("--distributed", action="store_true", help="one process of a cluster that JAX knows")
     head.add_argument("--coordinator", metavar="HOST:PORT", help="or one of --processes that meet there")
     head.add_argument("--processes", type=int, help="how many, with --coordinator")

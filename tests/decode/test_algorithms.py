@@ -1,6 +1,5 @@
 """Every tree algorithm in the round: plain decoding's tokens, whatever the trees look like."""
 
-import jax
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
@@ -9,6 +8,8 @@ from jetspec_jax.tree import algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, random_head, random_target, serve
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ORACLE = OracleProposer(SLIDING.vocab_size)
 NEW_TOKENS = 24
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -16,14 +17,6 @@ PARAMS = [
     SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
     SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """A program for each algorithm: compiling takes most of the time, and less without optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
-from tests.train.tiny_head import quick_compiles  # noqa: F401  (for all tests of this module)
 from train.attention import block_mask, causal_attend
 from train.blocks import draft_blocks, lessons, sample_anchors
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, T, K = 2, 10, 4
 # The last blocks begin at the last token that has one behind it: most of their slots lie beyond the end.

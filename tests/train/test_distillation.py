@@ -11,11 +11,12 @@ import scipy.special
 from jetspec_jax import logits
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.tiny import TINY, head_config, random_head, random_target
-from tests.train.tiny_head import quick_compiles  # noqa: F401  (for all tests of this module)
 from train.attention import causal_attend
 from train.blocks import draft_blocks, sample_anchors
 from train.distillation import distillation_loss
 from train.head_recipe import Objective
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, T, K, ANCHORS = 4, 12, 4, 5
 FLOAT32 = jnp.dtype(jnp.float32)

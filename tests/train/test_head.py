@@ -17,7 +17,6 @@ from tests.decode.tiny import TINY, random_target, random_weights
 from tests.train.tiny_head import (
     RECIPE,
     changed,
-    quick_compiles,  # noqa: F401  (for all tests of this module)
     records,
     write,
     write_documents,
@@ -29,6 +28,8 @@ from train.head_evaluation import prompt_of
 from train.head_start import begin_head
 from train.stages import Deadline
 from train.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 BUDGET, NEW_TOKENS = 16, 24
 LINES = [

@@ -10,9 +10,11 @@ import pytest
 from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.safetensors_io import save_checkpoint
 from tests.decode.tiny import TINY, random_target, word_tokenizer
-from tests.train.tiny_head import MASK, quick_compiles  # noqa: F401  (for all tests of this module)
+from tests.train.tiny_head import MASK
 from train.head_recipe import HeadShape
 from train.head_start import begin_head
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SHAPE = HeadShape(layers=2, block_size=4, taps=(0, 1), mask_token=MASK)
 

@@ -3,9 +3,7 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
-import pytest
 
 from tests.decode.tiny import TINY, random_target
 from train.documents import Document, Writer
@@ -32,14 +30,6 @@ RECIPE = HeadRecipe(
     deterministic=True,
     dtype="float32",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    """Compiling takes most of the time of these tests, and hardly less without optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def target():
