@@ -8,6 +8,11 @@ from train.corpus import HELDOUT, LIBRARY, TESTS, Manifest
 from train.recipes import Recipe
 
 TEMPLATE = Path(__file__).with_name("demo_readme.md")
+LOSSES = {
+    "forward_kl": "Forward KL to the target's logits",
+    "reverse_kl": "Reverse KL to the target's logits",
+    "sft": "Cross-entropy with the next tokens (hard labels)",
+}
 
 
 def render(recipe: Recipe, manifest: Manifest, results: Mapping[str, Any]) -> str:
@@ -25,6 +30,7 @@ def render(recipe: Recipe, manifest: Manifest, results: Mapping[str, Any]) -> st
         licence=manifest.licence,
         vocab_size=recipe.vocab_size,
         library_repeats=recipe.library_repeats,
+        loss=LOSSES[recipe.head.objective.loss],
         regenerated_millions=text.shards * text.sequences * text.length / 1e6,
         temperatures=", ".join(f"{t:g}" for t in sorted(set(text.temperatures))),
         polish_ngram=recipe.polish.ngram,
