@@ -73,12 +73,14 @@ class Accepted(NamedTuple):
         counts: Tokens to commit, as many as the path has nodes; 0 for a slot that does not decode.
         tokens: What the target chose at those nodes; -1 beyond.
         bonus: The last of them, the next anchor.
+        choices: What the target chose at every node.
     """
 
     path: Int[Array, "B D1"]
     counts: Int[Array, "B"]
     tokens: Int[Array, "B D1"]
     bonus: Int[Array, "B"]
+    choices: Int[Array, "B N"]
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class TreeDecoder:
             tokens = jnp.where((path >= 0) & state.active[:, None], tokens, -1)
             # Counted from the tokens, although plain decoding knows it is one: see `cache.commit`.
             count = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
-            return Accepted(path, count, tokens, bonus)
+            return Accepted(path, count, tokens, bonus, choices)
 
     def commit(
         self,
@@ -259,7 +261,7 @@ class TreeDecoder:
         accepted: Accepted,
     ) -> tuple[DecodeState, RoundRecord]:
         """Writes the accepted path into the stores and the proposer's state, and moves the slots on."""
-        path, count, tokens, bonus = accepted
+        path, count, tokens, bonus, _ = accepted
         with jax.named_scope("commit"):
             proposer_state = state.proposer
             if self.proposer is not None:

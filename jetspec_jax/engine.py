@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -26,7 +26,7 @@ from jetspec_jax.engine_size import PAGE_SIZE, PREFILL_CHUNK, EngineSize, check_
 from jetspec_jax.memory import array_bytes
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import Algorithm, Hints, algorithm_of, bucket_for
 from pallas_kernels.dispatch import gpu_problem
 
@@ -74,6 +74,9 @@ PLAIN = TreeSettings(budget=1, width=1)
 
 #: A prompt: a list of token ids, or an array of them.
 TokenIds = ArrayLike | Sequence[int]
+
+#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
+Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 
 
 @dataclass(eq=False)
@@ -263,8 +266,13 @@ class Engine:
             self.step()
             yield
 
-    def step(self, rounds: int = ROUNDS_PER_DISPATCH) -> None:
-        """Admits what fits, runs up to ``rounds`` rounds, and hands out their tokens."""
+    def step(self, rounds: int = ROUNDS_PER_DISPATCH, decode: Decode | None = None) -> None:
+        """Admits what fits, runs up to ``rounds`` rounds, and hands out their tokens.
+
+        Args:
+            rounds: How many, unless all slots end before.
+            decode: What runs them; None is the decoder's `TreeDecoder.decode`.
+        """
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
@@ -274,7 +282,8 @@ class Engine:
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
-        self.state, records = self.decoder.decode(self.weights, self.state, np.int32(rounds))
+        run_rounds = self.decoder.decode if decode is None else decode
+        self.state, records = run_rounds(self.weights, self.state, np.int32(rounds))
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:
             request.output.add_tokens([int(token)])

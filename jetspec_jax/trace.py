@@ -1,0 +1,188 @@
+"""Decoding of one request, round by round, with all that every round drafted, verified and accepted.
+
+For people who want to see a tree, and for measurements. It is the decoding of `Engine`: the same admission,
+and the same parts of a round, in a program that also returns what passes between them.
+"""
+
+import functools
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
+
+from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.completion import Completion
+from jetspec_jax.decode import Accepted, TreeDecoder
+from jetspec_jax.engine import PLAIN, Engine, Request, TokenIds, TreeSettings, check_request
+from jetspec_jax.engine_size import default_capacity
+from jetspec_jax.proposer import Proposer
+from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Hints, TokenTree
+
+
+class RoundTrace(NamedTuple):
+    """What one round of one request did, as NumPy values: N nodes of the tree, A of them accepted.
+
+    Attributes:
+        start: Position of the anchor in the whole sequence; as many tokens are committed before it.
+        candidate_tokens: The best draft tokens of every row, best first; row d is for depth d + 1.
+        candidate_log_probs: Their log-probabilities under the head.
+        tokens: The tree's tokens; node 0 is the anchor.
+        parents: Index of each node's parent; -1 for the anchor.
+        depths: Distance from the anchor.
+        scores: Cumulative draft log-probability; the anchor's is 0.
+        target_log_probs: Log-probability of each node's token under the target after the node's parent, at
+            temperature 1 and without a filter; the anchor's is 0.
+        choices: The target's choice after each node, sampled or greedy as the request asks.
+        path: The accepted nodes, the anchor first.
+        committed: What the round emits: the choices along the path; the last is the bonus. Those behind a
+            stop or the request's last token are here, though not in its completion.
+    """
+
+    start: int
+    candidate_tokens: Int32[np.ndarray, "D W"]
+    candidate_log_probs: Float32[np.ndarray, "D W"]
+    tokens: Int32[np.ndarray, "N"]
+    parents: Int32[np.ndarray, "N"]
+    depths: Int32[np.ndarray, "N"]
+    scores: Float32[np.ndarray, "N"]
+    target_log_probs: Float32[np.ndarray, "N"]
+    choices: Int32[np.ndarray, "N"]
+    path: Int32[np.ndarray, "A"]
+    committed: Int32[np.ndarray, "A"]
+
+
+def trace_rounds(
+    target: Target,
+    head: Head | None,
+    prompt: TokenIds,
+    params: SamplingParams | None = None,
+    settings: TreeSettings = PLAIN,
+    *,
+    routing: Hints | None = None,
+    proposer: Proposer | None = None,
+    proposer_weights: object = None,
+    implementation: str | None = None,
+) -> Generator[RoundTrace, None, Completion]:
+    """Decodes one request and yields what each round did; the generator's return value is the completion.
+
+    The tokens are those of `generate_tree` with the same seed. The first token comes from the prompt's
+    forward, before any round: it is the first round's anchor. A generator that is not driven to its end holds
+    no more than its own stores, and gives those back when it is closed or dropped.
+
+    Args:
+        target: The target.
+        head: A draft head made for it; None decodes plainly unless a proposer is given.
+        prompt: The prompt's tokens.
+        params: How it is sampled and when it stops.
+        settings: The trees.
+        routing: What is known of the prompt, for algorithms that look at that.
+        proposer: A proposer other than the head's.
+        proposer_weights: That proposer's parameters.
+        implementation: Of tree attention; None picks the best.
+
+    Raises:
+        ValueError: The head does not fit, a setting is out of its range, or the request cannot be served; at
+            the call, before any round.
+        DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
+    """
+    params = SamplingParams() if params is None else params
+    ids = check_request(target, prompt, params)
+    engine = Engine(
+        target,
+        head,
+        settings,
+        capacity=default_capacity(target.config, len(ids) + params.max_tokens),
+        proposer=proposer,
+        proposer_weights=proposer_weights,
+        implementation=implementation,
+    )
+    return _rounds(engine, engine.submit(ids, params, routing))
+
+
+def _rounds(engine: Engine, request: Request) -> Generator[RoundTrace, None, Completion]:
+    """Serves an engine's only request, one round a step."""
+    seen: list[_Seen] = []
+
+    def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
+        state, record, passed = _traced_round(engine.decoder, weights, state)
+        seen.append(passed)
+        return state, jax.tree.map(lambda one: one[None], record)
+
+    while request.output.finish_reason is None:
+        engine.step(1, decode)
+        passed = jax.device_get(seen.pop())
+        # A request that ends with its first token has had no round.
+        if passed.accepted.counts[request.slot]:
+            yield _of_slot(passed, request.slot)
+    return request.output.completion()
+
+
+class _Seen(NamedTuple):
+    """What passes between the parts of a round, of all slots."""
+
+    starts: Int[Array, "B"]
+    candidate_tokens: Int[Array, "B D W"]
+    candidate_log_probs: Float[Array, "B D W"]
+    tree: TokenTree
+    target_log_probs: Float[Array, "B N"]
+    accepted: Accepted
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _traced_round(
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
+) -> tuple[DecodeState, RoundRecord, _Seen]:
+    """`TreeDecoder.round`, which also returns what its parts hand to each other. ``state`` is donated."""
+    candidates = decoder.draft(weights, state)
+    tree = decoder.build(state, candidates)
+    output = decoder.verify(weights, state, tree)
+    accepted = decoder.accept(state, tree, output.logits)
+    after, record = decoder.commit(weights, state, tree, output, accepted)
+    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.width))
+    seen = _Seen(
+        state.slots.lengths,
+        nothing.astype(jnp.int32) if candidates is None else candidates.tokens,
+        nothing if candidates is None else candidates.log_probs,
+        tree,
+        _target_log_probs(tree, output.logits),
+        accepted,
+    )
+    return after, record, seen
+
+
+def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32[Array, "B N"]:
+    """Log-probability of each node's token under the target's logits at its parent; 0 where there is none."""
+    values = logits.astype(jnp.float32)
+    parents = jnp.maximum(tree.parents, ROOT_INDEX)
+    sequence = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
+    totals = jax.nn.logsumexp(values, axis=-1)
+    own = values[sequence, parents, tree.tokens] - totals[sequence, parents]
+    return jnp.where(tree.parents == NO_PARENT, 0.0, own)
+
+
+def _of_slot(seen: Any, slot: int) -> RoundTrace:
+    """One slot's part of a round that is on the host, without padding."""
+    tree: Any = seen.tree
+    nodes, accepted = int(tree.num_nodes[slot]), int(seen.accepted.counts[slot])
+
+    def cut(values: ArrayLike, count: int) -> np.ndarray:
+        return np.asarray(values)[slot, :count]
+
+    return RoundTrace(
+        start=int(seen.starts[slot]),
+        candidate_tokens=np.asarray(seen.candidate_tokens)[slot],
+        candidate_log_probs=np.asarray(seen.candidate_log_probs)[slot],
+        tokens=cut(tree.tokens, nodes),
+        parents=cut(tree.parents, nodes),
+        depths=cut(tree.depths, nodes),
+        scores=cut(tree.scores, nodes),
+        target_log_probs=cut(seen.target_log_probs, nodes),
+        choices=cut(seen.accepted.choices, nodes),
+        path=cut(seen.accepted.path, accepted),
+        committed=cut(seen.accepted.tokens, accepted),
+    )

@@ -1,0 +1,171 @@
+"""Traced rounds: decoding's own tokens, and figures that plain forwards confirm."""
+
+import jax
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree
+from jetspec_jax.engine import TreeSettings
+from jetspec_jax.forward import next_token_logits
+from jetspec_jax.trace import trace_rounds
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import SLIDING, random_head, random_target, word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ORACLE = OracleProposer(SLIDING.vocab_size)
+SETTINGS = TreeSettings(budget=16, width=3)
+# From 33 to 64 tokens the forwards that check share one program.
+PROMPT = np.random.default_rng(3).integers(0, SLIDING.vocab_size, 33).tolist()
+NEW_TOKENS = 20
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(SLIDING, 0, tokenizer=word_tokenizer(SLIDING.vocab_size))
+
+
+@pytest.fixture(scope="module")
+def head():
+    return random_head(SLIDING, 1)
+
+
+def drain(rounds):
+    """All rounds of a generator, and what it returns."""
+    seen = []
+    while True:
+        try:
+            seen.append(next(rounds))
+        except StopIteration as end:
+            return seen, end.value
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def traced(request, target):
+    """Rounds whose trees hold what follows among decoys, so that paths are deep and branch."""
+    params = request.param
+    free = SamplingParams(
+        max_tokens=NEW_TOKENS + ORACLE.depth + 1,
+        ignore_eos=True,
+        temperature=params.temperature,
+        seed=params.seed,
+    )
+    [plain] = generate(target, [PROMPT], free)
+    weights = plant([[*PROMPT, *plain.token_ids]], 128)
+    rounds, completion = drain(
+        trace_rounds(target, None, PROMPT, params, SETTINGS, proposer=ORACLE, proposer_weights=weights)
+    )
+    return weights, plain.token_ids, rounds, completion
+
+
+def test_rounds_join_to_plain_decoding_s_tokens(traced):
+    _, expected, rounds, completion = traced
+    tokens = [int(rounds[0].tokens[0])]
+    for one in rounds:
+        assert one.start == len(PROMPT) + len(tokens) - 1
+        assert one.tokens[0] == tokens[-1]
+        tokens += one.committed.tolist()
+    assert tokens == expected[: len(tokens)]
+    assert completion.token_ids == expected[:NEW_TOKENS]
+    assert completion.accept_lengths == [len(one.committed) for one in rounds]
+    assert completion.tree_sizes == [len(one.tokens) for one in rounds]
+    assert max(completion.accept_lengths) > 3
+
+
+def test_trees_and_paths_are_consistent(traced):
+    for one in traced[2]:
+        nodes = range(1, len(one.tokens))
+        assert one.parents[0] == -1
+        assert one.depths[0] == one.scores[0] == one.target_log_probs[0] == 0
+        for node in nodes:
+            parent = one.parents[node]
+            assert 0 <= parent < node
+            assert one.depths[node] == one.depths[parent] + 1
+            row = one.depths[parent]
+            [rank] = np.flatnonzero(one.candidate_tokens[row] == one.tokens[node])
+            step = one.candidate_log_probs[row, rank]
+            np.testing.assert_allclose(one.scores[node], one.scores[parent] + step, rtol=1e-5, atol=1e-5)
+        assert one.path[0] == 0
+        assert one.parents[one.path[1:]].tolist() == one.path[:-1].tolist()
+        assert one.committed.tolist() == one.choices[one.path].tolist()
+        assert one.tokens[one.path[1:]].tolist() == one.committed[:-1].tolist()
+        # The path ends because no child of its last node holds the target's choice there.
+        last = one.path[-1]
+        assert one.committed[-1] not in one.tokens[one.parents == last]
+
+
+def test_target_log_probs_are_those_of_plain_forwards(target, traced):
+    _, expected, rounds, _ = traced
+    sequence = [*PROMPT, *expected]
+    one = max(rounds, key=lambda one: len(one.path))
+    for node in range(1, len(one.tokens)):
+        branch, at = [], one.parents[node]
+        while at >= 0:
+            branch.insert(0, int(one.tokens[at]))
+            at = one.parents[at]
+        row = next_token_logits(target, [*sequence[: one.start], *branch])[0, 0]
+        wanted = jax.nn.log_softmax(row)[one.tokens[node]]
+        np.testing.assert_allclose(one.target_log_probs[node], wanted, atol=1e-4)
+
+
+def test_candidates_are_the_best_of_the_proposer_s_rows(traced):
+    weights, _, rounds, _ = traced
+    draft = jax.jit(ORACLE.rows)
+    for one in rounds[:2]:
+        rows = draft(weights, np.zeros(1, np.int32), np.array([one.start], np.int32))
+        log_probs = np.asarray(jax.nn.log_softmax(rows))[0]
+        best = np.argsort(-log_probs, axis=-1, kind="stable")[:, : SETTINGS.width]
+        assert one.candidate_tokens.tolist() == best.tolist()
+        np.testing.assert_allclose(
+            one.candidate_log_probs, np.take_along_axis(log_probs, best, axis=-1), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_with_a_draft_head_tokens_are_generate_tree_s(target, head, params):
+    rounds, completion = drain(trace_rounds(target, head, PROMPT, params, SETTINGS))
+    [expected] = generate_tree(target, head, [PROMPT], params, budget=SETTINGS.budget, width=SETTINGS.width)
+    assert completion == expected
+    one = rounds[1]
+    rows = draft_logits(target, head, [[*PROMPT, *expected.token_ids][: one.start + 1]])
+    log_probs, tokens = jax.lax.top_k(jax.nn.log_softmax(rows[0]), SETTINGS.width)
+    assert one.candidate_tokens.tolist() == tokens.tolist()
+    np.testing.assert_allclose(one.candidate_log_probs, log_probs, atol=1e-4)
+
+
+def test_plain_rounds_have_the_anchor_alone(target):
+    rounds, completion = drain(trace_rounds(target, None, PROMPT, GREEDY))
+    [expected] = generate(target, [PROMPT], GREEDY)
+    assert completion == expected
+    assert len(rounds) == NEW_TOKENS - 1
+    for one in rounds:
+        assert one.tokens.shape == one.committed.shape == (1,)
+        assert one.candidate_tokens.shape == (0, 1)
+
+
+def test_one_token_takes_no_round(target):
+    rounds, completion = drain(trace_rounds(target, None, PROMPT, SamplingParams(max_tokens=1)))
+    assert rounds == []
+    assert len(completion.token_ids) == 1
+
+
+def test_a_bad_request_is_refused_at_the_call(target, head):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        trace_rounds(target, head, [], GREEDY, SETTINGS)
+    with pytest.raises(ValueError, match="width must lie in"):
+        trace_rounds(target, head, PROMPT, GREEDY, TreeSettings(budget=16, width=99))
+
+
+def test_an_abandoned_trace_gives_its_stores_back(target, head):
+    def bytes_held():
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = bytes_held()
+    rounds = trace_rounds(target, head, PROMPT, GREEDY, SETTINGS)
+    next(rounds)
+    assert bytes_held() > before
+    rounds.close()
+    assert bytes_held() == before
+    assert list(rounds) == []
