@@ -1,202 +1,270 @@
-"""``python -m bench decode``: plain decoding, a chain, and trees, on one set of prompts."""
+"""``python -m bench decode``: plain decoding, a chain, and trees of many kinds, on one set of prompts.
+
+Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
+over plain decoding of the same minutes. The report is written after every group, and ``--resume`` measures
+what is missing in it.
+"""
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict
+import json
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from bench.prompts import load_prompts
-from bench.report import machine, show, write_json
-from jetspec_jax import (
-    Completion,
-    Head,
-    SamplingParams,
-    Target,
-    enable_compilation_cache,
-    generate,
-    generate_tree,
-    load_draft_head,
-    load_target,
-)
+from bench.decode_measure import Bench
+from bench.decode_methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.decode_plot import plot_decode
+from bench.decode_report import Rows, best_of, notes_of, tables_of
+from bench.decode_work import TASK_OF_SET, make_work
+from bench.prompts import load_prompts, template_arguments
+from bench.report import check_writable, machine, show, write_json
+from jetspec_jax import Head, Target, enable_compilation_cache, load_draft_head, load_target
+from jetspec_jax.config import read_json
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.exactness import TIE_GAP, first_divergence
+from jetspec_jax.tree import algorithm_names
 from pallas_kernels.dispatch import gpu_problem
 
-Decode = Callable[[], list[Completion]]
+DEMO = "demo"
+# Arguments that change where things lie, and not what is measured.
+_PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
+# Those of which a report that is gone on with may have others: it gains methods.
+_SELECTION = ("algorithms", "budgets")
 
 
 def add_command(commands: Any) -> None:
     """Adds the command line of this benchmark."""
     parser = commands.add_parser("decode", help="plain decoding, a chain, and trees", description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument("--target", default=str(DEMO_TARGET), help="folder or hub id (default: the demo)")
-    parser.add_argument("--draft-head", default=str(DEMO_DRAFT_HEAD), help="folder or hub id")
-    parser.add_argument("--prompts", default="demo", help='"demo", or JSONL with a "text" in each line')
-    parser.add_argument("--num-prompts", type=int, default=8, help="how many (default: 8)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="for each prompt (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128], help="of the trees")
-    parser.add_argument("--width", type=int, default=7, help="of the trees (default: 7)")
-    parser.add_argument("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add = parser.add_argument
+    add("--target", default=DEMO, help="folder or hub id (default: the demo)")
+    add("--draft-head", help="folder or hub id (default: the demo's)")
+    add("--prompts", default=DEMO, help='"demo", or JSONL with "messages", "text" or "prompt" in each line')
+    add("--num-prompts", type=int, default=8, help="how many (default: 8)")
+    add("--max-tokens", type=int, default=128, help="for each prompt (default: 128)")
+    add(
+        "--temperatures",
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        metavar="T",
+        help="0 is greedy; prompt i has seed i (default: 0)",
+    )
+    add(
+        "--algorithms",
+        nargs="+",
+        default=["accum_logp"],
+        metavar="NAME",
+        help=f'of {", ".join(algorithm_names())}, or "all" (default: accum_logp)',
+    )
+    add(
+        "--algorithm-option",
+        action="append",
+        default=[],
+        metavar="[ALGORITHM.]NAME=VALUE",
+        help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
+    )
+    add("--profile", type=Path, help="JSON table of measured acceptance, for the algorithms that take one")
+    add(
+        "--task",
+        help="what algorithms that route are told of the prompts: math, code, chat, ..., or "
+        f'"{TASK_OF_SET}" for what the prompt set says of each (default: nothing)',
+    )
+    add("--budgets", type=int, nargs="+", default=[16, 32, 64, 128], metavar="N", help="of the trees")
+    add("--width", type=int, default=7, help="of the trees (default: 7)")
+    add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
+    add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
+    add(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="for chat templates that know it (default: no, as in published evaluations)",
+    )
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     # Named in every report, also where nobody chose one.
     best = "xla" if gpu_problem() else "pallas_triton"
-    parser.add_argument("--implementation", default=best, help=f"of tree attention (default: here {best})")
-    parser.add_argument("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
-    parser.add_argument("--json", type=Path, default=Path("results/decode.json"), help="where to")
+    add("--implementation", default=best, help=f"of tree attention (default: here {best})")
+    add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+    add("--json", type=Path, default=Path("results/decode.json"), help="where to")
+    add("--resume", action="store_true", help="keep what the JSON holds already, and measure what is missing")
+    add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+    add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table and writes the JSON."""
+    """Measures, prints the tables, and writes the JSON and the plot.
+
+    Raises:
+        FileNotFoundError: A checkpoint, the prompts or the profile are not to be had.
+        ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
+    """
+    plot = arguments.plot or arguments.json.with_suffix(".png")
+    for path in (arguments.json, plot):
+        check_writable(path)
+    _check(arguments)
+    algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     enable_compilation_cache(arguments.compilation_cache)
-    target = load_target(arguments.target, dtype=arguments.dtype)
-    head = load_draft_head(arguments.draft_head, dtype=arguments.dtype, target=target)
-    if target.tokenizer is None:
-        raise ValueError(f"{arguments.target} has no tokenizer, so it cannot read prompts")
-    if arguments.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, not {arguments.repeats}")
-    texts = load_prompts(arguments.prompts, arguments.num_prompts)
-    prompts = [target.tokenizer.encode(text) for text in texts]
-    params = [
-        SamplingParams(temperature=arguments.temperature, seed=i, max_tokens=arguments.max_tokens)
-        for i in range(len(prompts))
-    ]
-    methods = _methods(target, head, prompts, params, arguments)
-
-    # Every method runs once before any is timed: compilation, and the outputs to compare.
-    outputs, seconds = {}, {name: [] for name in methods}
-    with tqdm(total=len(methods) * (1 + arguments.repeats), desc="decode", unit="run") as bar:
-        for name, decode in methods.items():
-            outputs[name] = decode()
-            bar.update()
-        for _ in range(arguments.repeats):
-            # Interleaved, so that a slow moment of the machine falls on all methods alike.
-            for name, decode in methods.items():
-                started = time.perf_counter()
-                decode()
-                seconds[name].append(time.perf_counter() - started)
-                bar.update()
-
-    plain = outputs["plain"]
-    divergences = {
-        name: _divergences(target, prompts, params, completions, plain)
-        for name, completions in tqdm(outputs.items(), desc="compare", unit="method")
+    target, head = _models(arguments)
+    groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
+    report = _begin(arguments, target)
+    template = template_arguments(target, arguments.enable_thinking)
+    works = {
+        temperature: make_work(
+            target,
+            prompts,
+            temperature,
+            max_tokens=arguments.max_tokens,
+            task=arguments.task,
+            arguments=template,
+            batch=arguments.batch,
+            implementation=arguments.implementation,
+        )
+        for temperature in sorted(set(arguments.temperatures))
     }
-    base = statistics.median(seconds["plain"])
-    rows = []
-    for name, completions in outputs.items():
-        median = statistics.median(seconds[name])
-        rows.append({"method": name, **_measures(completions, plain), **_speed(completions, median, base)})
-    report = {
+    bench = Bench(target, head, works, batch=arguments.batch, implementation=arguments.implementation)
+    rows = Rows(target, works, head.config.depth)
+
+    done = {row["method"] for row in report["rows"]}
+    groups = [[method for method in group if method.name not in done] for group in groups]
+    groups = [[PLAIN_METHOD, *group] for group in groups if group]
+    steps = sum(map(len, groups)) * (1 + arguments.repeats * len(works))
+    with tqdm(total=steps, unit="run") as bar:
+
+        def step(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        for group in groups:
+            found = bench.measure(group, arguments.repeats, step)
+            bar.set_description("compare")
+            for (method, temperature), measured in found.items():
+                if method.name not in done:
+                    plain = found[PLAIN_METHOD, temperature]
+                    report["rows"].append(rows.row(method, temperature, measured, plain))
+            done.update(method.name for method in group)
+            _finish(report)
+            write_json(arguments.json, report)
+    _finish(report)
+    _show(report, arguments, plot)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a number that is out of its range."""
+    for name in ("repeats", "batch", "max_tokens"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    budget = arguments.plot_budget
+    if budget is not None and budget not in arguments.budgets:
+        raise ValueError(f"--plot-budget {budget} is not among --budgets {_shown(arguments.budgets)}")
+
+
+def _models(arguments: argparse.Namespace) -> tuple[Target, Head]:
+    path, head_path = arguments.target, arguments.draft_head
+    if path == DEMO:
+        path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
+    if head_path is None:
+        raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
+    target = load_target(path, dtype=arguments.dtype)
+    if target.tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer, so it cannot read prompts")
+    return target, load_draft_head(head_path, dtype=arguments.dtype, target=target)
+
+
+def _begin(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The report without rows, or with those that are there already.
+
+    Raises:
+        ValueError: Those were measured with other settings or on another machine.
+    """
+    given = {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
+    report: dict[str, Any] = {
         "benchmark": "decode",
         **machine(),
         "dtype": str(target.weights["embed_tokens"].dtype),
         "implementation": arguments.implementation,
-        "arguments": _arguments(arguments),
-        "rows": rows,
-        # Every output that differs from plain decoding's: where, and how far apart the two likeliest were.
-        "divergences": divergences,
-        "seconds": seconds,
+        "command": _command(given),
+        "arguments": given,
+        "rows": [],
     }
-    notes = _notes(rows, divergences)
-    show(
-        f"{len(prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, batch "
-        f"{arguments.batch}, {report['dtype']}, {report['device']}, JAX {report['jax']}",
-        rows,
-        notes,
+    if not (arguments.resume and arguments.json.is_file()):
+        return report
+    old = read_json(arguments.json)
+    # As JSON has it: a tuple is a list there.
+    for name, ours, theirs in [
+        *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),
+        *((key, value, old.get("arguments", {}).get(key)) for key, value in given.items()),
+    ]:
+        if name not in (*_SELECTION, "command") and json.loads(json.dumps(ours)) != theirs:
+            raise ValueError(
+                f"{arguments.json} was measured with {name} {_shown(theirs)}, and this is {_shown(ours)}; "
+                "write to another file, or leave --resume out"
+            )
+    for name in _SELECTION:
+        given[name] = list(dict.fromkeys([*old["arguments"][name], *given[name]]))
+    report["command"] = _command(given)
+    report["rows"] = old["rows"]
+    return report
+
+
+def _finish(report: dict[str, Any]) -> None:
+    """Orders the rows by temperature, algorithm and budget, and says what follows from all of them."""
+    order = {name: i for i, name in enumerate([*algorithm_names(), *report["arguments"]["algorithms"]])}
+    report["rows"].sort(
+        key=lambda row: (
+            row["temperature"],
+            -2 if row["method"] == "plain" else -1 if row["algorithm"] is None else order[row["algorithm"]],
+            row["budget"],
+        )
     )
-    write_json(arguments.json, {**report, "notes": notes})
-    return 0
+    report["best"] = best_of(report["rows"])
+    report["notes"] = notes_of(report)
 
 
-def _arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings, without paths of this machine."""
-    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "json")}
-    return {**given, "target": Path(given["target"]).name, "draft_head": Path(given["draft_head"]).name}
+def _show(report: dict[str, Any], arguments: argparse.Namespace, plot: Path) -> None:
+    rows = report["rows"]
+    budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
+    given = report["arguments"]
+    title = (
+        f"{given['target']}: {given['num_prompts']} prompts of {given['prompts']} x {given['max_tokens']} "
+        f"tokens, batch {given['batch']}, {report['dtype']}, {report['device']}, JAX {report['jax']}"
+    )
+    *tables, (heading, last) = tables_of(rows, budget)
+    print(f"\n{title}")
+    for table in tables:
+        show(*table)
+    show(heading, last, report["notes"])
+    plot_decode(rows, title, budget, plot)
+    print(f"wrote {arguments.json} and {plot}")
 
 
-def _methods(
-    target: Target,
-    head: Head,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    arguments: argparse.Namespace,
-) -> dict[str, Decode]:
-    def tree(budget: int, width: int) -> Decode:
-        return lambda: generate_tree(
-            target,
-            head,
-            prompts,
-            params,
-            budget=budget,
-            width=width,
-            max_slots=arguments.batch,
-            implementation=arguments.implementation,
-        )
-
-    return {
-        "plain": lambda: generate(
-            target, prompts, params, max_slots=arguments.batch, implementation=arguments.implementation
-        ),
-        # All that the head drafts, one node a depth.
-        "chain": tree(head.config.block_size, 1),
-        **{f"tree {budget}": tree(budget, arguments.width) for budget in arguments.budgets},
-    }
+def _command(given: dict[str, Any]) -> str:
+    """The command line of a report, all settings named."""
+    words = ["python -m bench decode"]
+    for key, value in given.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif key == "algorithm_option":
+            words += [f"--{option} '{own}'" for own in value]
+        elif value is not None:
+            words.append(f"--{option} {_shown(value)}")
+    return " ".join(words)
 
 
-def _measures(completions: list[Completion], plain: list[Completion]) -> dict[str, Any]:
-    rounds = sum(c.rounds for c in completions)
-    tokens = sum(len(c.token_ids) for c in completions)
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(completions, plain, strict=True))
-    return {
-        # tau: tokens committed per round, over all rounds, before any cut.
-        "tau": sum(sum(c.accept_lengths) for c in completions) / max(rounds, 1),
-        # The prompts' own forwards count too: each yields a token.
-        "tokens/forward": tokens / (rounds + len(completions)),
-        "nodes/round": sum(sum(c.tree_sizes) for c in completions) / max(rounds, 1),
-        "exact match": equal / len(completions),
-    }
+def _plain(value: Any) -> Any:
+    """A setting without paths of this machine."""
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
+        return Path(value).name
+    return value
 
 
-def _speed(completions: list[Completion], seconds: float, base: float) -> dict[str, float]:
-    tokens = sum(len(c.token_ids) for c in completions)
-    return {"tokens/s": tokens / seconds, "speed-up": base / seconds}
-
-
-def _divergences(
-    target: Target,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    completions: list[Completion],
-    plain: list[Completion],
-) -> list[dict[str, Any]]:
-    """The first difference of each output that is not plain decoding's."""
-    found = []
-    for i, (prompt, own, ours, theirs) in enumerate(zip(prompts, params, completions, plain, strict=True)):
-        difference = first_divergence(target, prompt, own, ours.token_ids, theirs.token_ids)
-        if difference is not None:
-            found.append({"prompt": i, **asdict(difference)})
-    return found
-
-
-def _notes(rows: list[dict[str, Any]], divergences: dict[str, list[dict[str, Any]]]) -> list[str]:
-    slower = [row["method"] for row in rows if row["speed-up"] < 1]
-    notes = []
-    if slower:
-        notes.append(
-            f"Slower than plain decoding here: {', '.join(slower)}. A tree trades arithmetic for forwards; "
-            "where arithmetic is scarce, as on a CPU, or where few drafts are accepted, that can lose."
-        )
-    gaps = [found["gap"] for method in divergences.values() for found in method]
-    if gaps:
-        notes.append(
-            f"{len(gaps)} outputs differ from plain decoding's; the two likeliest choices were at most "
-            f"{max(gaps):.1e} apart where they part. In float32 anything above {TIE_GAP:.0e} is a mistake."
-        )
-    return notes
+def _shown(value: Any) -> str:
+    return (
+        " ".join(map(_shown, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

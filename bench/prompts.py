@@ -1,34 +1,107 @@
-"""Prompt sets: the demo's own held-out prompts, or a JSONL file."""
+"""Prompts of the benchmarks: the demo's own, a published set, or a JSONL file; and their token ids."""
 
-import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jetspec_jax.checkpoint import Target
 from jetspec_jax.demo import DEMO_PROMPTS
+from train.prompts import MESSAGES, Entry, read_entries
+from train.rendering import Encoder
+
+DEMO = "demo"
+# The argument of chat templates that lets a target think before it answers.
+THINKING = "enable_thinking"
 
 
-def load_prompts(name: str, count: int | None = None) -> list[str]:
-    """The texts of a prompt set.
+@dataclass(frozen=True)
+class Prompt:
+    """What a target is asked.
+
+    Attributes:
+        id: Names it in reports, the same in every run.
+        entry: A conversation to answer or a text to continue, and where it was read.
+        task: "math", "code" or "chat", where its set says so; for algorithms that route.
+        later: What the user says once the target has answered; each turn follows the target's own answer.
+    """
+
+    id: str
+    entry: Entry
+    task: str | None = None
+    later: tuple[str, ...] = ()
+
+    def answered(self, answer: str) -> "Prompt":
+        """The conversation with an answer and the user's next turn."""
+        turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}]
+        entry = Entry(self.entry.where, MESSAGES, [*self.entry.value, *turns])
+        return Prompt(f"{self.id}, a turn later", entry, self.task, self.later[1:])
+
+
+def load_prompts(name: str, count: int | None = None) -> list[Prompt]:
+    """Prompts of a set.
 
     Args:
-        name: "demo", or a JSONL file whose lines are objects with a "text".
+        name: "demo", or a JSONL file (see `train.prompts`).
         count: Take only so many.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: A line is not what it should be (file and line number), or there are too few prompts.
     """
-    path = DEMO_PROMPTS if name == "demo" else Path(name)
-    texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str) or not text:
-            raise ValueError(f'{path}:{number}: expected an object with a non-empty "text"')
-        texts.append(text)
-    if not texts or (count is not None and count > len(texts)):
-        raise ValueError(f"{path} holds {len(texts)} prompts, asked for {count or 'at least one'}")
-    return texts[:count]
+    if count is not None and count < 1:
+        raise ValueError(f"the number of prompts must be at least 1, not {count}")
+    path = DEMO_PROMPTS if name == DEMO else Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {name}; prompts are {DEMO!r} or a JSONL file")
+    entries = read_entries(path, count)
+    if count is not None and count > len(entries):
+        raise ValueError(f"{name} holds {len(entries)} prompts, asked for {count}")
+    # Without the folder, so that reports of two machines say the same.
+    stem = DEMO if name == DEMO else path.name
+    return [Prompt(f"{stem}:{number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+def template_arguments(target: Target, thinking: bool | None) -> dict[str, bool]:
+    """What the target's chat template is told.
+
+    Args:
+        target: The target.
+        thinking: Whether it may think before it answers; None is no, if its template asks at all.
+
+    Raises:
+        ValueError: The template does not ask, and somebody answers.
+    """
+    if THINKING in (getattr(target.tokenizer, "chat_template", None) or ""):
+        return {THINKING: bool(thinking)}
+    if thinking is not None:
+        raise ValueError(f"the target's chat template knows no {THINKING}")
+    return {}
+
+
+def encode_prompts(
+    target: Target, prompts: Sequence[Prompt], arguments: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Token ids of prompts.
+
+    Conversations take the form of the target's chat template. Without one, the contents of their messages
+    stand below each other with an empty line between them, and the target continues that text.
+
+    Args:
+        target: The target.
+        prompts: The prompts.
+        arguments: Of the chat template.
+
+    Raises:
+        ValueError: The target has no tokenizer, or its template refuses a conversation.
+    """
+    encoder = Encoder(target.tokenizer, template_arguments=dict(arguments or {}))
+    has_template = bool(getattr(target.tokenizer, "chat_template", None))
+    entries = (prompt.entry if has_template else _as_text(prompt.entry) for prompt in prompts)
+    return [encoder.prompt(entry).tolist() for entry in entries]
+
+
+def _as_text(entry: Entry) -> Entry:
+    if entry.kind != MESSAGES:
+        return entry
+    return Entry(entry.where, "text", "\n\n".join(message["content"] for message in entry.value))

@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,30 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
     for key, value in rows[0].items():
         table.add_column(key, justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*(_cell(v) for v in row.values()))
     # Rich would cut columns at 80 where the output is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def check_writable(path: Path) -> None:
+    """Finds out, before anything is measured, whether a report can be written to ``path``.
+
+    Raises:
+        OSError: It cannot: its folder, or a file in it, cannot be made.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

@@ -1,54 +1,306 @@
 """``python -m bench decode`` on the embedded demo pair."""
 
 import json
+import re
 
+import jax
 import pytest
 
+from bench import decode, decode_work
 from bench.__main__ import main
-from bench.prompts import load_prompts
+from bench.decode_measure import Bench, Measured
+from bench.decode_methods import choose_algorithms, choose_methods
+from bench.decode_report import Rows, at_budget, best_of
+from bench.decode_work import make_work
+from bench.prompts import Prompt
+from jetspec_jax import Completion, load_draft_head, load_target
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.tree import algorithm_names, get_algorithm
+from train.prompts import Entry
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SMALL = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1", "--batch", "2"]
+BOTH = ["--temperatures", "0", "1"]
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def test_the_report_compares_all_methods_with_plain_decoding(tmp_path, capsys):
-    path = tmp_path / "out" / "decode.json"
-    arguments = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1"]
-    assert main(["decode", *arguments, "--batch", "2", "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    rows = {row["method"]: row for row in report["rows"]}
-    assert list(rows) == ["plain", "chain", "tree 16"]
-    for row in rows.values():
-        assert row["exact match"] == 1.0
-        assert row["tokens/s"] > 0
-    assert rows["plain"]["tau"] == 1.0
-    assert rows["plain"]["tokens/forward"] == 1.0
-    assert rows["plain"]["speed-up"] == 1.0
-    assert rows["chain"]["nodes/round"] == 16.0
-    assert 1.0 < rows["tree 16"]["tau"] <= 4.0
-    assert report["device"]
-    assert report["jax"]
-    assert report["implementation"] == "xla"
-    assert report["divergences"] == {"plain": [], "chain": [], "tree 16": []}
-    out = capsys.readouterr().out
-    slower = [name for name, row in rows.items() if row["speed-up"] < 1]
-    assert ("Slower than plain decoding here" in out) == bool(slower)
-    for name in slower:
-        assert name in out
+def run(path, *arguments):
+    return main(["decode", *SMALL, *BOTH, *arguments, "--json", str(path)])
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"text": ""}', '{"text": 3}'])
-def test_a_bad_line_is_named(tmp_path, line):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "x"}\n\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:3: expected an object"):
-        load_prompts(str(path))
+@pytest.fixture(scope="module")
+def target():
+    return load_target(DEMO_TARGET, dtype="float32")
 
 
-def test_too_few_prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"text": "x"}\n')
-    with pytest.raises(ValueError, match="holds 1 prompts, asked for 2"):
-        load_prompts(str(path), 2)
+@pytest.fixture(scope="module")
+def compiled():
+    """How many programs had been compiled before each step of `measured`, and at its end."""
+    return {}
 
 
-def test_errors_are_one_line(tmp_path, capsys):
-    assert main(["decode", "--prompts", str(tmp_path / "none.jsonl")]) == 2
-    assert capsys.readouterr().err.startswith("bench: ")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, compiled):
+    """The file of a report: one algorithm at two temperatures."""
+    path = tmp_path_factory.mktemp("decode") / "out" / "decode.json"
+    measure, so_far = Bench.measure, 0
+
+    def listen(event, *_, **__):
+        nonlocal so_far
+        so_far += event == COMPILE_EVENT
+
+    def watched(self, methods, repeats, step):
+        found = measure(self, methods, repeats, lambda name: (compiled.setdefault(name, so_far), step(name)))
+        compiled["end"] = so_far
+        return found
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bench, "measure", watched)
+            assert run(path) == 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return path
+
+
+class TestReport:
+    def test_all_methods_are_compared_with_plain_decoding(self, measured):
+        report = json.loads(measured.read_text())
+        rows = {(row["temperature"], row["method"]): row for row in report["rows"]}
+        names = ["plain", "chain", "accum_logp 16"]
+        assert list(rows) == [(temperature, name) for temperature in (0.0, 1.0) for name in names]
+        for (_, name), row in rows.items():
+            assert row["exact match"] == 1.0
+            assert row["divergences"] == []
+            assert row["tokens/s"] > 0
+            assert row["first token ms"] > 0
+            assert row["speed-up"] == pytest.approx(row["tokens/s"] / row["plain tokens/s"])
+            # A round commits what it accepted and the bonus token.
+            assert row["tau"] == pytest.approx(1 + sum(row["acceptance"]))
+            assert row["acceptance"] == sorted(row["acceptance"], reverse=True)
+            assert row["nodes/round"] == (1.0 if name == "plain" else 16.0)
+            assert len(row["seconds"]) == 1
+        for temperature in (0.0, 1.0):
+            assert rows[temperature, "plain"]["tau"] == 1.0
+            assert rows[temperature, "plain"]["tokens/forward"] == 1.0
+            assert rows[temperature, "plain"]["speed-up"] == 1.0
+            assert 1.0 < rows[temperature, "accum_logp 16"]["tau"] <= 6.0
+        assert report["device"]
+        assert report["jax"]
+        assert report["implementation"] == "xla"
+        assert str(measured.parent) not in measured.read_text()
+
+    def test_the_command_makes_the_same_report_again(self, measured):
+        command = json.loads(measured.read_text())["command"]
+        assert command.startswith("python -m bench decode --target demo --prompts demo --num-prompts 2 ")
+        parsed = vars(decode_arguments(command.split()[3:]))
+        given = vars(decode_arguments(["decode", *SMALL, *BOTH]))
+        assert parsed == given
+
+    def test_the_picture_is_beside_it(self, measured):
+        assert measured.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_best_are_named(self, measured):
+        report = json.loads(measured.read_text())
+        assert [best["temperature"] for best in report["best"]] == [0.0, 1.0]
+        for best in report["best"]:
+            own = [row for row in report["rows"] if row["temperature"] == best["temperature"]]
+            assert best["tau"]["tau"] == max(row["tau"] for row in own)
+            assert best["speed-up"]["speed-up"] == max(row["speed-up"] for row in own)
+
+    @pytest.mark.usefixtures("measured")
+    def test_nothing_compiles_in_a_timed_run(self, compiled):
+        names = ["plain", "chain", "accum_logp 16"]
+        steps = [f"compile {name}" for name in names]
+        runs = [f"{name}, T = {temperature}" for name in names for temperature in (0, 1)]
+        assert list(compiled) == [*steps, *runs, "end"]
+        before = [compiled[step] for step in (*steps, runs[0])]
+        assert before == sorted(set(before))
+        assert compiled["end"] == compiled[runs[0]]
+
+    def test_going_on_measures_what_is_missing(self, measured, tmp_path, capsys):
+        path = tmp_path / "decode.json"
+        path.write_bytes(measured.read_bytes())
+        assert run(path, "--resume", "--algorithms", "chain") == 0
+        old, new = (json.loads(p.read_text()) for p in (measured, path))
+        names = ["plain", "chain", "accum_logp 16", "chain 16"]
+        assert [row["method"] for row in new["rows"]] == 2 * names
+        assert [row for row in new["rows"] if row["method"] != "chain 16"] == old["rows"]
+        assert new["arguments"]["algorithms"] == ["accum_logp", "chain"]
+        by_name = {(row["temperature"], row["method"]): row for row in new["rows"]}
+        for temperature in (0.0, 1.0):
+            chain, tree = by_name[temperature, "chain"], by_name[temperature, "chain 16"]
+            assert (chain["tau"], chain["acceptance"]) == (tree["tau"], tree["acceptance"])
+        out = capsys.readouterr().out
+        # Both kinds of table at both temperatures, and one line that names the fastest of each.
+        assert out.count("share of rounds that accepted") == 2
+        assert len(re.findall(r"T = [01]: fastest is ", out)) == 2
+        assert "This device does not say how much memory was in use." in out
+
+        # Nothing is missing any more: nothing is measured.
+        before = path.read_bytes()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bench, "measure", None)
+            assert run(path, "--resume", "--algorithms", "chain") == 0
+        assert path.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--width", "3"], "was measured with width 7, and this is 3"),
+            (["--algorithm-option", "force=1"], "was measured with algorithm_option"),
+        ],
+    )
+    def test_a_report_of_other_settings_is_not_gone_on_with(
+        self, measured, capsys, monkeypatch, arguments, said
+    ):
+        monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"accum_logp": "accum_logp"})
+        assert run(measured, "--resume", *arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+def decode_arguments(words):
+    """What the command line means, without running it."""
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "run", lambda arguments: taken.append(arguments) or 0)
+        assert main(words) == 0
+    del taken[0].run
+    return taken[0]
+
+
+def work_of(target, prompts, task=None):
+    return make_work(
+        target, prompts, 0.0, max_tokens=4, task=task, arguments={}, batch=1, implementation="xla"
+    )
+
+
+class TestWork:
+    def test_a_later_turn_follows_the_targets_own_answer(self, target, monkeypatch):
+        asked = []
+
+        def generate(own, ids, params, **settings):
+            asked.append((ids, params, settings))
+            return [Completion("    pass", [1], "stop", [1], [1])] * len(ids)
+
+        monkeypatch.setattr(decode_work, "generate", generate)
+        user = {"role": "user", "content": "x ="}
+        prompts = [
+            Prompt("set:1", Entry("set:1", "text", "import"), "code"),
+            Prompt("set:2", Entry("set:2", "messages", [user]), "chat", ("y",)),
+        ]
+        work = work_of(target, prompts, task="set")
+        assert [p.id for p in work.prompts] == ["set:1", "set:2", "set:2, a turn later"]
+        assert [params.seed for params in work.params] == [0, 1, 2]
+        assert [hints["task"] for hints in work.routing] == ["code", "chat", "chat"]
+        # Only the conversation that goes on is answered, with its own seed.
+        settings = {"max_slots": 1, "implementation": "xla"}
+        assert asked[0] == ([work.ids[1]], [work.params[1]], settings)
+        turns = "user\nx =", "assistant\n    pass", "user\ny"
+        text = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+        assert work.ids[2] == target.tokenizer.encode(text, add_special_tokens=False)
+
+    def test_a_prompt_beyond_the_context_is_named(self, target):
+        long = Prompt("mine:7", Entry("mine:7", "text", "x = 1\n" * 4000))
+        with pytest.raises(ValueError, match=r"prompt mine:7: .* beyond the context limit"):
+            work_of(target, [long])
+
+
+def completion(*tokens):
+    return Completion(None, list(tokens), "length", [len(tokens) - 1], [16])
+
+
+class TestRows:
+    def test_every_output_that_differs_is_listed(self, target):
+        prompts = [Prompt(f"p:{i}", Entry("", "text", text)) for i, text in enumerate(("a", "b = "))]
+        work = work_of(target, prompts)
+        plain = Measured([completion(1, 2, 3), completion(4, 5, 6)], [1.0, 3.0, 2.0], [0.1])
+        other = Measured([completion(1, 2, 3), completion(4, 7)], [1.0, 1.0, 9.0], [0.2])
+        rows = Rows(target, {0.0: work}, depth=3)
+        [group] = choose_methods(
+            target,
+            load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target),
+            choose_algorithms(["hybrid"], ["alpha=2"]),
+            [16],
+            7,
+        )
+        row = rows.row(group[1], 0.0, other, plain)
+        [found] = row["divergences"]
+        assert (found["prompt"], found["position"], found["token"], found["expected"]) == ("p:1", 1, 7, 5)
+        assert found["gap"] > 0
+        assert row["exact match"] == 0.5
+        # By tokens per second: outputs of two lengths are no race.
+        assert row["speed-up"] == pytest.approx((5 / 1.0) / (6 / 2.0))
+        assert row["acceptance"] == [0.5, 0.0, 0.0]
+        # The gap at a place is plain decoding's own, whoever parts from it there.
+        again = Measured([completion(1, 2, 3), completion(4, 9)], [1.0], [0.2])
+        [same] = rows.row(group[1], 0.0, again, plain)["divergences"]
+        assert same == {**found, "token": 9}
+
+    def test_the_rows_of_a_budget_and_the_best(self):
+        def row(method, algorithm, budget, tau, speed):
+            figures = {"tau": tau, "speed-up": speed, "tokens/s": 1.0}
+            return {"temperature": 0.0, "method": method, "algorithm": algorithm, "budget": budget, **figures}
+
+        rows = [
+            row("plain", None, 1, 1.0, 1.0),
+            row("chain", None, 16, 2.0, 1.5),
+            row("a 16", "a", 16, 2.5, 1.7),
+            row("a 64", "a", 64, 3.0, 1.4),
+        ]
+        assert [own["method"] for own in at_budget(rows, 64)] == ["chain", "a 64"]
+        [best] = best_of(rows)
+        assert (best["speed-up"]["method"], best["tau"]["method"]) == ("a 16", "a 64")
+
+
+class TestAlgorithms:
+    def test_all(self):
+        assert list(choose_algorithms(["all"])) == list(algorithm_names())
+
+    def test_options_and_a_profile_go_to_those_that_have_them(self, tmp_path):
+        profile = tmp_path / "profile.json"
+        profile.write_text('{"version": 1, "depth_rank_accept": [[0.5, 0.1]]}')
+        names = ["top2gap_fanout", "depth_rank_histogram", "chain"]
+        options = ["top2gap_fanout.beta=2.0", "depth_rank_histogram.tau=0.2"]
+        chosen = choose_algorithms(names, options, profile)
+        assert chosen["top2gap_fanout"] == get_algorithm("top2gap_fanout", {"beta": 2.0})
+        table = json.loads(profile.read_text())
+        assert chosen["depth_rank_histogram"] == get_algorithm("depth_rank_histogram", {"tau": 0.2}, table)
+        assert chosen["chain"] == "chain"
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--algorithms", "accum"], "unknown tree algorithm 'accum'; known algorithms: accum_logp, "),
+            (["--algorithms", "hybrid", "--algorithm-option", "beta=1"], "it has: alpha"),
+            (["--algorithm-option", "chain.beta=1"], "chain is not among accum_logp"),
+            (["--algorithms", "all", "--algorithm-option", "beta=1"], "say whose: one of accum_logp, "),
+            (["--algorithms", "hybrid", "--algorithm-option", "alpha=x"], "with a JSON value, not 'alpha=x'"),
+            (["--algorithms", "hybrid", "--algorithm-option", "alpha"], "with a JSON value, not 'alpha'"),
+            (["--profile", "{}/none.json"], "none.json"),
+            (["--profile", "{}/profile.json"], "none of accum_logp takes a profile"),
+            (["--algorithms", "class_histogram", "--profile", "{}/profile.json"], "version 9"),
+            (["--budgets", "16", "512"], "512"),
+            (["--width", "0"], "width must lie in 1.."),
+            (["--repeats", "0"], "--repeats must be at least 1, not 0"),
+            (["--plot-budget", "48"], "--plot-budget 48 is not among --budgets 16"),
+            (["--target", "elsewhere"], "--draft-head is missing"),
+            (["--enable-thinking"], "chat template knows no enable_thinking"),
+            (["--prompts", "{}/none.jsonl"], "none.jsonl"),
+            (["--num-prompts", "100000"], "asked for 100000"),
+            (["--num-prompts", "0"], "must be at least 1, not 0"),
+            (["--json", "{}/profile.json/x.json"], "profile.json"),
+            (["--plot", "{}"], "is a folder; name a file"),
+        ],
+    )
+    def test_bad_input_is_one_line_before_anything_runs(self, tmp_path, capsys, monkeypatch, arguments, said):
+        (tmp_path / "profile.json").write_text('{"version": 9}')
+        monkeypatch.setattr(Bench, "measure", None)
+        words = [word.replace("{}", str(tmp_path)) for word in arguments]
+        assert main(["decode", *SMALL, "--json", str(tmp_path / "out.json"), *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("bench: ")
+        assert error.count("\n") == 1
+        assert said in error

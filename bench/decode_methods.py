@@ -1,0 +1,114 @@
+"""Which methods `python -m bench decode` compares: plain decoding, a chain, and algorithms with budgets."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax import Head, Target
+from jetspec_jax.config import read_json
+from jetspec_jax.engine import PLAIN, TreeSettings
+from jetspec_jax.tree import Algorithm, algorithm_names, get_algorithm
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: In reports.
+        algorithm: The name of the tree algorithm; None for plain decoding and the chain.
+        settings: Of its trees; a budget of 1 is plain decoding.
+    """
+
+    name: str
+    algorithm: str | None
+    settings: TreeSettings
+
+
+PLAIN_METHOD = Method("plain", None, PLAIN)
+
+
+def choose_algorithms(
+    names: Sequence[str], options: Sequence[str] = (), profile: Path | None = None
+) -> dict[str, str | Algorithm]:
+    """Algorithms by name, with their options.
+
+    Args:
+        names: What they are called, or "all".
+        options: Each ``NAME=VALUE`` with a value in JSON, or ``ALGORITHM.NAME=VALUE`` where several
+            algorithms are chosen.
+        profile: A JSON table of measured acceptance, for the algorithms that take one.
+
+    Raises:
+        FileNotFoundError: There is no such profile.
+        ValueError: A name, an option, a value or the profile is not valid, or nothing uses it.
+    """
+    names = list(dict.fromkeys(algorithm_names() if ALL in names else names))
+    given: dict[str, dict[str, Any]] = {}
+    for option in options:
+        path, equals, value = option.partition("=")
+        owner, _, name = path.rpartition(".")
+        if not owner and len(names) > 1:
+            raise ValueError(
+                f"--algorithm-option {option!r}: say whose: one of {', '.join(names)}, a dot, {path}"
+            )
+        owner = owner or names[0]
+        if owner not in names:
+            raise ValueError(f"--algorithm-option {option!r}: {owner} is not among {', '.join(names)}")
+        try:
+            given.setdefault(owner, {})[name] = json.loads(value)
+        except ValueError as error:
+            raise ValueError(
+                f"--algorithm-option takes [ALGORITHM.]NAME=VALUE with a JSON value, not {option!r}"
+            ) from error
+        if not equals or not name:
+            raise ValueError(f"--algorithm-option takes [ALGORITHM.]NAME=VALUE, not {option!r}")
+    table = None if profile is None else read_json(profile)
+    readers = {name for name in names if takes_profile(name)}
+    if profile is not None and not readers:
+        raise ValueError(f"--profile: none of {', '.join(names)} takes a profile")
+    chosen: dict[str, str | Algorithm] = {}
+    for name in names:
+        own_table = table if name in readers else None
+        if name in given or own_table is not None:
+            chosen[name] = get_algorithm(name, given.get(name), own_table)
+        else:
+            chosen[name] = name
+    return chosen
+
+
+def takes_profile(name: str) -> bool:
+    """Whether a known algorithm has a table of measured acceptance among its options."""
+    return name in algorithm_names() and "profile" in {f.name for f in fields(type(get_algorithm(name)))}
+
+
+def choose_methods(
+    target: Target,
+    head: Head,
+    algorithms: Mapping[str, str | Algorithm],
+    budgets: Sequence[int],
+    width: int,
+) -> list[list[Method]]:
+    """All methods but plain decoding, a list for each budget, the smallest first; the chain heads them all.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+    # All that the head drafts, one node a depth.
+    chain = Method("chain", None, TreeSettings(head.config.block_size, 1))
+    groups = [
+        [
+            Method(f"{name} {budget}", name, TreeSettings(budget, width, None, algorithm))
+            for name, algorithm in algorithms.items()
+        ]
+        for budget in sorted(set(budgets))
+    ]
+    groups[0].insert(0, chain)
+    for group in groups:
+        for method in group:
+            method.settings.check(target.config, head.config.depth)
+    return groups
