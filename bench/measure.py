@@ -22,15 +22,29 @@ PHASE_SECONDS = 0.05
 
 
 class Case(NamedTuple):
-    """What is timed: slots, the tokens that each holds, and the nodes of its trees."""
+    """What is timed: slots, the tokens that each holds, the nodes of its trees, and how these are built.
+
+    A budget of 1 is a plain step, which has no tree for an algorithm to build.
+    """
 
     batch: int
     context: int
     budget: int
+    algorithm: str = "accum_logp"
+
+    @property
+    def plain(self) -> "Case":
+        """The plain step of the same slots."""
+        return Case(self.batch, self.context, 1)
+
+    @property
+    def tree(self) -> str:
+        """The algorithm, or "plain" where there is no tree."""
+        return "plain" if self.budget == 1 else self.algorithm
 
     def __str__(self) -> str:
         """For progress bars and messages."""
-        return f"batch {self.batch}, context {self.context}, budget {self.budget}"
+        return f"batch {self.batch}, context {self.context}, budget {self.budget}, {self.tree}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Plan:
             None if case.budget == 1 else DraftHeadProposer(shape.head, self.implementation),
             bucket=bucket_for(case.budget),
             width=self.width,
+            algorithm=case.algorithm,
             max_rounds=self.rounds,
             implementation=self.implementation,
         )

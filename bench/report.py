@@ -33,21 +33,24 @@ def machine() -> dict[str, Any]:
 def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> None:
     """Prints rows of equal keys as a table."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    columns = []
     for key, value in rows[0].items():
-        table.add_column(key, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(v) for v in row.values()))
-    # Rich would cut columns at 80 where the output is no terminal.
-    console = Console(width=None if sys.stdout.isatty() else 110)
+        table.add_column(key, justify="left" if isinstance(value, str) else "right", overflow="fold")
+        columns.append(_texts([row[key] for row in rows]))
+    for texts in zip(*columns, strict=True):
+        table.add_row(*texts)
+    # Rich would fold columns at 80 where the output is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+def _texts(values: Sequence[Any]) -> list[str]:
+    """The values of a column; floats with two decimals, or three if one of them is below a tenth."""
+    small = any(isinstance(value, float) and 0 < abs(value) < 0.1 for value in values)
+    digits = 3 if small else 2
+    return ["-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
 
 
 def check_writable(path: Path) -> None:

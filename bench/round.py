@@ -7,6 +7,7 @@ weights nearly every draft is refused, so a round commits about one token and th
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from jetspec_jax import (
 )
 from jetspec_jax.checkpoint import resolve_dtype
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
-from jetspec_jax.tree import bucket_for
+from jetspec_jax.tree import algorithm_names, bucket_for
 from pallas_kernels.tree_attention import implementations
 
 # Arguments that are no part of the report.
@@ -52,6 +53,14 @@ def add_command(commands: Any) -> None:
     add("--target", help="folder or hub id, instead of --shape")
     add("--draft-head", help="folder or hub id, with --target")
     add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
+    add(
+        "--algorithms",
+        nargs="+",
+        default=["accum_logp"],
+        metavar="NAME",
+        help=f"of the trees, with their usual options: all, or some of {', '.join(algorithm_names())} "
+        "(default: accum_logp)",
+    )
     add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens of a slot (default: 1024)")
     add("--batches", type=int, nargs="+", default=[1], help="slots (default: 1)")
     add("--width", type=int, default=7, help="of the trees (default: 7)")
@@ -73,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan, dtype = _plan(arguments), resolve_dtype(arguments.dtype)
     enable_compilation_cache(arguments.compilation_cache)
     names, shape, make_weights = _models(arguments, dtype)
-    cases = _cases(arguments, shape, plan)
+    cases = cases_of(arguments, shape, plan)
     attention = {
         case: implementation_of(
             shape.target, plan.scene(case, shape), bucket_for(case.budget), dtype, plan.implementation
@@ -98,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows = []
     for case, found in measured.items():
-        plain = measured[case._replace(budget=1)]
-        row = row_of(case, found, plain, shape, dtype.itemsize, plan, ceilings)
+        row = row_of(case, found, measured[case.plain], shape, dtype.itemsize, plan, ceilings)
         rows.append({**row, "implementation": attention[case]})
     report = {
         "benchmark": "round",
@@ -180,7 +188,7 @@ def _models(
     return _names(arguments), Shape(target.config, head.config), lambda: weights
 
 
-def _cases(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case]:
+def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case]:
     """All cases, the plain step first in each scene.
 
     Raises:
@@ -189,13 +197,15 @@ def _cases(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case
     for name in ("batches", "contexts"):
         if min(getattr(arguments, name)) < 1:
             raise ValueError(f"--{name} must be at least 1, not {min(getattr(arguments, name))}")
-    for budget in arguments.budgets:
-        TreeSettings(budget, plan.width).check(shape.target, shape.head.depth)
+    algorithms = algorithm_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
+    for budget, algorithm in itertools.product(arguments.budgets, algorithms):
+        TreeSettings(budget, plan.width, algorithm=algorithm).check(shape.target, shape.head.depth)
+    scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
+    trees = list(itertools.product(sorted({*arguments.budgets} - {1}), dict.fromkeys(algorithms)))
     cases = [
-        Case(batch, context, budget)
-        for batch in sorted(set(arguments.batches))
-        for context in sorted(set(arguments.contexts))
-        for budget in sorted({1, *arguments.budgets})
+        case
+        for batch, context in scenes
+        for case in (Case(batch, context, 1), *(Case(batch, context, *tree) for tree in trees))
     ]
     limit = shape.target.max_position_embeddings
     for case in cases:

@@ -57,6 +57,7 @@ def row_of(
         profile = summarise(found.kernels, plan.rounds) if found.kernels else {}
     return {
         **case._asdict(),
+        "algorithm": case.tree,
         "bucket": bucket_for(case.budget),
         "capacity": plan.scene(case, shape).capacity,
         "round_ms": milliseconds,
@@ -86,7 +87,7 @@ def host_work(tokens_per_round: float) -> dict[str, float]:
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Titled tables of rounds, of phases where they were timed, and of kernels where they were recorded."""
-    names = [{name: row[name] for name in ("batch", "context", "budget")} for row in rows]
+    names = [{name: row[name] for name in ("batch", "context", "budget", "algorithm")} for row in rows]
     yield (
         "Whole rounds",
         [
@@ -139,7 +140,7 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
 def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A case's kernels by class, and the longest of them."""
     profile = row["profile"]
-    name = f"batch {row['batch']}, context {row['context']}, budget {row['budget']}"
+    name = f"batch {row['batch']}, context {row['context']}, budget {row['budget']}, {row['algorithm']}"
     classes = {
         **profile["classes"],
         "(busy)": {"us": profile["busy_us"], "launches": profile["launches"]},

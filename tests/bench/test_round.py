@@ -1,5 +1,6 @@
 """``python -m bench round`` on a tiny shape: what it reports, and the arithmetic behind it."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,14 +13,16 @@ import pytest
 from bench import phases, profile, work
 from bench.__main__ import main
 from bench.measure import Case, Plan
-from bench.round import groups
+from bench.report import show
+from bench.round import cases_of, groups
 from bench.round_report import host_work, tables_of
 from bench.scene import join, random_weights
 from bench.shapes import SHAPES
-from jetspec_jax import DecodeWeights, SamplingParams
+from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
 from jetspec_jax.config import check_head_fits
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
 
 TINY = SHAPES["tiny"]
@@ -69,6 +72,7 @@ class TestReport:
             rounds = 256 / row["tokens_per_round"]
             assert row["waits_per_256_tokens"] == math.ceil(rounds / ROUNDS_PER_DISPATCH)
             assert all(seconds > 0 for seconds in row["compile_seconds"].values())
+        assert [row["algorithm"] for row in (plain, tree)] == ["plain", "accum_logp"]
         assert plain["tokens_per_round"] == 1
         assert plain["phases_ms"]["draft"] == plain["phases_ms"]["build"] == 0
         assert all(seconds > 0 for seconds in tree["phases_ms"].values())
@@ -97,6 +101,41 @@ class TestReport:
         assert (row["budget"], row["phases_ms"], row["profile"]) == (1, {}, None)
         assert plot.exists()
 
+    def test_algorithms_share_a_plain_step(self, tmp_path):
+        path = tmp_path / "round.json"
+        arguments = "--budgets 16 1 --contexts 40 --rounds 1 --repeats 1 --no-phases"
+        names = ["chain", "top_nodes", "chain"]
+        command = ["round", "--shape", "tiny", *arguments.split(), "--algorithms", *names]
+        assert main([*command, "--json", str(path)]) == 0
+        report = json.loads(path.read_text())
+        plain, *trees = report["rows"]
+        assert [(row["budget"], row["algorithm"]) for row in report["rows"]] == [
+            (1, "plain"),
+            (16, "chain"),
+            (16, "top_nodes"),
+        ]
+        for row in trees:
+            assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
+        assert report["arguments"]["algorithms"] == names
+
+    def test_all_algorithms_are_those_that_are_known(self):
+        arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
+        cases = cases_of(arguments, TINY, PLAN)
+        trees = [(budget, name) for budget in (8, 16) for name in algorithm_names()]
+        assert cases == [
+            case
+            for context in (40, 70)
+            for case in (Case(1, context, 1), *(Case(1, context, *tree) for tree in trees))
+        ]
+        assert str(cases[0]) == "batch 1, context 40, budget 1, plain"
+        assert str(cases[-1]) == "batch 1, context 70, budget 16, top_nodes"
+
+    def test_short_times_keep_their_digits(self, capsys):
+        show("t", [{"build": 0.0123, "draft": 0.5}, {"build": 1.0, "draft": 12.0}])
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["0.012", "0.50"] in lines
+        assert ["1.000", "12.00"] in lines
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -105,6 +144,10 @@ class TestReport:
             ("--target x", "--target and --draft-head go together"),
             ("--shape tiny --budgets 300", "budget"),
             ("--shape tiny --budgets 0", "budget"),
+            (
+                "--shape tiny --algorithms chain beam",
+                "unknown tree algorithm 'beam'; known algorithms: accum",
+            ),
             ("--shape tiny --width 600", "width must lie in 1..512"),
             ("--shape tiny --contexts 0", "--contexts must be at least 1"),
             ("--shape tiny --batches 0 2", "--batches must be at least 1"),
@@ -126,9 +169,25 @@ class TestReport:
 
 
 class TestMeasuring:
+    def test_a_draft_has_entropies_for_those_that_read_them(self, monkeypatch):
+        """What a round's compiler leaves out, the draft alone leaves out too, and nothing else."""
+        case = Case(1, 70, 16)
+        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        logits = jax.random.normal(jax.random.key(0), (1, decoder.depth, TINY.target.vocab_size))
+        candidates = top_candidates(logits, PLAN.width)
+        monkeypatch.setattr(TreeDecoder, "draft", lambda *_: candidates)
+        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        weights = DecodeWeights({}, {})
+        for name in algorithm_names():
+            drafted = phases.draft(PLAN.decoder(case._replace(algorithm=name), TINY), weights, state)
+            assert drafted is not None
+            expected = candidates.entropies if name in ("hybrid", "entropy") else np.zeros((1, decoder.depth))
+            np.testing.assert_array_equal(drafted.entropies, expected)
+            np.testing.assert_array_equal(drafted.log_probs, candidates.log_probs)
+
     def test_phases_in_a_row_are_a_round(self):
         """However often each is repeated."""
-        case = Case(batch=2, context=70, budget=16)
+        case = Case(batch=2, context=70, budget=16, algorithm="hybrid")
         decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
         weights = DecodeWeights(
             random_weights(TINY.target, FLOAT32, seed=0), random_weights(TINY.head, FLOAT32, seed=1)
@@ -165,7 +224,7 @@ class TestMeasuring:
             assert np.all(leaf != 0)
         assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
 
-    def test_cases_take_turns_if_their_stores_fit(self):
+    def testcases_of_take_turns_if_their_stores_fit(self):
         cases = [Case(1, context, budget) for context in (70, 700) for budget in (1, 16)]
         assert groups(cases, TINY, FLOAT32, PLAN, None) == [cases]
         assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
