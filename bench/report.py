@@ -39,11 +39,11 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
         columns.append(_texts([row[key] for row in rows]))
     for texts in zip(*columns, strict=True):
         table.add_row(*texts)
-    # Rich would fold columns at 80 where the output is no terminal.
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    # Rich would fold columns at 80 where the output is no terminal. Cells may hold any text: none is markup.
+    console = Console(width=None if sys.stdout.isatty() else 130, markup=False, emoji=False)
     console.print(table)
     for note in notes:
-        console.print(note, markup=False, highlight=False)
+        console.print(note, highlight=False)
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
@@ -53,16 +53,17 @@ def _texts(values: Sequence[Any]) -> list[str]:
     return ["-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
 
 
-def check_writable(path: Path) -> None:
-    """Finds out, before anything is measured, whether a report can be written to ``path``.
+def check_writable(*paths: Path) -> None:
+    """Finds out, before anything is measured, whether reports can be written; makes their folders.
 
     Raises:
-        OSError: It cannot: its folder, or a file in it, cannot be made.
+        OSError: One cannot: its folder, or a file in it, cannot be made.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()
+    for path in paths:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, and a file is to be written there")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

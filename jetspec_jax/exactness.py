@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.checkpoint import Target
 from jetspec_jax.choice import perturb
@@ -30,17 +31,20 @@ class Divergence:
         token: The token in question there; None if it ended before.
         expected: Plain decoding's token there; None if it ended before.
         gap: Between the two largest perturbed logits of plain decoding there.
+        behind: How far the lesser of the two tokens' perturbed logits is below the largest; None if one of
+            them is no choice at all, because its output ended before or a filter takes it out.
     """
 
     position: int
     token: int | None
     expected: int | None
     gap: float
+    behind: float | None
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding in float32 explains the difference."""
-        return self.gap < TIE_GAP
+        """Whether rounding in float32 explains the difference: both tokens were as good as the best."""
+        return self.behind is not None and self.behind < TIE_GAP
 
 
 def first_divergence(
@@ -63,13 +67,13 @@ def first_divergence(
         return None
     both = min(len(tokens), len(expected))
     position = next((i for i in range(both) if tokens[i] != expected[i]), both)
-    gap = choice_gap(target, [*prompt, *expected[:position]], params)
-    return Divergence(
-        position,
-        tokens[position] if position < len(tokens) else None,
-        expected[position] if position < len(expected) else None,
-        gap,
-    )
+    row = perturbed_logits(target, [*prompt, *expected[:position]], params)
+    token, other = (own[position] if position < len(own) else None for own in (tokens, expected))
+    behind = None
+    if token is not None and other is not None:
+        lesser = min(row[token], row[other])
+        behind = float(row.max() - lesser) if np.isfinite(lesser) else None
+    return Divergence(position, token, other, _gap(row), behind)
 
 
 def choice_gap(target: Target, prefix: Sequence[int], params: SamplingParams) -> float:
@@ -81,10 +85,32 @@ def choice_gap(target: Target, prefix: Sequence[int], params: SamplingParams) ->
     Raises:
         ValueError: A sampled request has no seed, so its noise is not known.
     """
+    return _gap(perturbed_logits(target, prefix, params))
+
+
+def perturbed_logits(
+    target: Target, prefix: Sequence[int], params: SamplingParams
+) -> Float32[np.ndarray, "V"]:
+    """What the token after ``prefix`` is the argmax of: scaled, filtered and noisy logits.
+
+    Raises:
+        ValueError: A sampled request has no seed, so its noise is not known.
+    """
     if params.temperature > 0 and params.seed is None:
         raise ValueError("the gap of a sampled choice needs the request's seed")
-    last = next_token_logits(target, prefix)
-    sampling = jax.tree.map(lambda x: jnp.asarray(x)[None], Sampling.of(params))
-    depth, position = jnp.zeros((1, 1), jnp.int32), jnp.array([len(prefix)], jnp.int32)
-    row = np.sort(np.asarray(perturb(last, depth, position, sampling, max_depth=0))[0, 0])
-    return float(row[-1] - row[-2])
+    sampling = jax.tree.map(lambda x: np.asarray(x)[None], Sampling.of(params))
+    position = np.array([len(prefix)], np.int32)
+    return np.asarray(_perturbed(next_token_logits(target, prefix), position, sampling))[0, 0]
+
+
+@jax.jit
+def _perturbed(
+    logits: Float[Array, "1 1 V"], position: Int[Array, "1"], sampling: Sampling
+) -> Float32[Array, "1 1 V"]:
+    """One program for all prefixes and settings: there may be thousands to look at."""
+    return perturb(logits, jnp.zeros((1, 1), jnp.int32), position, sampling, max_depth=0)
+
+
+def _gap(row: Float32[np.ndarray, "V"]) -> float:
+    second, best = np.partition(row, -2)[-2:]
+    return float(best - second)

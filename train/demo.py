@@ -31,7 +31,7 @@ from train.corpus import (
     load_documents,
     own_library,
 )
-from train.evaluate import evaluate, heldout_prompts
+from train.evaluate import evaluate, prompt_texts
 from train.head import train_head
 from train.recipes import DEMO, Recipe
 from train.report import render
@@ -219,8 +219,8 @@ class _Pair:
             "bytes": sum(f.stat().st_size for f in self.demo.glob("*/*") if f.is_file()),
         }
         path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        prompts, _ = heldout_prompts(self.recipe, self.tokenizer, self.documents)
-        lines = [json.dumps({"text": self.tokenizer.decode(prompt)}) + "\n" for prompt in prompts]
+        texts = prompt_texts(self.recipe, self.tokenizer, self.documents)
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (self.demo / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
         readme = render(self.recipe, self.manifest, results)
         (self.demo / "README.md").write_text(readme, encoding="utf-8")

@@ -154,12 +154,36 @@ def heldout_prompts(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts that begin at random lines of held-out modules, and the tokens that really follow them."""
     settings = recipe.evaluation
+    rows, starts = _heldout_rows(recipe, tokenizer, documents)
+    chosen = np.random.default_rng([recipe.seed, 7]).choice(len(starts), settings.prompts, replace=False)
+    texts = [rows(start) for start in starts[chosen].tolist()]
+    return [r[: settings.prompt_tokens] for r in texts], [r[settings.prompt_tokens :] for r in texts]
+
+
+def prompt_texts(recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source, str]) -> list[str]:
+    """The texts of `heldout_prompts` and, up to ``kept_prompts``, others made like them, none twice."""
+    settings = recipe.evaluation
+    measured, _ = heldout_prompts(recipe, tokenizer, documents)
+    texts = [tokenizer.decode(prompt) for prompt in measured]
+    rows, starts = _heldout_rows(recipe, tokenizer, documents)
+    for start in np.random.default_rng([recipe.seed, 8]).permutation(starts).tolist():
+        if len(texts) >= settings.kept_prompts:
+            break
+        # Library code is in the stream more than once.
+        text = tokenizer.decode(rows(start)[: settings.prompt_tokens])
+        if text not in texts:
+            texts.append(text)
+    return texts
+
+
+def _heldout_rows(
+    recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source, str]
+) -> tuple[Callable[[int], list[int]], Int[np.ndarray, "n"]]:
+    """What cuts a prompt and what follows it out of the held-out text, and where one may begin."""
+    total = recipe.evaluation.prompt_tokens + recipe.evaluation.new_tokens
     stream = encode_split(tokenizer, documents, HELDOUT, library_repeats=recipe.library_repeats)
-    total = settings.prompt_tokens + settings.new_tokens
     starts = line_starts(stream, tokenizer.newline_ids(), before_end=total)
-    chosen = np.random.default_rng([recipe.seed, 7]).choice(starts, settings.prompts, replace=False)
-    rows = [stream[i : i + total].tolist() for i in chosen]
-    return [r[: settings.prompt_tokens] for r in rows], [r[settings.prompt_tokens :] for r in rows]
+    return lambda start: stream[start : start + total].tolist(), starts
 
 
 def tau(

@@ -81,6 +81,7 @@ class Evaluation:
     Attributes:
         stride: Tokens scored per window; the rest of the window is context only.
         prompts: Held-out prompts.
+        kept_prompts: Prompts that are written beside the pair: those measured, then others like them.
         prompt_tokens: Tokens of each.
         new_tokens: Tokens generated for each.
         budgets: Token-tree budgets, at the width below.
@@ -91,6 +92,7 @@ class Evaluation:
 
     stride: int
     prompts: int
+    kept_prompts: int
     prompt_tokens: int
     new_tokens: int
     budgets: tuple[int, ...] = (16, 32, 64, 128)
@@ -156,7 +158,7 @@ DEMO = Recipe(
         slots=512,
     ),
     head=read_head_recipe("demo"),
-    evaluation=Evaluation(stride=512, prompts=64, prompt_tokens=64, new_tokens=256),
+    evaluation=Evaluation(stride=512, prompts=64, kept_prompts=500, prompt_tokens=64, new_tokens=256),
 )
 
 # The same pipeline at a size that a CPU runs in seconds; the caller brings the corpus.
@@ -192,6 +194,6 @@ TINY = Recipe(
         ),
     ),
     evaluation=Evaluation(
-        stride=16, prompts=3, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
+        stride=16, prompts=3, kept_prompts=5, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
     ),
 )  # fmt: skip

@@ -45,6 +45,7 @@ def render(recipe: Recipe, manifest: Manifest, results: Mapping[str, Any]) -> st
         stride=settings.stride,
         ngram=settings.ngram,
         prompts=settings.prompts,
+        kept_prompts=settings.kept_prompts,
         prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens,
         greedy_repetition=results["repetition/greedy text"],

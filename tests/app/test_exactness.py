@@ -24,17 +24,30 @@ def test_the_first_difference_and_the_gap_there(target):
     row = np.sort(np.asarray(logits(target, [[*PROMPT, 5, 6]]))[0, -1])
     assert (found.position, found.token, found.expected) == (2, 7, 9)
     assert found.gap == pytest.approx(row[-1] - row[-2], abs=1e-5)
+    logit = np.asarray(logits(target, [[*PROMPT, 5, 6]]))[0, -1]
+    assert found.behind == pytest.approx(row[-1] - min(logit[7], logit[9]), abs=1e-5)
 
 
 @pytest.mark.parametrize(("ours", "theirs", "at"), [([5], [5, 6], (1, None, 6)), ([5, 6], [5], (1, 6, None))])
 def test_one_may_end_before_the_other(target, ours, theirs, at):
     found = first_divergence(target, PROMPT, SamplingParams(), ours, theirs)
     assert (found.position, found.token, found.expected) == at
+    assert found.behind is None
+    assert not found.is_tie
 
 
-def test_only_a_tiny_gap_is_a_tie():
-    assert Divergence(0, 1, 2, 0.5 * TIE_GAP).is_tie
-    assert not Divergence(0, 1, 2, 2 * TIE_GAP).is_tie
+@pytest.mark.parametrize(("behind", "tie"), [(0.5 * TIE_GAP, True), (2 * TIE_GAP, False), (None, False)])
+def test_a_tie_is_between_the_two_tokens_that_differ(behind, tie):
+    # Two other tokens may well be close to each other: that excuses nothing.
+    assert Divergence(0, 1, 2, 0.5 * TIE_GAP, behind).is_tie == tie
+
+
+def test_a_token_that_the_filter_takes_out_is_no_tie(target):
+    row = np.asarray(logits(target, [PROMPT]))[0, -1]
+    best, second = np.argsort(row)[::-1][:2].tolist()
+    params = SamplingParams(temperature=1.0, seed=0, top_k=1)
+    found = first_divergence(target, PROMPT, params, [second], [best])
+    assert (found.gap, found.behind, found.is_tie) == (np.inf, None, False)
 
 
 def test_the_noise_of_a_sampled_choice_must_be_known(target):

@@ -13,7 +13,7 @@ from train.continuations import cut_splits
 from train.corpus import HELDOUT, TRAIN, Manifest, load_documents
 from train.demo import make_pair
 from train.documents import Documents
-from train.evaluate import repetition, target_bits
+from train.evaluate import heldout_prompts, repetition, target_bits
 from train.stages import OutOfTime
 from train.target import token_losses
 from train.tokenizer import Tokenizer
@@ -103,6 +103,17 @@ def test_the_readme_has_the_figures_of_the_json(demo):
             assert f"{value['all']:.3f}" in readme, key
     assert "PSF-2.0" in readme
     assert results["bytes"] < 200_000
+
+
+def test_more_prompts_are_kept_than_measured_and_none_twice(demo, recipe, corpus):
+    kept = [json.loads(line)["text"] for line in (demo / "prompts.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.read(demo / "target")
+    documents = load_documents(corpus, Manifest.read(recipe.manifest_path()))
+    measured, _ = heldout_prompts(recipe, tokenizer, documents)
+    assert kept[: recipe.evaluation.prompts] == [tokenizer.decode(prompt) for prompt in measured]
+    assert len(set(kept)) == len(kept) == recipe.evaluation.kept_prompts
+    held = "".join(text for source, text in documents.items() if source.split == HELDOUT)
+    assert all(text in held for text in kept if "<|" not in text)
 
 
 def test_bits_do_not_depend_on_the_stride_of_short_documents(demo):

@@ -1,0 +1,109 @@
+"""A target, its draft head and prompts: what the benchmarks that decode prompts have in common."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.prompts import load_prompts
+from bench.report import check_writable
+from jetspec_jax import Head, Target, load_draft_head, load_target
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import TreeSettings
+from pallas_kernels.dispatch import gpu_problem
+
+# Arguments that are no part of a report.
+_LOCAL = ("run", "compilation_cache", "json", "plot", "out")
+# Arguments that may be paths: of these the report has the last part alone.
+_PATHS = ("target", "draft_head", "prompts")
+
+
+class Pair(NamedTuple):
+    """What decodes, and the token ids of what it goes on with."""
+
+    target: Target
+    head: Head
+    prompts: list[list[int]]
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
+    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
+    add = parser.add_argument
+    add("--target", default=str(DEMO_TARGET), help="folder or hub id (default: the demo)")
+    add("--draft-head", default=str(DEMO_DRAFT_HEAD), help="folder or hub id")
+    add("--prompts", default="demo", help='"demo", or JSONL with a "text" in each line')
+    add("--num-prompts", type=int, default=prompts, help=f"how many (default: {prompts})")
+    add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
+    add("--width", type=int, default=7, help="of the trees (default: 7)")
+    # Named in every report, also where nobody chose one.
+    best = "xla" if gpu_problem() else "pallas_triton"
+    add("--implementation", default=best, help=f"of tree attention (default: here {best})")
+    add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+
+
+def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds where the report and its picture go."""
+    parser.add_argument("--json", type=Path, default=Path(f"results/{name}.json"), help="where to")
+    parser.add_argument("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+
+
+def check_arguments(arguments: argparse.Namespace, *numbers: str) -> None:
+    """Checks numbers and paths before anything is loaded, and says where the picture goes.
+
+    Args:
+        arguments: Of the command line; ``plot`` is filled in.
+        numbers: Further arguments that must be at least 1.
+
+    Raises:
+        ValueError: A number is less than 1.
+        OSError: A report cannot be written where it should go.
+    """
+    for name in ("num_prompts", "max_tokens", "width", *numbers):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
+    check_writable(arguments.json, arguments.plot)
+
+
+def load_pair(arguments: argparse.Namespace, dtype: str, settings: Sequence[TreeSettings] = ()) -> Pair:
+    """Loads models and prompts.
+
+    Args:
+        arguments: With those of `add_pair_arguments`.
+        dtype: Of the weights.
+        settings: Trees that the pair must be able to grow.
+
+    Raises:
+        FileNotFoundError: A checkpoint or the prompts are not there.
+        ValueError: They are not what they should be, the target has no tokenizer, or a tree is out of range.
+    """
+    texts = load_prompts(arguments.prompts, arguments.num_prompts)
+    target = load_target(arguments.target, dtype=dtype)
+    head = load_draft_head(arguments.draft_head, dtype=dtype, target=target)
+    if target.tokenizer is None:
+        raise ValueError(f"{arguments.target} has no tokenizer, so it cannot read prompts")
+    for own in settings:
+        own.check(target.config, head.config.depth)
+    return Pair(target, head, [target.tokenizer.encode(text) for text in texts])
+
+
+def describe_pair(pair: Pair) -> dict[str, Any]:
+    """Shapes of the models and type of the weights, for a report."""
+    target, head = pair.target.config, pair.head.config
+    return {
+        "shapes": {
+            "layers": target.num_layers,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "head_layers": head.layers.num_layers,
+            "block_size": head.block_size,
+            "causal_head": head.causal,
+        },
+        "prompt_tokens": [min(map(len, pair.prompts)), max(map(len, pair.prompts))],
+    }
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments, without folders of this machine."""
+    given = {key: value for key, value in vars(arguments).items() if key not in _LOCAL}
+    return {key: Path(value).name if key in _PATHS else value for key, value in given.items()}

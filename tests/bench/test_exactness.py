@@ -1,0 +1,156 @@
+"""``python -m bench exactness``: what it lists, what it calls a mistake, and what it counts."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from bench import exactness
+from bench.__main__ import main
+from bench.exactness_ledger import notes_of, tables_of, total
+from bench.exactness_plot import plot_ledger
+from bench.pair import load_pair
+from jetspec_jax import Completion, generate_tree, load_target
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.exactness import TIE_GAP
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SMALL = ["--num-prompts", "2", "--max-tokens", "8", "--budgets", "16", "--batch", "2"]
+
+
+def run(path, *arguments):
+    code = main(["exactness", *SMALL, *arguments, "--json", str(path)])
+    return code, json.loads(path.read_text())
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Trees whose second prompt gets a wrong token at position 3."""
+
+    def wrong(*arguments, **settings):
+        first, second = generate_tree(*arguments, **settings)
+        tokens = list(second.token_ids)
+        tokens[3] = (tokens[3] + 1) % 4096
+        return [first, dataclasses.replace(second, token_ids=tokens)]
+
+    monkeypatch.setattr(exactness, "generate_tree", wrong)
+
+
+def test_a_right_tree_has_an_empty_ledger(tmp_path, capsys):
+    code, report = run(tmp_path / "out" / "ledger.json", "--dtypes", "float32")
+    assert code == 0
+    assert report["divergences"] == []
+    assert [(row["T"], row["prompts"], row["tokens"], row["mistakes"]) for row in report["rows"]] == [
+        (0.0, 2, 16, 0),
+        (1.0, 2, 16, 0),
+    ]
+    assert all(1 <= row["tau"] <= 5 for row in report["rows"])
+    assert report["device"]
+    assert report["shapes"]["vocab_size"] == 4096
+    assert report["arguments"]["target"] == "target"
+    assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000
+    assert "32 tokens compared, 0 ties" in capsys.readouterr().out
+
+
+def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken):
+    code, report = run(tmp_path / "ledger.json", "--dtypes", "float32", "--temperatures", "0")
+    assert code == 1
+    [entry] = report["divergences"]
+    assert (entry["prompt"], entry["position"], entry["verdict"]) == (1, 3, "mistake")
+    assert entry["token"] == entry["expected"] + 1
+    tokenizer = load_target(DEMO_TARGET, dtype="float32").tokenizer
+    assert entry["expected_text"] == tokenizer.decode([entry["expected"]])
+    assert entry["behind"] >= entry["gap"] > TIE_GAP
+    [row] = report["rows"]
+    assert (row["tokens"], row["divergences"], row["ties"], row["mistakes"]) == (8 + 3, 1, 0, 1)
+    assert row["largest_gap"] == entry["gap"]
+    out = capsys.readouterr().out
+    assert "MISTAKE" in out
+    assert repr(entry["token_text"]) in out
+
+
+def test_two_equally_good_tokens_are_a_tie(tmp_path, broken, monkeypatch):
+    row = np.zeros(4096, np.float32)
+    monkeypatch.setattr("jetspec_jax.exactness.perturbed_logits", lambda *_: row)
+    code, report = run(tmp_path / "ledger.json", "--dtypes", "float32", "--temperatures", "0")
+    assert code == 0
+    assert [(entry["verdict"], entry["gap"]) for entry in report["divergences"]] == [("tie", 0.0)]
+    assert (report["rows"][0]["ties"], report["rows"][0]["mistakes"]) == (1, 0)
+
+
+def test_bfloat16_is_listed_and_not_judged(tmp_path, broken, monkeypatch):
+    # Weights of the other type would compile everything again, and the judging is the same.
+    monkeypatch.setattr(exactness, "load_pair", lambda own, _, trees: load_pair(own, "float32", trees))
+    code, report = run(tmp_path / "ledger.json", "--dtypes", "bfloat16", "--temperatures", "0")
+    assert code == 0
+    assert [entry["verdict"] for entry in report["divergences"]] == [None]
+    assert report["rows"][0]["mistakes"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithms", "best"], "unknown tree algorithm 'best'"),
+        (["--budgets", "500"], "budget must be in 1..256"),
+        (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
+        (["--width", "5000"], "width must lie in 1..4096, not 5000"),
+    ],
+)
+def test_bad_settings_are_one_line(tmp_path, capsys, arguments, message):
+    assert main(["exactness", *arguments, "--json", str(tmp_path / "ledger.json")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
+
+
+def test_a_report_that_cannot_be_written_is_said_before_work(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["exactness", "--json", str(tmp_path / "file" / "ledger.json")]) == 2
+    assert capsys.readouterr().err.startswith("bench: ")
+
+
+def entry_of(verdict, gap, prompt=0, text="[/red]:smile:"):
+    return {
+        "dtype": "bfloat16" if verdict is None else "float32",
+        "T": 0.0,
+        "method": "accum_logp 64",
+        "prompt": prompt,
+        "position": 5,
+        "token": 1,
+        "token_text": text,
+        "expected": None,
+        "expected_text": None,
+        "gap": gap,
+        "behind": gap,
+        "verdict": verdict,
+    }
+
+
+def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
+    entries = [entry_of(None, 0.5)] * 30 + [entry_of("tie", 1e-6), entry_of("mistake", 1e-3)]
+    [(heading, rows), _] = tables_of("ledger", [], entries)
+    assert heading == "Where they part: 20 of 32"
+    assert [row[""] for row in rows[:3]] == ["MISTAKE", "TIE", ""]
+    assert (rows[0]["token"], rows[0]["plain"]) == ("1 '[/red]:smile:'", "nothing")
+
+
+def test_totals_count_up_to_the_first_difference(tmp_path):
+    outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
+    row = total(outputs, [entry_of("tie", 1e-6, prompt=1)], judged=True)
+    assert row == {
+        "prompts": 3,
+        "tokens": 25,
+        "tau": 3.0,
+        "divergences": 1,
+        "ties": 1,
+        "mistakes": 0,
+        "largest_gap": 1e-6,
+    }
+    rows = [{"dtype": "float32", "T": 0.0, "method": "a", **row}]
+    rows.append({**rows[0], "dtype": "bfloat16", "mistakes": None})
+    one, two = notes_of(rows)
+    assert "25 tokens compared, 1 ties" in one
+    assert "1 of 3 outputs part" in two
+    # Exact ties and infinite gaps have a place on the logarithmic axis.
+    plot_ledger(rows, [entry_of("tie", 0.0), entry_of(None, float("inf"))], 10, "ledger", tmp_path / "l.png")
+    assert (tmp_path / "l.png").stat().st_size > 10_000
