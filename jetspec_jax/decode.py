@@ -41,13 +41,16 @@ from jetspec_jax.tree import (
     BUCKETS,
     Algorithm,
     Candidates,
+    Reach,
     Routing,
     TokenTree,
     accept,
     algorithm_of,
     grow_tree,
+    reach_of,
     root_tree,
     top_candidates,
+    tree_buckets,
 )
 
 
@@ -106,6 +109,7 @@ class TreeDecoder:
         algorithm: The tree algorithm: a name, or one with its options.
         max_rounds: Most rounds of one `decode`.
         implementation: Of tree attention; None picks the best.
+        observes: Whether records say what smaller trees would have had accepted.
     """
 
     target: ModelConfig
@@ -115,6 +119,7 @@ class TreeDecoder:
     algorithm: str | Algorithm = "accum_logp"
     max_rounds: int = 32
     implementation: str | None = None
+    observes: bool = False
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -197,6 +202,15 @@ class TreeDecoder:
         accepted = self.accept(state, tree, output.logits)
         return self.commit(weights, state, tree, output, accepted)
 
+    def plain_round(
+        self, weights: DecodeWeights, state: DecodeState
+    ) -> tuple[DecodeState, RoundRecord, Float[Array, "B F"]]:
+        """A round of the root alone that leaves the proposer as it is; its taps are returned for later."""
+        tree = self.build(state, None)
+        output = self.verify(weights, state, tree)
+        state, record = self.advance(state, tree, output, self.accept(state, tree, output.logits))
+        return state, record, output.taps[:, 0]
+
     def draft(self, weights: DecodeWeights, state: DecodeState) -> Candidates | None:
         """The best tokens of every draft row; None in plain decoding, which drafts nothing."""
         if self.proposer is None or self.bucket == 1:
@@ -261,28 +275,35 @@ class TreeDecoder:
         accepted: Accepted,
     ) -> tuple[DecodeState, RoundRecord]:
         """Writes the accepted path into the stores and the proposer's state, and moves the slots on."""
+        before = state.slots
+        after, record = self.advance(state, tree, output, accepted)
+        if self.proposer is None:
+            return after, record
+        with jax.named_scope("commit"):
+            taps = jnp.take_along_axis(output.taps, jnp.maximum(accepted.path, 0)[:, :, None], axis=1)
+            own = self.proposer.commit(weights.proposer, state.proposer, taps, before, accepted.counts)
+        return replace(after, proposer=own), record
+
+    def advance(
+        self, state: DecodeState, tree: TokenTree, output: Verified, accepted: Accepted
+    ) -> tuple[DecodeState, RoundRecord]:
+        """`commit` but for the proposer's state."""
         path, count, tokens, bonus, _ = accepted
         with jax.named_scope("commit"):
-            proposer_state = state.proposer
-            if self.proposer is not None:
-                taps = jnp.take_along_axis(output.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
-                proposer_state = self.proposer.commit(
-                    weights.proposer, state.proposer, taps, state.slots, count
-                )
             stores = commit(state.stores, output.stash, state.slots, count, path=path)
         remaining = state.settings.remaining - count
         stopped = jnp.any(is_stop(tokens, state.settings.stop_bits), axis=1)
         state = replace(
             state,
             stores=stores,
-            proposer=proposer_state,
             slots=state.slots._replace(lengths=state.slots.lengths + count),
             anchors=jnp.where(state.active, bonus, state.anchors),
             active=state.active & ~stopped & (remaining > 0),
             settings=state.settings._replace(remaining=remaining),
         )
         sizes = jnp.where(count > 0, tree.num_nodes, 0)
-        return state, RoundRecord(tokens, count, sizes)
+        reach = reach_of(tree, path, tree_buckets(self.bucket)) if self.observes else None
+        return state, RoundRecord(tokens, count, sizes, reach)
 
     def decode(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
@@ -315,27 +336,53 @@ def _loop(
 ) -> tuple[DecodeState, RoundRecord]:
     """See `TreeDecoder.decode`."""
     batch, most = state.anchors.shape[0], decoder.max_rounds
-    records = RoundRecord(
-        tokens=jnp.full((most, batch, decoder.depth + 1), -1, jnp.int32),
-        counts=jnp.zeros((most, batch), jnp.int32),
-        tree_sizes=jnp.zeros((most, batch), jnp.int32),
-    )
-
-    def goes_on(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
-        done, state, _ = carry
-        return (done < jnp.minimum(rounds, most)) & jnp.any(state.active)
-
-    def step(carry: tuple[Array, DecodeState, RoundRecord]) -> tuple[Array, DecodeState, RoundRecord]:
-        done, state, records = carry
-        state, record = decoder.round(weights, state)
-        records = jax.tree.map(lambda all_, one: all_.at[done].set(one), records, record)
-        return done + 1, state, records
-
     # What no round changes is made before the loop: XLA would make some of it in every round.
     if decoder.proposer is not None:
         weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
-    _, state, records = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, records))
+    # Nobody drafts during plain rounds, so a proposer learns of their tokens at the end, of all in one pass.
+    proposer = decoder.proposer
+    late = decoder.bucket == 1 and proposer is not None
+
+    def one_round(state: DecodeState) -> tuple[DecodeState, RoundRecord, Array | None]:
+        return decoder.plain_round(weights, state) if late else (*decoder.round(weights, state), None)
+
+    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    kept = jnp.zeros((most, batch, width), state.stores[0].k.dtype) if late else None
+
+    def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
+        done, state, _ = carry
+        return (done < jnp.minimum(rounds, most)) & jnp.any(state.active)
+
+    def step(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
+        done, state, kept = carry
+        state, *made = one_round(state)
+        kept = jax.tree.map(lambda all_, one: all_.at[done].set(one), kept, tuple(made))
+        return done + 1, state, kept
+
+    slots = state.slots
+    _, state, (records, taps) = jax.lax.while_loop(
+        goes_on, step, (jnp.int32(0), state, (_no_records(decoder, batch), kept))
+    )
+    if late and proposer is not None:
+        # A slot decodes in the first rounds or in none, so its rows lie side by side.
+        rows, counts = jnp.moveaxis(taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
+        own = proposer.commit(weights.proposer, state.proposer, rows, slots, counts)
+        state = replace(state, proposer=own)
     return state, records
+
+
+def _no_records(decoder: TreeDecoder, batch: int) -> RoundRecord:
+    """Records of rounds that have not run."""
+    most, reach = decoder.max_rounds, None
+    if decoder.observes:
+        shape = most, batch, len(tree_buckets(decoder.bucket))
+        reach = Reach(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32))
+    return RoundRecord(
+        tokens=jnp.full((most, batch, decoder.depth + 1), -1, jnp.int32),
+        counts=jnp.zeros((most, batch), jnp.int32),
+        tree_sizes=jnp.zeros((most, batch), jnp.int32),
+        reach=reach,
+    )
 
 
 # Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a

@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import ArrayLike
 from tqdm import tqdm
 
+from jetspec_jax.auto_budget import Acceptance, AutoBudget
 from jetspec_jax.cache import PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
@@ -25,9 +26,10 @@ from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.engine_size import PAGE_SIZE, PREFILL_CHUNK, EngineSize, check_engine_memory
 from jetspec_jax.memory import array_bytes
 from jetspec_jax.proposer import DraftHeadProposer, Proposer
+from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
-from jetspec_jax.tree import Algorithm, Hints, algorithm_of, bucket_for
+from jetspec_jax.tree import Algorithm, Auto, Hints, algorithm_of, bucket_for, tree_buckets
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
@@ -151,6 +153,10 @@ class Engine:
         )
         if self.decoder.proposer is None:
             proposer_weights = None
+        # With "auto" one for each bucket, the last being the largest; else only the engine's own.
+        self._decoders = decoders_of(self.decoder)
+        self._acceptance = Acceptance(tree_buckets(self.decoder.bucket))
+        self._auto: AutoBudget | None = None
         self.target, self.settings = target, settings
         self.weights = DecodeWeights(target.weights, proposer_weights)
         size = EngineSize.of(target.config, slots, capacity, num_pages)
@@ -187,6 +193,7 @@ class Engine:
         """Makes all slots and pages anew; whatever waited or ran is forgotten."""
         self.state = size.empty_state(self.decoder, self.dtype)
         self.size = size
+        self._auto = None  # what a round costs depends on the size
         self.pool = PagePool(size.num_pages)
         self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
@@ -271,8 +278,9 @@ class Engine:
 
         Args:
             rounds: How many, unless all slots end before.
-            decode: What runs them; None is the decoder's `TreeDecoder.decode`.
+            decode: What runs them; None is the decoder's `TreeDecoder.decode`, or with "auto" one of several.
         """
+        auto = self._auto_budget() if decode is None else None
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
@@ -281,16 +289,39 @@ class Engine:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
+        bucket = -1
+        if auto is not None:
+            bucket, rounds = auto.choose(self._mean_context(), rounds)
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
-        run_rounds = self.decoder.decode if decode is None else decode
+        run_rounds = self._decoders[bucket].decode if decode is None else decode
         self.state, records = run_rounds(self.weights, self.state, np.int32(rounds))
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:
             request.output.add_tokens([int(token)])
+        if auto is not None and records.reach is not None:
+            ran = records.counts > 0
+            auto.learn(bucket, records.reach.expected[ran], records.reach.accepted[ran])
         for request in list(self._running):
             _collect(request, records)
             if request.output.finish_reason is not None:
                 self._release(request)
+
+    def _auto_budget(self) -> AutoBudget | None:
+        """What chooses the buckets, for the algorithm "auto"; measures costs that nobody knows yet."""
+        algorithm = algorithm_of(self.settings.algorithm)
+        if not isinstance(algorithm, Auto) or len(self._decoders) == 1:
+            return None
+        if self._auto is None:
+            # Nobody runs: slots are taken after this, and an engine in use is not resized.
+            costs, self.state = round_costs(
+                self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
+            )
+            self._auto = AutoBudget(self._acceptance, costs, algorithm.probing)
+        return self._auto
+
+    def _mean_context(self) -> float:
+        """Committed tokens of a running slot."""
+        return float(np.mean([len(r.prompt) + len(r.output.token_ids) for r in self._running] or [0]))
 
     def _admit(self) -> list[tuple[Request, jax.Array]]:
         """Gives free slots and pages to waiting requests, in order, and launches their prefills."""
@@ -359,6 +390,19 @@ def make_decoder(
         settings.algorithm,
         implementation=implementation,
     )
+
+
+def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
+    """The decoders that an engine chooses from: with "auto" one for each bucket up to this one's."""
+    algorithm = algorithm_of(decoder.algorithm)
+    if not isinstance(algorithm, Auto) or decoder.bucket == 1:
+        return (decoder,)
+    plain = replace(decoder, bucket=1, algorithm=algorithm.shape)
+    trees = (
+        replace(decoder, bucket=bucket, algorithm=algorithm.shape, observes=True)
+        for bucket in tree_buckets(decoder.bucket)
+    )
+    return (plain, *trees)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 from jetspec_jax.cache import Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
-from jetspec_jax.tree import Hints, Routing
+from jetspec_jax.tree import Hints, Reach, Routing
 
 
 class DecodeWeights(NamedTuple):
@@ -113,11 +113,13 @@ class RoundRecord(NamedTuple):
         tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
         counts: How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode.
         tree_sizes: Nodes of each slot's tree.
+        reach: What trees of every smaller bucket would have had accepted; None unless a decoder observes.
     """
 
     tokens: Int32[Array, "B D1"]
     counts: Int32[Array, "B"]
     tree_sizes: Int32[Array, "B"]
+    reach: Reach | None = None
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -17,11 +17,13 @@ from jetspec_jax.tree.algorithms import (
     get_algorithm,
     register_algorithm,
 )
+from jetspec_jax.tree.auto import Auto
 from jetspec_jax.tree.building import build_tree, grow_tree
 from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.published import AccumLogp
+from jetspec_jax.tree.reach import Reach, reach_of, tree_buckets
 from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import (
     BUCKETS,
@@ -39,10 +41,12 @@ __all__ = [
     "Acceptance",
     "AccumLogp",
     "Algorithm",
+    "Auto",
     "Candidates",
     "Hints",
     "Plan",
     "Profile",
+    "Reach",
     "Routing",
     "TokenTree",
     "accept",
@@ -56,7 +60,9 @@ __all__ = [
     "get_algorithm",
     "grow_tree",
     "path_sums",
+    "reach_of",
     "register_algorithm",
     "root_tree",
     "top_candidates",
+    "tree_buckets",
 ]

@@ -4,7 +4,7 @@ All trees grow best-first out of the same candidates. An algorithm decides how: 
 each depth may have, what is added to their priority, and whether children come all at once or one by one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -62,7 +62,7 @@ _KNOWN: dict[str, type[Algorithm]] = {}
 _Kind = TypeVar("_Kind", bound=type[Algorithm])
 
 
-def register_algorithm(name: str) -> Any:
+def register_algorithm(name: str) -> Callable[[_Kind], _Kind]:
     """A decorator that makes an algorithm known under a name.
 
     Raises:

@@ -1,0 +1,205 @@
+"""What a round costs on this device, by bucket and context: measured once, with the programs that decode."""
+
+import hashlib
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import platformdirs
+from jaxtyping import Float
+from tqdm import tqdm
+
+from jetspec_jax.cache import Slots
+from jetspec_jax.decode import TreeDecoder
+from jetspec_jax.state import DecodeState, DecodeWeights
+
+#: Timed dispatches of each bucket and context; their median counts.
+REPEATS = 5
+#: A dispatch of fewer rounds than the engine's will do where those take longer than this.
+DISPATCH_SECONDS = 0.05
+# More than any dispatch emits: no slot may stop while it is timed.
+_ENDLESS = 2**30
+
+_log = logging.getLogger("jetspec_jax")
+_measured: dict[str, "RoundCosts"] = {}
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the rounds of K buckets.
+
+    Attributes:
+        contexts: Two numbers of committed tokens.
+        seconds: Of a round alone, for each bucket, at both contexts.
+        dispatch: What a dispatch takes beside its rounds, to be launched and for its records to arrive.
+    """
+
+    contexts: tuple[int, int]
+    seconds: tuple[tuple[float, float], ...]
+    dispatch: float
+
+    def at(self, context: float, rounds: int) -> Float[np.ndarray, "K"]:
+        """Seconds of a round of each bucket behind so many tokens, in a dispatch of so many rounds.
+
+        They lie on the line through what was measured, with a share of the dispatch.
+        """
+        low, high = self.contexts
+        share = (context - low) / (high - low)
+        first, last = np.asarray(self.seconds).T
+        # A line that noise makes fall must not reach zero far outside.
+        alone = np.maximum(first + share * (last - first), 0.5 * np.minimum(first, last))
+        return alone + self.dispatch / rounds
+
+
+def round_costs(
+    decoders: Sequence[TreeDecoder],
+    weights: DecodeWeights,
+    state: DecodeState,
+    *,
+    page_size: int,
+    rounds: int,
+    folder: Path | None = None,
+) -> tuple[RoundCosts, DecodeState]:
+    """The costs of some decoders' rounds: known to this process, or to an earlier one, or measured now.
+
+    Args:
+        decoders: One for each bucket.
+        weights: The parameters.
+        state: A state of free slots; donated.
+        page_size: Tokens of a page of its stores.
+        rounds: Of a dispatch, at most.
+        folder: Where costs are kept between processes. None is the user's cache folder; on a CPU, whose speed
+            depends on what else it does, they are not kept.
+
+    Returns:
+        The costs, and a state of free slots.
+    """
+    device = jax.devices()[0]
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state)
+    described = repr((device.device_kind, jax.__version__, decoders, shapes, rounds))
+    key = hashlib.sha256(described.encode()).hexdigest()
+    if key in _measured:
+        return _measured[key], state
+    kept = None
+    if folder is not None or device.platform != "cpu":
+        kept = (folder or platformdirs.user_cache_path("jetspec_jax", appauthor=False)) / "costs.json"
+    found = _read(kept).get(key)
+    if found is not None:
+        costs = RoundCosts(tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), found["dispatch"])
+    else:
+        costs, state = measure_round_costs(decoders, weights, state, page_size=page_size, rounds=rounds)
+        _keep(kept, key, {"device": device.device_kind, **asdict(costs)})
+    _measured[key] = costs
+    return costs, state
+
+
+def measure_round_costs(
+    decoders: Sequence[TreeDecoder],
+    weights: DecodeWeights,
+    state: DecodeState,
+    *,
+    page_size: int,
+    rounds: int,
+) -> tuple[RoundCosts, DecodeState]:
+    """Times dispatches of greedy rounds behind a short and a long context, interleaved over the buckets.
+
+    The arguments and what is returned are those of `round_costs`.
+    """
+    capacity = page_size * state.slots.block_tables.shape[1]
+    low = min(64, capacity // 4)
+    contexts = low, max(capacity - rounds * (1 + max(decoder.depth for decoder in decoders)), low + 1)
+    clock = _Clock(weights, state)
+    times: dict[tuple[int, int], list[float]] = {
+        (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
+    }
+    dispatches: list[float] = []
+    with tqdm(total=len(decoders) + REPEATS, desc="round costs", delay=2, disable=None, leave=False) as bar:
+        turns = []
+        for decoder in decoders:
+            clock.seconds(decoder, low, 1)  # compiles
+            turns.append(min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1)))))
+            bar.update()
+        for _ in range(REPEATS):
+            for (bucket, context), own in times.items():
+                # Two dispatches tell the rounds from what every dispatch takes.
+                one = clock.seconds(decoders[bucket], context, 1)
+                more = clock.seconds(decoders[bucket], context, turns[bucket])
+                own.append((more - one) / (turns[bucket] - 1))
+                dispatches.append(one - own[-1])
+            bar.update()
+    first, last = contexts
+    seconds = tuple(
+        (
+            max(statistics.median(times[bucket, first]), 1e-9),
+            max(statistics.median(times[bucket, last]), 1e-9),
+        )
+        for bucket in range(len(decoders))
+    )
+    return RoundCosts(contexts, seconds, max(statistics.median(dispatches), 0.0)), clock.free_slots()
+
+
+class _Clock:
+    """Slots in the midst of a sequence, and the time of rounds from there."""
+
+    def __init__(self, weights: DecodeWeights, state: DecodeState):
+        self._weights, self._state = weights, state
+        self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None))
+        batch, pages = state.slots.block_tables.shape
+        # Where there are fewer pages than all slots could name, several slots name one.
+        names = np.arange(batch * pages, dtype=np.int32) % state.stores[0].k.shape[0]
+        self._tables = names.reshape(batch, pages)
+
+    def seconds(self, decoder: TreeDecoder, context: int, rounds: int) -> float:
+        """Seconds of one dispatch, until its records are on the host."""
+        batch = len(self._tables)
+        settings = self._state.settings._replace(
+            budget=jnp.full(batch, decoder.bucket, jnp.int32),
+            depth=jnp.full(batch, decoder.depth, jnp.int32),
+            remaining=jnp.full(batch, _ENDLESS, jnp.int32),
+        )
+        state = replace(
+            self._state,
+            slots=Slots(jnp.asarray(self._tables), jnp.full(batch, context, jnp.int32)),
+            active=jnp.ones(batch, bool),
+            settings=settings,
+        )
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        self._state, records = decoder.decode(self._weights, state, np.int32(rounds))
+        jax.device_get(records)
+        return time.perf_counter() - started
+
+    def free_slots(self) -> DecodeState:
+        """The state with its slots free, as it came; what their pages hold nobody reads."""
+        return replace(self._free, stores=self._state.stores, proposer=self._state.proposer)
+
+
+def _read(path: Path | None) -> Mapping[str, Any]:
+    if path is None or not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        _log.warning("%s is no JSON; round costs are measured anew", path)
+        return {}
+
+
+def _keep(path: Path | None, key: str, entry: Mapping[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{key[:8]}.partial")
+        partial.write_text(json.dumps({**_read(path), key: entry}), encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        _log.warning("round costs are not kept: cannot write %s: %s", path, error.strerror)

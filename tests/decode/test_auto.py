@@ -1,0 +1,223 @@
+"""The algorithm "auto" in the engine: any bucket at any dispatch, and always plain decoding's tokens."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, generate, generate_tree, round_costs
+from jetspec_jax.auto_budget import AutoBudget, Choice
+from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax.round_costs import RoundCosts
+from jetspec_jax.tree import get_algorithm
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.test_compilations import compilations
+from tests.decode.tiny import SLIDING, random_head, random_target, serve
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+ORACLE = OracleProposer(SLIDING.vocab_size)
+NEW_TOKENS = 40
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+PARAMS = [
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(SLIDING, 0)
+
+
+@pytest.fixture(autouse=True)
+def costs_are_known(monkeypatch):
+    """No clock in tests: a tree round takes twice a plain one's time."""
+
+    def known(decoders, weights, state, **_):
+        return RoundCosts((64, 768), ((1.0, 1.0), *[(2.0, 2.0)] * (len(decoders) - 1)), 0.1), state
+
+    monkeypatch.setattr("jetspec_jax.engine.round_costs", known)
+
+
+@pytest.fixture
+def every_bucket(monkeypatch):
+    """Dispatches take turns through all buckets, and are of 3 rounds."""
+    turns, seen = itertools.count(), []
+
+    def choose(self, context, rounds):
+        seen.append(context)
+        return Choice((0, 2, 1, 0, 1)[next(turns) % 5], 3)
+
+    monkeypatch.setattr(AutoBudget, "choose", choose)
+    return seen
+
+
+def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(target, every_bucket):
+    longer = [dataclasses.replace(p, max_tokens=NEW_TOKENS + ORACLE.depth + 1) for p in PARAMS]
+    plain = [completion.token_ids for completion in generate(target, PROMPTS, longer)]
+    engine = Engine(
+        target,
+        settings=TreeSettings(budget=32, width=3, algorithm="auto"),
+        slots=2,
+        capacity=64,
+        proposer=ORACLE,
+        proposer_weights=plant([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)], 128, 0),
+    )
+    for completion, expected in zip(serve(engine, PROMPTS, PARAMS), plain, strict=True):
+        assert completion.token_ids == expected[:NEW_TOKENS]
+        # Plain rounds, and trees of both buckets.
+        sizes = set(completion.tree_sizes)
+        assert min(sizes) == 1
+        assert max(sizes) == 32
+        assert sizes & set(range(2, 17))
+        assert max(completion.accept_lengths) > 2
+    assert every_bucket == sorted(every_bucket)
+    assert every_bucket[:2] == [4, 8]
+
+
+def test_plain_rounds_feed_the_head_s_context(target):
+    """At the end of a dispatch, all that tree rounds would have fed; an ended slot is left alone."""
+    params = [dataclasses.replace(PARAMS[0], max_tokens=30), dataclasses.replace(PARAMS[0], max_tokens=5)]
+
+    def state_after(make_decode):
+        settings = TreeSettings(budget=16, width=3, algorithm="auto")
+        engine = Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=64)
+        for prompt, own in zip(PROMPTS, params, strict=True):
+            engine.submit(prompt, own)
+        for _ in range(2):
+            engine.step(8, make_decode(engine._decoders[0]))
+        return engine.state
+
+    def round_by_round(decoder):
+        def decode(weights, state, rounds):
+            records = []
+            for _ in range(int(rounds)):
+                state, record = jax.jit(decoder.round)(weights, state)
+                records.append(record)
+            return state, jax.tree.map(lambda *own: jnp.stack(own), *records)
+
+        return decode
+
+    late, each = state_after(lambda decoder: decoder.decode), state_after(round_by_round)
+    np.testing.assert_array_equal(late.slots.lengths, each.slots.lengths)
+    np.testing.assert_array_equal(late.slots.lengths, [len(PROMPTS[0]) + 16, 0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), late.proposer, each.proposer)
+    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(late.proposer))
+
+
+def test_nothing_compiles_after_a_first_request(target, every_bucket):
+    head = random_head(SLIDING, 1)
+
+    def run(count, tokens):
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return generate_tree(target, head, PROMPTS[:1] * count, params, budget=32, width=3, algorithm="auto")
+
+    run(2, 24)
+    with compilations() as seen:
+        run(2, 40)
+    assert seen == []
+
+
+def test_the_choice_follows_what_is_accepted(target):
+    """The oracle is always right, so trees soon pay; a random head never is, so they never do."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    [plain] = generate(target, PROMPTS[:1], dataclasses.replace(params, max_tokens=220))
+    settings = TreeSettings(budget=32, width=3, algorithm="auto")
+    engine = Engine(
+        target,
+        settings=settings,
+        capacity=256,
+        proposer=ORACLE,
+        proposer_weights=plant([[*PROMPTS[0], *plain.token_ids]], 256, 0),
+    )
+    [good] = serve(engine, PROMPTS[:1], [params])
+    [bad] = generate_tree(
+        target, random_head(SLIDING, 1), PROMPTS[:1], params, budget=32, width=3, algorithm="auto"
+    )
+    assert np.mean(np.asarray(good.tree_sizes) == 1) < 0.2
+    assert np.mean(np.asarray(bad.tree_sizes) == 1) > 0.7
+    assert good.token_ids == bad.token_ids == plain.token_ids[:200]
+
+
+def test_shape_of_the_trees_is_an_option(target, every_bucket):
+    [completion] = generate_tree(
+        target,
+        random_head(SLIDING, 1),
+        PROMPTS[:1],
+        PARAMS[0],
+        budget=32,
+        algorithm=get_algorithm("auto", {"tree": "chain"}),
+    )
+    assert set(completion.tree_sizes) == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "auto"}, "auto needs another algorithm"),
+        ({"tree": "best"}, "unknown tree algorithm 'best'"),
+        ({"probing": 2}, "probing must be a share in 0..1, not 2"),
+        (
+            {"buckets": [1]},
+            r"unknown options \['buckets'\] of the tree algorithm 'auto'; it has: probing, tree",
+        ),
+    ],
+)
+def test_options_that_are_not_valid(options, message):
+    with pytest.raises(ValueError, match=message):
+        get_algorithm("auto", options)
+
+
+class TestCosts:
+    """Measured with the engine's own programs and state, and kept."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_measured_yet(self, monkeypatch):
+        monkeypatch.setattr(round_costs, "_measured", {})
+
+    @pytest.fixture
+    def engine(self, target):
+        settings = TreeSettings(budget=16, width=3, algorithm="auto")
+        return Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=128)
+
+    def measure(self, engine, folder):
+        costs, engine.state = round_costs.round_costs(
+            engine._decoders, engine.weights, engine.state, page_size=64, rounds=4, folder=folder
+        )
+        return costs
+
+    def test_are_positive_and_leave_the_slots_free(self, engine, tmp_path):
+        before = jax.tree.map(np.asarray, dataclasses.replace(engine.state, stores=(), proposer=None))
+        costs = self.measure(engine, tmp_path)
+        assert len(costs.seconds) == 2
+        assert min(min(own) for own in costs.seconds) > 0
+        assert costs.dispatch >= 0
+        after = dataclasses.replace(engine.state, stores=(), proposer=None)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+        [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
+        [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
+        assert completion.token_ids == plain.token_ids
+
+    def test_are_kept_between_processes(self, engine, tmp_path, monkeypatch):
+        costs = self.measure(engine, tmp_path)
+        monkeypatch.setattr(round_costs, "_measured", {})
+        monkeypatch.setattr(round_costs, "measure_round_costs", None)  # calling it would fail
+        assert self.measure(engine, tmp_path) == costs
+        [entry] = json.loads((tmp_path / "costs.json").read_text()).values()
+        assert entry["device"] == jax.devices()[0].device_kind
+
+    def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog):
+        (tmp_path / "costs.json").write_text("{")
+        self.measure(engine, tmp_path)
+        assert "measured anew" in caplog.text
+        assert len(json.loads((tmp_path / "costs.json").read_text())) == 1
+
+    def test_on_a_cpu_nothing_is_written(self, engine, monkeypatch):
+        monkeypatch.setattr(round_costs.platformdirs, "user_cache_path", None)  # calling it would fail
+        self.measure(engine, None)
+        assert jnp.all(~engine.state.active)

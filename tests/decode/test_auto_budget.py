@@ -1,0 +1,123 @@
+"""The choice of buckets: what it costs against the best fixed one, in simulated worlds."""
+
+import numpy as np
+import pytest
+
+from jetspec_jax.auto_budget import PROBE_ROUNDS, Acceptance, AutoBudget
+from jetspec_jax.round_costs import RoundCosts
+
+BUCKETS = (16, 32, 64, 128, 256)
+TOKENS, DISPATCH, ROUNDS = 20_000, 0.3, 16
+
+# Milliseconds of a round, plain first.
+LARGE_MODEL = (4.5, 5.9, 6.0, 6.1, 6.9, 9.4)
+SMALL_MODEL = (0.20, 0.42, 0.43, 0.46, 0.52, 0.66)
+ON_A_CPU = (2.6, 12.0, 15.3, 23.0, 45.0, 90.0)
+# Drafted tokens that a round of each bucket accepts.
+GOOD = (2.5, 3.5, 4.5, 5.5, 6.4)
+FAIR = (1.1, 1.15, 1.2, 1.25, 1.3)
+POOR = (0.2, 0.25, 0.3, 0.32, 0.34)
+DEEP = (0.3, 1.0, 2.0, 3.5, 5.5)
+
+
+def costs_of(seconds, dispatch=DISPATCH):
+    return RoundCosts((64, 768), tuple((one, one) for one in seconds), dispatch)
+
+
+class World:
+    """Rounds whose drafts are accepted as often as is said on average, in moods that change."""
+
+    def __init__(self, drafted, seed, bias=1.3):
+        self.drafted, self.rng, self.bias = np.asarray(drafted, float), np.random.default_rng(seed), bias
+
+    def rounds(self, bucket, count):
+        spread = 0.4
+        mood = np.exp(self.rng.normal(-(spread**2) / 2, spread, (count, 1)))
+        more = np.diff(self.drafted[:bucket], prepend=0.0)
+        accepted = np.cumsum(self.rng.poisson(more * mood), axis=1)
+        return self.bias * mood * self.drafted[:bucket], accepted
+
+
+def simulate(auto, world, seconds, tokens=TOKENS):
+    """Time of the tokens, and how many rounds ran with each bucket."""
+    time, done, ran = 0.0, 0, np.zeros(len(seconds), int)
+    while done < tokens:
+        bucket, rounds = auto.choose(300, ROUNDS)
+        time += rounds * seconds[bucket] + DISPATCH
+        ran[bucket] += rounds
+        expected, accepted = world.rounds(bucket, rounds)
+        done += rounds + (accepted[:, -1].sum() if bucket else 0)
+        auto.learn(bucket, expected, accepted)
+    return time / done, ran
+
+
+def fixed(drafted, seconds):
+    """Time of a token with each bucket."""
+    return (np.asarray(seconds) + DISPATCH / ROUNDS) / (1 + np.asarray([0, *drafted]))
+
+
+@pytest.mark.parametrize("seconds", [LARGE_MODEL, SMALL_MODEL, ON_A_CPU])
+@pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR, DEEP])
+def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
+    times = []
+    for seed in range(3):
+        auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.01)
+        times.append(simulate(auto, World(drafted, seed), seconds)[0])
+    per_token = fixed(drafted, seconds)
+    assert np.mean(times) <= 1.03 * per_token.min()
+    assert max(times) <= 1.03 * per_token[0]
+
+
+def test_follows_a_text_that_changes():
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), 0.01)
+    for drafted, mostly_trees in ((POOR, False), (GOOD, True), (POOR, False)):
+        _, ran = simulate(auto, World(drafted, 0), SMALL_MODEL)
+        assert (ran[0] < 0.2 * ran.sum()) == mostly_trees, ran
+
+
+def test_the_account_bounds_what_probing_loses():
+    """Trees never pay here: after the first, a probe comes only when plain rounds have earned it."""
+    seconds = (1.0, 9.0, 9.0, 9.0, 9.0, 9.0)
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.01)
+    time, ran = simulate(auto, World(POOR, 0), seconds)
+    assert time <= 1.02 * fixed(POOR, seconds)[0]
+    assert ran[1:].sum() > PROBE_ROUNDS, "it goes on asking"
+    never = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.0)
+    assert simulate(never, World(POOR, 0), seconds)[1][1:].sum() == PROBE_ROUNDS
+
+
+def test_a_short_dispatch_pays_more_of_it_each_round():
+    costs = RoundCosts((100, 300), ((1.0, 2.0), (4.0, 4.0)), 8.0)
+    np.testing.assert_allclose(costs.at(200, 16), [1.5 + 0.5, 4.0 + 0.5])
+    np.testing.assert_allclose(costs.at(400, 2), [2.5 + 4.0, 4.0 + 4.0])
+    assert costs.at(-10_000, 16).min() > 0
+
+
+class TestAcceptance:
+    def test_learns_the_mean_of_what_it_saw(self):
+        acceptance = Acceptance((16, 32))
+        for _ in range(200):
+            acceptance.learn(np.full((16, 2), [1.0, 1.5]), np.tile([[1, 2], [3, 4]], (8, 1)))
+        np.testing.assert_allclose(acceptance.tokens(), [1.0, 3.0, 4.0], rtol=0.02)
+
+    def test_larger_trees_than_were_seen_move_along(self):
+        acceptance = Acceptance((16, 32))
+        for _ in range(200):
+            acceptance.learn(np.full((16, 1), 0.5), np.full((16, 1), 1))
+        plain, small, large = acceptance.tokens()
+        assert plain == 1
+        assert small == pytest.approx(2.0, rel=0.02)
+        # 32 nodes were guessed to have a quarter more accepted than 16.
+        assert large == pytest.approx(2.25, rel=0.02)
+
+    def test_nothing_accepted_at_all(self):
+        acceptance = Acceptance((16, 32))
+        for _ in range(300):
+            acceptance.learn(np.zeros((16, 2)), np.zeros((16, 2), int))
+        np.testing.assert_allclose(acceptance.tokens(), 1.0, atol=1e-3)
+
+    def test_no_round_changes_nothing(self):
+        acceptance = Acceptance((16, 32))
+        before = acceptance.tokens()
+        acceptance.learn(np.zeros((0, 1)), np.zeros((0, 1), int))
+        np.testing.assert_array_equal(acceptance.tokens(), before)
