@@ -1,4 +1,4 @@
-"""The command ``jetspec-jax``: generate text, and look at checkpoints."""
+"""The command ``jetspec-jax``: generate text, see trees, and look at checkpoints."""
 
 import argparse
 import json
@@ -6,19 +6,17 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jetspec_jax.completion import Completion
-from jetspec_jax.config import read_json
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.describe import describe
 from jetspec_jax.exactness import first_divergence
 from jetspec_jax.generate import generate
 from jetspec_jax.llm import LLM
-from jetspec_jax.sampling import SamplingParams, draw_seed
-from jetspec_jax.tree import Algorithm, algorithm_names, get_algorithm
-from pallas_kernels.tree_attention import implementations
+from jetspec_jax.options import add_decoding_options, load_llm, read_prompt, routing_hints, sampling_params
+from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.view.command import add_tree_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,48 +40,12 @@ def _parser() -> argparse.ArgumentParser:
 
     gen = commands.add_parser("generate", help="complete a prompt", description=_generate.__doc__)
     gen.set_defaults(run=_generate)
-    gen.add_argument("prompt", nargs="?", metavar="PROMPT", help="read from standard input when absent")
-    gen.add_argument("--target", default="demo", help="folder or hub id (default: the embedded demo)")
-    gen.add_argument("--draft-head", help="folder or hub id (default: the demo's; else decode plainly)")
-    gen.add_argument("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
-    gen.add_argument("--width", type=int, default=7, help="most children of a node (default: 7)")
-    gen.add_argument("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
-    gen.add_argument(
-        "--algorithm",
-        default="accum_logp",
-        help=f"how trees are built: {', '.join(algorithm_names())} (default: accum_logp)",
-    )
-    gen.add_argument(
-        "--algorithm-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="option of the algorithm, its value in JSON, as beta=2.0; may recur",
-    )
-    gen.add_argument("--profile", type=Path, help="JSON table of measured acceptance, for its algorithms")
-    gen.add_argument("--task", help="what is asked for, for the routers: math, code, chat, reasoning, ...")
-    gen.add_argument("--max-tokens", type=int, default=256, help="most tokens to generate (default: 256)")
-    gen.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    gen.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
-    gen.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
-    gen.add_argument("--stop", action="append", default=[], help="string that ends the text; may recur")
-    gen.add_argument("--seed", type=int, help="seed of the sampling noise (default: drawn)")
-    gen.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    gen.add_argument(
-        "--implementation", help=f"of tree attention: {' or '.join(implementations())} (default: the best)"
-    )
-    gen.add_argument(
-        "--compilation-cache",
-        default="auto",
-        metavar="DIR|auto|off",
-        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
-    )
-    gen.add_argument(
-        "--ignore-config-key", action="append", default=[], help="unknown config key that has no effect"
-    )
+    add_decoding_options(gen, max_tokens=256)
     gen.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     gen.add_argument("--check", action="store_true", help="compare with plain decoding, token by token")
     gen.add_argument("--stats", action="store_true", help="print figures of the run to standard error")
+
+    add_tree_command(commands)
 
     info = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
     info.set_defaults(run=_info)
@@ -95,32 +57,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Completes a prompt; the text appears as it is accepted."""
-    # Bytes, decoded strictly: Python's own reading would smuggle invalid ones through.
-    prompt = sys.stdin.buffer.read().decode() if arguments.prompt is None else arguments.prompt
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=draw_seed() if arguments.seed is None else arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-    )
-    llm = LLM(
-        arguments.target,
-        arguments.draft_head,
-        budget=arguments.budget,
-        width=arguments.width,
-        depth=arguments.depth,
-        algorithm=_algorithm(arguments),
-        dtype=arguments.dtype,
-        implementation=arguments.implementation,
-        ignore_config_keys=arguments.ignore_config_key,
-        compilation_cache=arguments.compilation_cache,
-    )
-    if llm.draft_head is None:
-        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
-    ids = llm.encode(prompt)
-    routing = {"text": prompt} if arguments.task is None else {"task": arguments.task}
+    prompt, params = read_prompt(arguments), sampling_params(arguments)
+    llm = load_llm(arguments)
+    ids, routing = llm.encode(prompt), routing_hints(arguments, prompt)
     if arguments.json or arguments.stats:
         # Begin once before the clock runs, so that the figures are those of decoding, not of compiling.
         with llm.stream(ids, params, routing=routing) as warm_up:
@@ -143,21 +82,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(llm, ids, params, completion, arguments.implementation)
     return 0
-
-
-def _algorithm(arguments: argparse.Namespace) -> Algorithm:
-    """The tree algorithm that the arguments name, with its options."""
-    options = {}
-    for text in arguments.algorithm_option:
-        name, _, value = text.partition("=")
-        try:
-            options[name] = json.loads(value)
-        except ValueError as error:
-            raise ValueError(
-                f"--algorithm-option takes NAME=VALUE with a JSON value, not {text!r}"
-            ) from error
-    profile = None if arguments.profile is None else read_json(arguments.profile)
-    return get_algorithm(arguments.algorithm, options, profile)
 
 
 def _check(

@@ -5,7 +5,7 @@ and the same parts of a round, in a program that also returns what passes betwee
 """
 
 import functools
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +56,27 @@ class RoundTrace(NamedTuple):
     committed: Int32[np.ndarray, "A"]
 
 
+class Trace(Iterator[RoundTrace]):
+    """The rounds of one request, decoded as they are asked for; closed or dropped, it holds nothing."""
+
+    def __init__(self, engine: Engine, request: Request):
+        """Takes over an engine of its own, with its only request."""
+        self._rounds, self._output = _rounds(engine, request), request.output
+
+    def __next__(self) -> RoundTrace:
+        """Decodes the next round."""
+        return next(self._rounds)
+
+    def close(self) -> None:
+        """Ends the request; its stores are free again."""
+        self._rounds.close()
+
+    @property
+    def completion(self) -> Completion | None:
+        """The whole completion once the request has ended, None before."""
+        return None if self._output.finish_reason is None else self._output.completion()
+
+
 def trace_rounds(
     target: Target,
     head: Head | None,
@@ -67,12 +88,11 @@ def trace_rounds(
     proposer: Proposer | None = None,
     proposer_weights: object = None,
     implementation: str | None = None,
-) -> Generator[RoundTrace, None, Completion]:
-    """Decodes one request and yields what each round did; the generator's return value is the completion.
+) -> Trace:
+    """Decodes one request and yields what each round did.
 
     The tokens are those of `generate_tree` with the same seed. The first token comes from the prompt's
-    forward, before any round: it is the first round's anchor. A generator that is not driven to its end holds
-    no more than its own stores, and gives those back when it is closed or dropped.
+    forward, before any round: it is the first round's anchor.
 
     Args:
         target: The target.
@@ -101,10 +121,10 @@ def trace_rounds(
         proposer_weights=proposer_weights,
         implementation=implementation,
     )
-    return _rounds(engine, engine.submit(ids, params, routing))
+    return Trace(engine, engine.submit(ids, params, routing))
 
 
-def _rounds(engine: Engine, request: Request) -> Generator[RoundTrace, None, Completion]:
+def _rounds(engine: Engine, request: Request) -> Generator[RoundTrace]:
     """Serves an engine's only request, one round a step."""
     seen: list[_Seen] = []
 
@@ -119,7 +139,6 @@ def _rounds(engine: Engine, request: Request) -> Generator[RoundTrace, None, Com
         # A request that ends with its first token has had no round.
         if passed.accepted.counts[request.slot]:
             yield _of_slot(passed, request.slot)
-    return request.output.completion()
 
 
 class _Seen(NamedTuple):

@@ -32,14 +32,9 @@ def head():
     return random_head(SLIDING, 1)
 
 
-def drain(rounds):
-    """All rounds of a generator, and what it returns."""
-    seen = []
-    while True:
-        try:
-            seen.append(next(rounds))
-        except StopIteration as end:
-            return seen, end.value
+def drain(trace):
+    """All rounds of a trace, and the completion."""
+    return list(trace), trace.completion
 
 
 @pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -165,6 +160,7 @@ def test_an_abandoned_trace_gives_its_stores_back(target, head):
     before = bytes_held()
     rounds = trace_rounds(target, head, PROMPT, GREEDY, SETTINGS)
     next(rounds)
+    assert rounds.completion is None
     assert bytes_held() > before
     rounds.close()
     assert bytes_held() == before

@@ -1,0 +1,123 @@
+"""The options that all commands share which decode a prompt, and what is made of them."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from jetspec_jax.config import read_json
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling import SamplingParams, draw_seed
+from jetspec_jax.tree import Algorithm, Hints, algorithm_names, get_algorithm
+from pallas_kernels.tree_attention import implementations
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Adds the prompt and the options for models, trees and sampling.
+
+    Args:
+        parser: Of the command.
+        max_tokens: Default of ``--max-tokens``.
+    """
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="read from standard input when absent")
+    add("--target", default="demo", help="folder or hub id (default: the embedded demo)")
+    add("--draft-head", help="folder or hub id (default: the demo's; else decode plainly)")
+    add("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
+    add("--width", type=int, default=7, help="most children of a node (default: 7)")
+    add("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
+    add(
+        "--algorithm",
+        default="accum_logp",
+        help=f"how trees are built: {', '.join(algorithm_names())} (default: accum_logp)",
+    )
+    add(
+        "--algorithm-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the algorithm, its value in JSON, as beta=2.0; may recur",
+    )
+    add("--profile", type=Path, help="JSON table of measured acceptance, for its algorithms")
+    add("--task", help="what is asked for, for the routers: math, code, chat, reasoning, ...")
+    add(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        help=f"most tokens to generate (default: {max_tokens})",
+    )
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-p", type=float, help="keep the likeliest tokens up to this probability")
+    add("--top-k", type=int, help="keep the k likeliest tokens")
+    add("--stop", action="append", default=[], help="string that ends the text; may recur")
+    add("--seed", type=int, help="seed of the sampling noise (default: drawn)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    add("--implementation", help=f"of tree attention: {' or '.join(implementations())} (default: the best)")
+    add(
+        "--compilation-cache",
+        default="auto",
+        metavar="DIR|auto|off",
+        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
+    )
+    add("--ignore-config-key", action="append", default=[], help="unknown config key that has no effect")
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """The prompt, from standard input if none was given.
+
+    Raises:
+        UnicodeDecodeError: Standard input is no UTF-8.
+    """
+    # Bytes, decoded strictly: Python's own reading would smuggle invalid ones through.
+    return sys.stdin.buffer.read().decode() if arguments.prompt is None else arguments.prompt
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """How the request is sampled, with a seed in any case."""
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=draw_seed() if arguments.seed is None else arguments.seed,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+    )
+
+
+def load_llm(arguments: argparse.Namespace) -> LLM:
+    """Loads the models; says so if there is no draft head among them."""
+    llm = LLM(
+        arguments.target,
+        arguments.draft_head,
+        budget=arguments.budget,
+        width=arguments.width,
+        depth=arguments.depth,
+        algorithm=_algorithm(arguments),
+        dtype=arguments.dtype,
+        implementation=arguments.implementation,
+        ignore_config_keys=arguments.ignore_config_key,
+        compilation_cache=arguments.compilation_cache,
+    )
+    if llm.draft_head is None:
+        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
+    return llm
+
+
+def routing_hints(arguments: argparse.Namespace, prompt: str) -> Hints:
+    """What the tree algorithms are told of the prompt."""
+    return {"text": prompt} if arguments.task is None else {"task": arguments.task}
+
+
+def _algorithm(arguments: argparse.Namespace) -> Algorithm:
+    """The tree algorithm that the arguments name, with its options."""
+    options = {}
+    for text in arguments.algorithm_option:
+        name, _, value = text.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError as error:
+            raise ValueError(
+                f"--algorithm-option takes NAME=VALUE with a JSON value, not {text!r}"
+            ) from error
+    profile = None if arguments.profile is None else read_json(arguments.profile)
+    return get_algorithm(arguments.algorithm, options, profile)

@@ -1,0 +1,151 @@
+"""``jetspec-jax tree``: decodes a prompt, draws the tree of a round, and writes all rounds as a page."""
+
+import argparse
+import codecs
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jetspec_jax.completion import Completion
+from jetspec_jax.llm import LLM
+from jetspec_jax.options import add_decoding_options, load_llm, read_prompt, routing_hints, sampling_params
+from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.trace import RoundTrace, trace_rounds
+from jetspec_jax.view.data import trace_data
+from jetspec_jax.view.page import check_writable, write_page
+from jetspec_jax.view.terminal import ASCII, UNICODE, Signs, draw_round, headline
+from jetspec_jax.view.tokens import cut, pieces, token_label, visible
+
+# Decimals of log-probabilities in a page: no eye sees more, and a page of 256 tokens stays small.
+_PAGE_DIGITS = 3
+# Characters that are shown of the text before a round.
+_TAIL = 48
+
+
+def add_tree_command(commands: Any) -> None:
+    """Adds the command to the subparsers of ``jetspec-jax``."""
+    parser = commands.add_parser("tree", help="see the trees of a generation", description=_tree.__doc__)
+    parser.set_defaults(run=_tree)
+    add_decoding_options(parser, max_tokens=64)
+    parser.add_argument("--round", type=int, metavar="K", help="the round to draw (default: 1, the first)")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that steps through all rounds"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with all rounds, or with round K alone"
+    )
+
+
+def _tree(arguments: argparse.Namespace) -> int:
+    """Draws one round's tree, its scores and its accepted path; --html writes a page of all rounds."""
+    if arguments.round is not None and arguments.round < 1:
+        raise ValueError(f"--round counts from 1, not {arguments.round}")
+    if arguments.html is not None:
+        check_writable(arguments.html)
+    prompt, params = read_prompt(arguments), sampling_params(arguments)
+    llm = load_llm(arguments)
+    run = _trace(llm, prompt, params, arguments)
+    if arguments.html is not None:
+        write_page(arguments.html, run.data(run.rounds, digits=_PAGE_DIGITS))
+        print(f"{len(run.rounds)} rounds in {arguments.html}", file=sys.stderr)
+    if arguments.round is not None and arguments.round > len(run.rounds):
+        raise ValueError(f"--round {arguments.round}: the generation took {_count(len(run.rounds))}")
+    if arguments.json:
+        wanted = run.rounds if arguments.round is None else [run.rounds[arguments.round - 1]]
+        print(json.dumps(run.data(wanted)))
+    elif run.rounds:
+        _draw(run, arguments.round or 1)
+    else:
+        print("no round: the only token came from the prompt's forward")
+    return 0
+
+
+def _count(rounds: int) -> str:
+    return f"{rounds} round{'s' * (rounds != 1)}"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A generation that has been traced."""
+
+    llm: LLM
+    prompt: list[int]
+    rounds: list[RoundTrace]
+    completion: Completion
+    settings: dict[str, Any]
+
+    def data(self, rounds: list[RoundTrace], **digits: int) -> dict[str, Any]:
+        """Some of its rounds as JSON values."""
+        tokenizer = self.llm.target.tokenizer
+        return trace_data(self.prompt, rounds, self.completion, tokenizer, self.settings, **digits)
+
+
+def _trace(llm: LLM, prompt: str, params: SamplingParams, arguments: argparse.Namespace) -> _Run:
+    """Decodes to the end, with a progress bar on a terminal if it takes a while."""
+    ids, tree = llm.encode(prompt), llm.settings
+    traced = trace_rounds(
+        llm.target,
+        llm.draft_head,
+        ids,
+        params,
+        tree,
+        routing=routing_hints(arguments, prompt),
+        implementation=arguments.implementation,
+    )
+    rounds = []
+    with tqdm(total=params.max_tokens, initial=1, unit=" tokens", delay=2, disable=None, leave=False) as bar:
+        for one in traced:
+            rounds.append(one)
+            bar.update(len(one.committed))
+    assert traced.completion is not None, "all rounds are done"
+    settings = {
+        "target": str(arguments.target),
+        "draft_head": arguments.draft_head and str(arguments.draft_head),
+        "budget": tree.budget,
+        "width": tree.width,
+        "depth": tree.depth,
+        "algorithm": arguments.algorithm if tree.budget > 1 else None,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": params.seed if params.temperature > 0 else None,
+    }
+    return _Run(llm, ids, rounds, traced.completion, settings)
+
+
+def _draw(run: _Run, number: int) -> None:
+    """Prints one round: what came before, the tree, and what was committed."""
+    signs = UNICODE if _prints_unicode() else ASCII
+    ascii_only = signs is ASCII
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    tokenizer, one = run.llm.target.tokenizer, run.rounds[number - 1]
+    texts = pieces(tokenizer, [*run.prompt, *run.completion.token_ids])
+    first = one.start + 1
+    print(headline(one, number, len(run.rounds), run.settings["budget"]))
+    before = "".join(texts[: one.start])
+    print(cut(f"behind  {_tail(before, signs, width)}", width, signs.ellipsis))
+
+    def label(token: int) -> str:
+        return token_label(tokenizer, token, ascii_only=ascii_only)
+
+    for line in draw_round(one, label, signs=signs, width=width, colour=sys.stdout.isatty()):
+        print(line)
+    added = visible("".join(texts[first : first + len(one.committed)]), ascii_only=ascii_only)
+    print(cut(f"commits {added}", width, signs.ellipsis))
+
+
+def _tail(text: str, signs: Signs, width: int | None) -> str:
+    """The end of a text on one line."""
+    length = _TAIL if width is None else max(1, min(_TAIL, width - 16))
+    shown = visible(text[-length:], ascii_only=signs is ASCII)
+    return shown if len(text) <= length else f"{signs.ellipsis} {shown}"
+
+
+def _prints_unicode() -> bool:
+    """Whether all characters can be printed: those of some code pages are not enough."""
+    return codecs.lookup(sys.stdout.encoding or "ascii").name.startswith("utf")

@@ -1,0 +1,45 @@
+"""A generation as one HTML page that needs nothing else: see ``page.html``."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).parent / "page.html"
+_PLACE = "{{DATA}}"
+
+
+def page_of(data: Mapping[str, Any]) -> str:
+    """The page that steps through the rounds of a generation, as `jetspec_jax.view.data` describes it."""
+    # Settings are shown and no more; as a number a seed of 64 bits would be rounded.
+    shown = {name: str(value) for name, value in data["settings"].items() if value is not None}
+    # Nothing in the data can end the script element or begin a comment, whatever the tokens are.
+    text = json.dumps({**data, "settings": shown}, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
+    template = TEMPLATE.read_text(encoding="utf-8")
+    before, after = template.split(_PLACE)
+    return before + text + after
+
+
+def write_page(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes the page, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(page_of(data), encoding="utf-8")
+    partial.rename(path)
+
+
+def check_writable(path: Path) -> None:
+    """Finds out whether a file can be written there, before there is anything to write.
+
+    Raises:
+        OSError: It cannot.
+    """
+    # A page takes the place of what is there: never that of a folder, and not that of /dev/null either.
+    if path.exists() and not path.is_file():
+        raise OSError(f"cannot write {path}: it is no regular file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror}") from error
