@@ -1,5 +1,7 @@
 """Traced rounds: decoding's own tokens, and figures that plain forwards confirm."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,14 +11,15 @@ from jetspec_jax.engine import TreeSettings
 from jetspec_jax.forward import next_token_logits
 from jetspec_jax.trace import trace_rounds
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import SLIDING, random_head, random_target, word_tokenizer
+from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-ORACLE = OracleProposer(SLIDING.vocab_size)
+CONFIG = dataclasses.replace(TINY, windows=(None,))
+ORACLE = OracleProposer(CONFIG.vocab_size)
 SETTINGS = TreeSettings(budget=16, width=3)
 # From 33 to 64 tokens the forwards that check share one program.
-PROMPT = np.random.default_rng(3).integers(0, SLIDING.vocab_size, 33).tolist()
+PROMPT = np.random.default_rng(3).integers(0, CONFIG.vocab_size, 33).tolist()
 NEW_TOKENS = 20
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7)
@@ -24,12 +27,12 @@ SAMPLED = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0
 
 @pytest.fixture(scope="module")
 def target():
-    return random_target(SLIDING, 0, tokenizer=word_tokenizer(SLIDING.vocab_size))
+    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size))
 
 
 @pytest.fixture(scope="module")
 def head():
-    return random_head(SLIDING, 1)
+    return random_head(CONFIG, 1)
 
 
 def drain(trace):
