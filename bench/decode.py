@@ -6,7 +6,6 @@ what is missing in it.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ from tqdm import tqdm
 from bench.decode_measure import Bench
 from bench.decode_methods import PLAIN_METHOD, choose_algorithms, choose_methods
 from bench.decode_plot import plot_decode
-from bench.decode_report import Rows, best_of, notes_of, tables_of
+from bench.decode_record import begin_report, finish_report, shown
+from bench.decode_report import Rows, tables_of
 from bench.decode_work import TASK_OF_SET, make_work
+from bench.prompt_sets import PROMPT_SETS
 from bench.prompts import load_prompts, template_arguments
-from bench.report import check_writable, machine, show, write_json
+from bench.report import check_writable, show, write_json
 from jetspec_jax import Head, Target, enable_compilation_cache, load_draft_head, load_target
-from jetspec_jax.config import read_json
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.tree import algorithm_names
 from pallas_kernels.dispatch import gpu_problem
 
 DEMO = "demo"
-# Arguments that change where things lie, and not what is measured.
-_PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
-# Those of which a report that is gone on with may have others: it gains methods.
-_SELECTION = ("algorithms", "budgets")
 
 
 def add_command(commands: Any) -> None:
@@ -39,7 +35,11 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--target", default=DEMO, help="folder or hub id (default: the demo)")
     add("--draft-head", help="folder or hub id (default: the demo's)")
-    add("--prompts", default=DEMO, help='"demo", or JSONL with "messages", "text" or "prompt" in each line')
+    add(
+        "--prompts",
+        default=DEMO,
+        help=f'"demo", {", ".join(PROMPT_SETS)}, or JSONL with "messages", "text" or "prompt" in each line',
+    )
     add("--num-prompts", type=int, default=8, help="how many (default: 8)")
     add("--max-tokens", type=int, default=128, help="for each prompt (default: 128)")
     add(
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     enable_compilation_cache(arguments.compilation_cache)
     target, head = _models(arguments)
     groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
-    report = _begin(arguments, target)
+    report = begin_report(arguments, target)
     template = template_arguments(target, arguments.enable_thinking)
     works = {
         temperature: make_work(
@@ -128,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     done = {row["method"] for row in report["rows"]}
     groups = [[method for method in group if method.name not in done] for group in groups]
     groups = [[PLAIN_METHOD, *group] for group in groups if group]
+    if groups:
+        bench.check(groups[-1])
     steps = sum(map(len, groups)) * (1 + arguments.repeats * len(works))
     with tqdm(total=steps, unit="run") as bar:
 
@@ -143,9 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
                     plain = found[PLAIN_METHOD, temperature]
                     report["rows"].append(rows.row(method, temperature, measured, plain))
             done.update(method.name for method in group)
-            _finish(report)
+            finish_report(report)
             write_json(arguments.json, report)
-    _finish(report)
+    finish_report(report)
     _show(report, arguments, plot)
     return 0
 
@@ -157,7 +159,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
     budget = arguments.plot_budget
     if budget is not None and budget not in arguments.budgets:
-        raise ValueError(f"--plot-budget {budget} is not among --budgets {_shown(arguments.budgets)}")
+        raise ValueError(f"--plot-budget {budget} is not among --budgets {shown(arguments.budgets)}")
 
 
 def _models(arguments: argparse.Namespace) -> tuple[Target, Head]:
@@ -170,56 +172,6 @@ def _models(arguments: argparse.Namespace) -> tuple[Target, Head]:
     if target.tokenizer is None:
         raise ValueError(f"{path} has no tokenizer, so it cannot read prompts")
     return target, load_draft_head(head_path, dtype=arguments.dtype, target=target)
-
-
-def _begin(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """The report without rows, or with those that are there already.
-
-    Raises:
-        ValueError: Those were measured with other settings or on another machine.
-    """
-    given = {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
-    report: dict[str, Any] = {
-        "benchmark": "decode",
-        **machine(),
-        "dtype": str(target.weights["embed_tokens"].dtype),
-        "implementation": arguments.implementation,
-        "command": _command(given),
-        "arguments": given,
-        "rows": [],
-    }
-    if not (arguments.resume and arguments.json.is_file()):
-        return report
-    old = read_json(arguments.json)
-    # As JSON has it: a tuple is a list there.
-    for name, ours, theirs in [
-        *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),
-        *((key, value, old.get("arguments", {}).get(key)) for key, value in given.items()),
-    ]:
-        if name not in (*_SELECTION, "command") and json.loads(json.dumps(ours)) != theirs:
-            raise ValueError(
-                f"{arguments.json} was measured with {name} {_shown(theirs)}, and this is {_shown(ours)}; "
-                "write to another file, or leave --resume out"
-            )
-    for name in _SELECTION:
-        given[name] = list(dict.fromkeys([*old["arguments"][name], *given[name]]))
-    report["command"] = _command(given)
-    report["rows"] = old["rows"]
-    return report
-
-
-def _finish(report: dict[str, Any]) -> None:
-    """Orders the rows by temperature, algorithm and budget, and says what follows from all of them."""
-    order = {name: i for i, name in enumerate([*algorithm_names(), *report["arguments"]["algorithms"]])}
-    report["rows"].sort(
-        key=lambda row: (
-            row["temperature"],
-            -2 if row["method"] == "plain" else -1 if row["algorithm"] is None else order[row["algorithm"]],
-            row["budget"],
-        )
-    )
-    report["best"] = best_of(report["rows"])
-    report["notes"] = notes_of(report)
 
 
 def _show(report: dict[str, Any], arguments: argparse.Namespace, plot: Path) -> None:
@@ -236,35 +188,4 @@ def _show(report: dict[str, Any], arguments: argparse.Namespace, plot: Path) -> 
         show(*table)
     show(heading, last, report["notes"])
     plot_decode(rows, title, budget, plot)
-    print(f"wrote {arguments.json} and {plot}")
-
-
-def _command(given: dict[str, Any]) -> str:
-    """The command line of a report, all settings named."""
-    words = ["python -m bench decode"]
-    for key, value in given.items():
-        option = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif key == "algorithm_option":
-            words += [f"--{option} '{own}'" for own in value]
-        elif value is not None:
-            words.append(f"--{option} {_shown(value)}")
-    return " ".join(words)
-
-
-def _plain(value: Any) -> Any:
-    """A setting without paths of this machine."""
-    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
-        return Path(value).name
-    return value
-
-
-def _shown(value: Any) -> str:
-    return (
-        " ".join(map(_shown, value))
-        if isinstance(value, list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    print(f"wrote {plot}")

@@ -13,6 +13,7 @@ from jetspec_jax.engine import Engine
 from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.generate import slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
+from jetspec_jax.memory import DeviceMemoryError
 from jetspec_jax.tree import Hints
 
 # Enough tokens for one round of every kind to compile.
@@ -86,6 +87,18 @@ class Bench:
             for ids, own in zip(work.ids, work.params, strict=True)
         )
         self._capacity = default_capacity(target.config, need)
+
+    def check(self, methods: Sequence[Method]) -> None:
+        """Finds out, before anything is compiled, whether the device can hold the largest of some methods.
+
+        Raises:
+            DeviceMemoryError: It cannot; the message names the method.
+        """
+        largest = max(methods, key=lambda method: method.settings.budget)
+        try:
+            self._engine(largest)
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(f"{largest.name}: {error}") from error
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str], None]

@@ -110,5 +110,8 @@ def choose_methods(
     groups[0].insert(0, chain)
     for group in groups:
         for method in group:
-            method.settings.check(target.config, head.config.depth)
+            try:
+                method.settings.check(target.config, head.config.depth)
+            except ValueError as error:
+                raise ValueError(f"{method.name}: {error}") from error
     return groups

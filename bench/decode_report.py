@@ -155,16 +155,18 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         notes.append(
             "Each budget's speed-up is over plain decoding measured beside it, not over the row shown."
         )
+    slower = []
     for temperature in temperatures_of(rows):
         others = [row for row in rows if row["temperature"] == temperature and row["method"] != "plain"]
-        slower = [row["method"] for row in others if row["speed-up"] < 1]
-        if slower:
-            few = ", ".join(slower) if len(slower) <= NAMED else f"{len(slower)} of {len(others)} methods"
-            notes.append(
-                f"Slower than plain decoding at T = {temperature:g}: {few}. A tree trades arithmetic for "
-                "forwards; where arithmetic is scarce, as on a CPU, or where few drafts are accepted, that "
-                "can lose."
-            )
+        names = [row["method"] for row in others if row["speed-up"] < 1]
+        if names:
+            few = ", ".join(names) if len(names) <= NAMED else f"{len(names)} of {len(others)} methods"
+            slower.append(f"{few} at T = {temperature:g}")
+    if slower:
+        notes.append(
+            f"Slower than plain decoding: {'; '.join(slower)}. A tree trades arithmetic for forwards; where "
+            "arithmetic is scarce, as on a CPU, or where few drafts are accepted, that can lose."
+        )
     gaps = [found["gap"] for row in rows for found in row["divergences"]]
     if gaps:
         notes.append(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.prompt_sets import PROMPT_SETS, read_set
 from jetspec_jax.checkpoint import Target
 from jetspec_jax.demo import DEMO_PROMPTS
 from train.prompts import MESSAGES, Entry, read_entries
@@ -42,24 +43,45 @@ def load_prompts(name: str, count: int | None = None) -> list[Prompt]:
     """Prompts of a set.
 
     Args:
-        name: "demo", or a JSONL file (see `train.prompts`).
-        count: Take only so many.
+        name: "demo", one of `PROMPT_SETS`, or a JSONL file (see `train.prompts`).
+        count: Take only so many: of a published set, as those who published take a part of it.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: There is no such file, or a set cannot be loaded.
         ValueError: A line is not what it should be (file and line number), or there are too few prompts.
     """
     if count is not None and count < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {count}")
+    if name in PROMPT_SETS:
+        return _published(name, count)
     path = DEMO_PROMPTS if name == DEMO else Path(name)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {name}; prompts are {DEMO!r} or a JSONL file")
+        raise FileNotFoundError(
+            f"there is no file {name}; prompts are a JSONL file, or a set: {', '.join([DEMO, *PROMPT_SETS])}"
+        )
     entries = read_entries(path, count)
     if count is not None and count > len(entries):
         raise ValueError(f"{name} holds {len(entries)} prompts, asked for {count}")
     # Without the folder, so that reports of two machines say the same.
     stem = DEMO if name == DEMO else path.name
     return [Prompt(f"{stem}:{number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+def _published(name: str, count: int | None) -> list[Prompt]:
+    try:
+        questions = read_set(name, count)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}. The set {name} is fetched over the network, once; without one, give a JSONL file of "
+            "prompts instead"
+        ) from error
+    prompts = []
+    for question in questions:
+        first, *later = question.turns
+        where = f"{name}:{question.number}"
+        entry = Entry(where, MESSAGES, [{"role": "user", "content": first}])
+        prompts.append(Prompt(where, entry, question.task, tuple(later)))
+    return prompts
 
 
 def template_arguments(target: Target, thinking: bool | None) -> dict[str, bool]:

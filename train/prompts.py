@@ -59,6 +59,33 @@ def read_entries(source: str | Path, limit: int | None = None) -> list[Entry]:
     return entries
 
 
+def load_rows(path: str, config: str | None = None, *, split: str, files: Sequence[str] = ()) -> Any:
+    """The rows of a data set, by the library ``datasets``.
+
+    Args:
+        path: "owner/name" on the Hugging Face hub, or a format such as "json" for ``files``.
+        config: Which of the data sets of that name.
+        split: Which part of it.
+        files: What the split is made of, where ``path`` is a format.
+
+    Raises:
+        FileNotFoundError: They cannot be loaded.
+        ValueError: The library is not installed.
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] (an extra)
+    except ImportError as error:
+        raise ValueError('to read a data set: pip install "jetspec-jax[datasets]"') from error
+    named = {"data_files": {split: list(files)}} if files else {}
+    try:
+        return datasets.load_dataset(path, config, split=split, streaming=False, **named)
+    except Exception as error:  # the library lets the errors of many others through
+        reason = " ".join(str(error).split())
+        raise FileNotFoundError(
+            f"the data set {files[0] if files else path} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+
+
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     # Not split as text: some characters that JSON allows within a string end a line of text.
     lines = path.read_bytes().split(b"\n")
@@ -84,19 +111,9 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
     if match is None or name.endswith((".json", ".jsonl")):
         raise FileNotFoundError(f"no file {name}; and a data set is named owner/name[/config][:split]")
     try:
-        import datasets  # pyright: ignore[reportMissingImports] (an extra)
-    except ImportError as error:
-        raise ValueError(
-            f'there is no file {name}; to read it as a data set: pip install "jetspec-jax[datasets]"'
-        ) from error
-    try:
-        rows = datasets.load_dataset(
-            match["path"], match["config"], split=match["split"] or "train", streaming=False
-        )
-    except Exception as error:  # the library lets the errors of many others through
-        raise FileNotFoundError(
-            f"there is no file {name}, and as a data set it cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+        rows = load_rows(match["path"], match["config"], split=match["split"] or "train")
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"there is no file {name}; {error}") from error
     for number, row in enumerate(rows):
         yield f"{name} row {number}", row
 

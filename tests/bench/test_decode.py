@@ -10,10 +10,10 @@ from bench import decode, decode_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
 from bench.decode_methods import choose_algorithms, choose_methods
-from bench.decode_report import Rows, at_budget, best_of
+from bench.decode_report import Rows, at_budget, best_of, notes_of
 from bench.decode_work import make_work
 from bench.prompts import Prompt
-from jetspec_jax import Completion, load_draft_head, load_target
+from jetspec_jax import Completion, load_draft_head, load_target, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.tree import algorithm_names, get_algorithm
 from train.prompts import Entry
@@ -254,6 +254,45 @@ class TestRows:
         [best] = best_of(rows)
         assert (best["speed-up"]["method"], best["tau"]["method"]) == ("a 16", "a 64")
 
+    def test_slower_methods_are_named_or_counted(self):
+        def row(method, temperature, speed):
+            return {
+                "temperature": temperature,
+                "method": method,
+                "algorithm": None,
+                "speed-up": speed,
+                "plain tokens/s": 1.0,
+                "divergences": [],
+                "peak MiB": 1.0,
+            }
+
+        few = [row("plain", 0.0, 1.0), row("chain", 0.0, 0.9), row("a 16", 0.0, 1.1)]
+        many = [row("plain", 1.0, 1.0), *(row(f"a {i}", 1.0, 0.5) for i in range(9)), row("b 16", 1.0, 2.0)]
+        report = {"rows": [*few, *many], "best": [], "arguments": {"profile": None}}
+        [note] = notes_of(report)
+        assert note.startswith(
+            "Slower than plain decoding: chain at T = 0; 9 of 10 methods at T = 1. A tree trades "
+        )
+        assert notes_of({**report, "rows": few[::2]}) == []
+
+    def test_algorithms_that_had_no_profile_are_named(self):
+        row = {
+            "temperature": 0.0,
+            "method": "class_histogram 16",
+            "algorithm": "class_histogram",
+            "speed-up": 1.0,
+            "plain tokens/s": 1.0,
+            "divergences": [{"gap": 0.5}],
+            "peak MiB": None,
+        }
+        report = {"rows": [row], "best": [], "arguments": {"profile": None}}
+        differ, profile, quiet = notes_of(report)
+        assert differ.startswith("1 outputs differ from plain decoding's; ")
+        assert "at most 5.0e-01 apart" in differ
+        assert profile == "No profile was given, so these do without their tables: class_histogram."
+        assert quiet == "This device does not say how much memory was in use."
+        assert len(notes_of({**report, "arguments": {"profile": "mine.json"}})) == 2
+
 
 class TestAlgorithms:
     def test_all(self):
@@ -304,3 +343,14 @@ class TestAlgorithms:
         assert error.startswith("bench: ")
         assert error.count("\n") == 1
         assert said in error
+
+    def test_a_device_too_small_for_the_largest_is_known_before_anything_is_compiled(
+        self, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.setattr(memory, "free_bytes", lambda: 3 * 10**7)
+        monkeypatch.setattr(Bench, "measure", None)
+        arguments = [*SMALL[:4], "--budgets", "16", "256", "--json", str(tmp_path / "out.json")]
+        assert main(["decode", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("bench: accum_logp 256: ")
+        assert "stores of 1 x 1024 tokens" in error

@@ -172,7 +172,7 @@ class TestDatasets:
 
     def test_a_data_set_that_cannot_be_loaded(self, asked):
         with pytest.raises(
-            FileNotFoundError, match=r"no file owner/other, .* RuntimeError: no such data set"
+            FileNotFoundError, match=r"no file owner/other; .* RuntimeError: no such data set"
         ):
             read_entries("owner/other")
 

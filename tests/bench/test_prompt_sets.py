@@ -1,0 +1,164 @@
+"""The published prompt sets: local files with the columns of the real ones, by a stand-in for the library."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.prompt_sets import PROMPT_SETS
+from bench.prompts import load_prompts
+
+ROWS = Path(__file__).parent / "prompt_sets"
+#: What the library is asked for: path, config, split.
+ASKED = {
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test"),
+    "aime25": ("MathArena/aime_2025", None, "train"),
+    "humaneval": ("openai/openai_humaneval", None, "test"),
+    "mbpp": ("google-research-datasets/mbpp", "sanitized", "test"),
+    "livecodebench": ("json", None, "test"),
+    "mt-bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
+}
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+class Hub:
+    """A stand-in for the library: it knows the sets above, by the rows of the local files."""
+
+    def __init__(self):
+        self.calls = []
+        self.rows = {asked: rows_of(name) for name, asked in ASKED.items()}
+
+    def load_dataset(self, path, name=None, *, split, streaming, data_files=None):
+        assert not streaming
+        self.calls.append((path, name, split, data_files))
+        if (path, name, split) not in self.rows:
+            raise ConnectionError(f"Couldn't reach '{path}'\non the Hub")
+        return self.rows[path, name, split]
+
+
+def rows_of(name):
+    return [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    made, module = Hub(), types.ModuleType("datasets")
+    module.load_dataset = made.load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return made
+
+
+def test_every_set_is_here():
+    assert list(PROMPT_SETS) == list(ASKED)
+    assert sorted(path.stem for path in ROWS.glob("*.jsonl")) == sorted(ASKED)
+
+
+@pytest.mark.parametrize("name", PROMPT_SETS)
+def test_rows_in_their_order(hub, name):
+    prompts, rows = load_prompts(name), rows_of(name)
+    [(path, config, split, files)] = hub.calls
+    assert (path, config, split) == ASKED[name]
+    assert (files is None) == (name != "livecodebench")
+    assert [prompt.id for prompt in prompts] == [f"{name}:{i}" for i in range(len(rows))]
+    for prompt in prompts:
+        [message] = prompt.entry.value
+        assert message["role"] == "user"
+
+
+def content(name):
+    return [prompt.entry.value[0]["content"] for prompt in load_prompts(name)]
+
+
+@pytest.mark.usefixtures("hub")
+class TestForms:
+    @pytest.mark.parametrize(
+        ("name", "column"), [("gsm8k", "question"), ("math500", "problem"), ("aime25", "problem")]
+    )
+    def test_mathematics(self, name, column):
+        assert content(name) == [row[column] + BOXED for row in rows_of(name)]
+        assert {prompt.task for prompt in load_prompts(name)} == {"math"}
+
+    def test_braces_of_a_question_stay(self):
+        assert any("\\frac{1}{2}" in text for text in content("math500"))
+
+    def test_humaneval(self):
+        begin = (
+            "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
+        )
+        assert content("humaneval") == [f"{begin}{row['prompt']}\n```" for row in rows_of("humaneval")]
+
+    def test_mbpp(self):
+        assert content("mbpp") == [row["prompt"] for row in rows_of("mbpp")]
+        assert {prompt.task for prompt in load_prompts("mbpp")} == {"code"}
+
+    def test_livecodebench_with_and_without_starter_code(self, hub):
+        plain, starter = content("livecodebench")
+        assert "### Question:\nAdd two numbers.\n\n### Format: Write your code in the following" in plain
+        assert plain.endswith(
+            "format:\n```python\n# YOUR CODE HERE\n```\n\n"
+            "### Answer: (use the provided format with backticks)"
+        )
+        assert "### Format: Use the following code structure:\n```python\nclass Solution:" in starter
+        files = hub.calls[0][3]["test"]
+        assert [file.rsplit("/", 1)[1] for file in files] == [f"test{i}.jsonl" for i in ("", 2, 3, 4, 5, 6)]
+
+    def test_mt_bench_keeps_its_second_turns_for_later(self):
+        prompts, rows = load_prompts("mt-bench"), rows_of("mt-bench")
+        assert [(p.entry.value[0]["content"], *p.later) for p in prompts] == [
+            tuple(r["prompt"]) for r in rows
+        ]
+        assert [prompt.task for prompt in prompts] == ["chat", "math", "code"]
+
+
+class TestParts:
+    def test_a_part_is_taken_as_the_published_ones_are(self, hub):
+        hub.rows[ASKED["gsm8k"]] = [{"question": str(i)} for i in range(5)]
+        # What the library's own `shuffle(seed=0)` makes of five rows.
+        assert [p.id for p in load_prompts("gsm8k", 3)] == ["gsm8k:2", "gsm8k:4", "gsm8k:3"]
+        assert [p.id for p in load_prompts("gsm8k", 5)] == [f"gsm8k:{i}" for i in range(5)]
+
+    def test_too_few(self, hub):
+        with pytest.raises(ValueError, match="gsm8k holds 2 prompts, asked for 9"):
+            load_prompts("gsm8k", 9)
+
+
+class TestTrouble:
+    @pytest.mark.usefixtures("hub")
+    def test_no_network_is_one_line_that_says_what_to_do(self, hub, capsys, tmp_path):
+        hub.rows.clear()
+        assert main(["decode", "--prompts", "gsm8k", "--json", str(tmp_path / "x.json")]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert error.startswith(
+            "bench: the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't"
+        )
+        assert "fetched over the network, once; without one, give a JSONL file" in error
+
+    def test_without_the_library(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(ValueError, match=r'pip install "jetspec-jax\[datasets\]"'):
+            load_prompts("gsm8k")
+
+    @pytest.mark.parametrize(
+        ("name", "row", "said"),
+        [
+            ("gsm8k", {"problem": "x"}, "gsm8k row 0 has no 'question'; its columns are problem"),
+            ("mt-bench", {"prompt": [], "category": "math"}, "mt-bench row 0 asks nothing"),
+            ("mt-bench", {"prompt": "x", "category": "math"}, "mt-bench row 0 asks nothing"),
+            ("mbpp", {"prompt": None}, "mbpp row 0 asks nothing, or something that is no text"),
+        ],
+    )
+    def test_a_row_of_another_form_is_named(self, hub, name, row, said):
+        hub.rows[ASKED[name]] = [row]
+        with pytest.raises(ValueError, match=said):
+            load_prompts(name)
+
+    def test_an_unknown_set(self):
+        with pytest.raises(
+            FileNotFoundError, match="no file gsm9k; prompts are a JSONL file, or a set: demo, gsm8k"
+        ):
+            load_prompts("gsm9k")
