@@ -85,6 +85,6 @@ def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str
         depths = range(1, len(row["acceptance"]) + 1)
         axis.plot(depths, row["acceptance"], **style)
     axis.set_xlabel("drafted tokens accepted, at least")
-    axis.set_ylim(0, 1)
+    axis.set_ylim(-0.02, 1.02)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
