@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from bench.profile import Kernel, trace_kernels
+from bench.kernel_trace import Kernel, trace_kernels
 from bench.timing import median, seconds_of
 
 # XLA does not hold Python's lock while it compiles.

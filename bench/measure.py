@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.kernel_trace import Kernel, trace_kernels
 from bench.phases import PHASES, repeat
-from bench.profile import Kernel, trace_kernels
 from bench.scene import Scene, Stores, join, split
 from bench.shapes import Shape
 from bench.timing import compile_seconds, median, seconds_of

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.floors import Ceilings
+from bench.kernel_trace import summarise
 from bench.measure import Case, Measured, Plan
-from bench.profile import summarise
 from bench.shapes import Shape
 from bench.timing import median
 from bench.work import round_work

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.floors import measure_ceilings
-from bench.profile import summarise, trace_kernels
+from bench.kernel_trace import summarise, trace_kernels
 from bench.report import machine, show, write_json
 from bench.scene import random_weights
 from bench.shapes import SHAPES, Shape, find_shape

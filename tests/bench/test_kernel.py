@@ -14,7 +14,7 @@ from bench.__main__ import main
 from bench.kernel_cases import attend_by, chain, layer_call, layer_tables, random_block, random_pool
 from bench.kernel_programs import Program, kernel_micros, split_at_pauses, trace_apart
 from bench.kernel_speed import Case, Time, num_layers, pages_read, work_of
-from bench.profile import Kernel
+from bench.kernel_trace import Kernel
 from bench.work import Work
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import PagedPrefix, api, reference

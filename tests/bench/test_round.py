@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import phases, profile, work
+from bench import kernel_trace, phases, work
 from bench.__main__ import main
 from bench.measure import Case, Plan
 from bench.report import show
@@ -337,7 +337,7 @@ class TestProfile:
         ],
     )
     def test_kernels_have_classes(self, name, kind):
-        assert profile.classify(name) == kind
+        assert kernel_trace.classify(name) == kind
 
     def test_only_streams_of_gpus_are_read(self):
         """Lines that XLA derives from the streams would count the same time twice."""
@@ -362,7 +362,7 @@ class TestProfile:
         data = jax.profiler.ProfileData.from_serialized_xspace(
             jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
         )
-        kernels = profile.kernels_of(data)
+        kernels = kernel_trace.kernels_of(data)
         assert [(kernel.name, kernel.duration_ns) for kernel in kernels] == [
             ("gemm_fusion_dot_1", 2000),
             ("loop_add_fusion", 3000),
@@ -372,12 +372,12 @@ class TestProfile:
 
     def test_time_and_launches_per_round(self):
         kernels = [
-            profile.Kernel("nvjet_a", 0, 4000),
-            profile.Kernel("fusion_1", 4000, 1000),
-            profile.Kernel("MemcpyD2D", 4500, 2500),  # beside the fusion
-            profile.Kernel("nvjet_a", 10_000, 2000),
+            kernel_trace.Kernel("nvjet_a", 0, 4000),
+            kernel_trace.Kernel("fusion_1", 4000, 1000),
+            kernel_trace.Kernel("MemcpyD2D", 4500, 2500),  # beside the fusion
+            kernel_trace.Kernel("nvjet_a", 10_000, 2000),
         ]
-        found = profile.summarise(kernels, rounds=2)
+        found = kernel_trace.summarise(kernels, rounds=2)
         assert found["classes"] == {
             "matmul": {"us": 3.0, "launches": 1.0},
             "copy, memset": {"us": 1.25, "launches": 0.5},
@@ -391,14 +391,14 @@ class TestProfile:
         ]
 
     def test_the_screen_shows_classes_and_the_longest_kernels(self):
-        kernels = [profile.Kernel("nvjet_a", 0, 4000), profile.Kernel("fusion_1", 5000, 1000)]
+        kernels = [kernel_trace.Kernel("nvjet_a", 0, 4000), kernel_trace.Kernel("fusion_1", 5000, 1000)]
         row = {
             **Case(1, 70, 16)._asdict(),
             **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
             "waits_per_256_tokens": 16,
             "compile_seconds": {"decode": 1.0},
             "phases_ms": {},
-            "profile": profile.summarise(kernels, rounds=1),
+            "profile": kernel_trace.summarise(kernels, rounds=1),
         }
         whole, classes, longest = (table for _, table in tables_of([row]))
         assert [line["budget"] for line in whole] == [16]
