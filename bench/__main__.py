@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import decode, exactness, kernel, round, train_step
+from bench import decode, diagnose, exactness, kernel, profile, round, train_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,6 +13,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     decode.add_command(commands)
     exactness.add_command(commands)
+    profile.add_command(commands)
+    diagnose.add_command(commands)
     round.add_command(commands)
     kernel.add_command(commands)
     train_step.add_command(commands)

@@ -22,6 +22,7 @@ from bench.pair import (
     check_arguments,
     describe_pair,
     load_pair,
+    requests_of,
     settings_of,
 )
 from bench.report import machine, show, write_json
@@ -69,13 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     with tqdm(total=len(dtypes) * len(temperatures) * (1 + len(trees)), desc="decode", unit="run") as bar:
         for dtype in dtypes:
             pair = load_pair(arguments, dtype, list(trees.values()))
-            about = describe_pair(pair)
+            about = {**describe_pair(pair), "dtype": list(dtypes)}
             for temperature in temperatures:
                 case = {"dtype": dtype, "T": temperature}
-                params = [
-                    SamplingParams(temperature=temperature, seed=i, max_tokens=arguments.max_tokens)
-                    for i in range(len(pair.prompts))
-                ]
+                params = requests_of(arguments, temperature)
                 judged = dtype == "float32"
                 for name, outputs, plain in _decode(arguments, pair, params, trees, bar):
                     found = compare(pair.target, pair.prompts, params, outputs, plain, judged=judged)

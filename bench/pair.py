@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from bench.prompts import load_prompts
 from bench.report import check_writable
-from jetspec_jax import Head, Target, load_draft_head, load_target
+from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
+from jetspec_jax.tree import algorithm_names
 from pallas_kernels.dispatch import gpu_problem
 
 # Arguments that are no part of a report.
-_LOCAL = ("run", "compilation_cache", "json", "plot", "out")
+_LOCAL = ("run", "compilation_cache", "json", "plot")
 # Arguments that may be paths: of these the report has the last part alone.
 _PATHS = ("target", "draft_head", "prompts")
 
@@ -39,6 +40,30 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     best = "xla" if gpu_problem() else "pallas_triton"
     add("--implementation", default=best, help=f"of tree attention (default: here {best})")
     add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+
+
+def add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how the rounds of a measurement are run: one tree, one temperature, one type."""
+    names = ", ".join(algorithm_names())
+    add = parser.add_argument
+    add("--budget", type=int, default=64, help="of the trees (default: 64)")
+    add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
+    add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+
+
+def requests_of(arguments: argparse.Namespace, temperature: float | None = None) -> list[SamplingParams]:
+    """How each prompt is sampled: prompt i has seed i.
+
+    Args:
+        arguments: With those of `add_pair_arguments`.
+        temperature: None is that of `add_round_arguments`.
+    """
+    own = arguments.temperature if temperature is None else temperature
+    return [
+        SamplingParams(temperature=own, seed=i, max_tokens=arguments.max_tokens)
+        for i in range(arguments.num_prompts)
+    ]
 
 
 def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -99,6 +124,7 @@ def describe_pair(pair: Pair) -> dict[str, Any]:
             "block_size": head.block_size,
             "causal_head": head.causal,
         },
+        "dtype": str(pair.target.weights["embed_tokens"].dtype),
         "prompt_tokens": [min(map(len, pair.prompts)), max(map(len, pair.prompts))],
     }
 

@@ -1,0 +1,241 @@
+"""``python -m bench profile`` and ``diagnose``: counts against plain loops, sums against plain forwards."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import acceptance, diagnose, profile
+from bench.__main__ import main
+from bench.acceptance import NO_RANK, Followed, count_accepted, count_reached, count_tree, follow, ranks_of
+from bench.diagnose import branches_of, faithfulness
+from bench.pair import Pair
+from bench.profile import classes_of, tables
+from jetspec_jax import Completion, SamplingParams, draft_logits, generate, generate_tree, logits
+from jetspec_jax.engine import TreeSettings
+from jetspec_jax.trace import RoundTrace
+from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
+from jetspec_jax.tree.routing import CLASSES
+from tests.decode.tiny import TINY, random_head, random_target
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0)]
+
+
+def hand_made(tokens):
+    """Candidates [5 6], [7 8], [9 4]; a tree of 5 below the anchor 1, then 7 and 8; 5 and 8 are accepted."""
+    int32 = np.int32
+    return Followed(
+        0,
+        RoundTrace(
+            start=3,
+            candidate_tokens=np.array([[5, 6], [7, 8], [9, 4]], int32),
+            candidate_log_probs=np.log(np.array([[0.6, 0.3], [0.5, 0.4], [0.9, 0.1]], np.float32)),
+            tokens=np.array([1, 5, 7, 8], int32),
+            parents=np.array([-1, 0, 1, 1], int32),
+            depths=np.array([0, 1, 2, 2], int32),
+            scores=np.zeros(4, np.float32),
+            target_log_probs=np.zeros(4, np.float32),
+            choices=np.array([5, 8, 4, 2], int32),
+            path=np.array([0, 1, 3], int32),
+            committed=np.array([5, 8, 2], int32),
+        ),
+        np.array(tokens, int32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks"),
+    [
+        ([5, 8, 2], [0, 1, NO_RANK]),
+        ([6, 8, 4], [1, 1, 1]),  # also where the tree had no such node
+        ([2, 8, 9], [NO_RANK]),  # nothing below a token that is no candidate is reached
+        ([5], [0]),
+        ([], []),
+    ],
+)
+def test_ranks_of_what_follows(tokens, ranks):
+    assert ranks_of(hand_made(tokens)).tolist() == ranks
+
+
+def test_counts_of_a_hand_made_round():
+    rounds = [hand_made([5, 8, 2]), hand_made([6])]
+    reached = count_reached(rounds)
+    assert reached.hits.tolist() == [[1, 1], [0, 1], [0, 0]]
+    assert reached.nodes.tolist() == [2, 1, 1]
+    assert reached.shares() == [[0.5, 0.5], [0.0, 1.0], [0.0, 0.0]]
+    assert reached.shares(least_nodes=2) == [[0.5, 0.5]]
+    # All four nodes of each tree: the pick 4 behind the node 7, off the path, counts here.
+    tree = count_tree(rounds)
+    assert tree.hits.tolist() == [[2, 0], [0, 2], [0, 2]]
+    assert tree.nodes.tolist() == [2, 2, 4]
+    accepted = count_accepted(rounds)
+    assert accepted.hits.tolist() == [[2, 0], [0, 2], [0, 0]]
+    assert accepted.nodes.tolist() == [2, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = random_target(TINY, 0)
+    prompts = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
+    return Pair(target, random_head(TINY, 1), prompts)
+
+
+@pytest.fixture(scope="module")
+def rounds(pair):
+    return follow(pair, PARAMS, TreeSettings(16, width=3))
+
+
+def test_counts_equal_a_plain_loop_over_plain_decoding(pair, rounds):
+    texts = [
+        [*prompt, *completion.token_ids]
+        for prompt, completion in zip(pair.prompts, generate(pair.target, pair.prompts, PARAMS), strict=True)
+    ]
+    hits, nodes = {}, {}
+    for one in rounds:
+        for depth, row in enumerate(one.trace.candidate_tokens.tolist()):
+            place = one.trace.start + 1 + depth
+            if place >= len(texts[one.prompt]):
+                break
+            token = texts[one.prompt][place]
+            nodes[depth] = nodes.get(depth, 0) + 1
+            if token not in row:
+                break
+            hits[depth, row.index(token)] = hits.get((depth, row.index(token)), 0) + 1
+    found = count_reached(rounds)
+    assert {d: int(n) for d, n in enumerate(found.nodes) if n} == nodes
+    assert {(int(d), int(r)): int(found.hits[d, r]) for d, r in np.argwhere(found.hits)} == hits
+    # Every accepted node was reached.
+    assert (count_accepted(rounds).hits <= found.hits).all()
+    assert count_tree(rounds).nodes.sum() == sum((one.trace.depths < 7).sum() for one in rounds)
+
+
+@pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
+def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
+    made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
+    assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes_of(rounds)}
+    parsed = Profile.parse(made)
+    assert parsed.depth_rank_accept == tuple(map(tuple, count_reached(rounds).shares()))
+    for row in made["per_class_histograms"]["uncertain_task"]:
+        assert all(share == 0 or share >= 0.3 for share in row)
+    algorithm = get_algorithm(name, profile=made)
+    trees = generate_tree(
+        pair.target, pair.head, pair.prompts, PARAMS, algorithm=algorithm, budget=16, width=3
+    )
+    plain = generate(pair.target, pair.prompts, PARAMS)
+    assert [own.token_ids for own in trees] == [own.token_ids for own in plain]
+    first = rounds[0].trace
+    candidates = Candidates(
+        *(jnp.asarray(own)[None] for own in (first.candidate_tokens, first.candidate_log_probs)),
+        entropies=jnp.zeros((1, 7), jnp.float32),
+    )
+    caps = np.asarray(algorithm.plan(candidates, Routing.unsaid(1)).caps)[0]
+    if name == "depth_rank_histogram":
+        measured = [max(sum(x >= 0.02 for x in row), 1) for row in made["depth_rank_accept"]]
+    else:
+        table = made["per_class_histograms"][CLASSES[classes_of(rounds)[0]]]
+        measured = [max([1, *(rank + 1 for rank, x in enumerate(row) if x > 0)]) for row in table]
+    assert caps[: len(measured)].tolist() == measured
+    assert min(measured) < 3
+
+
+def test_branches_are_sums_of_plain_forwards(pair):
+    chains = follow(pair, PARAMS, TreeSettings(8, width=3, algorithm="chain"))
+    found = branches_of(chains)
+    assert found.draft.shape == (len(chains), 7)
+    texts = [
+        [*prompt, *completion.token_ids]
+        for prompt, completion in zip(pair.prompts, generate(pair.target, pair.prompts, PARAMS), strict=True)
+    ]
+    for i, one in enumerate(chains):
+        row = [*texts[one.prompt][: one.trace.start + 1], *one.trace.tokens[1:].tolist()]
+        padded = np.zeros((1, 48), np.int32)
+        padded[0, : len(row)] = row
+        scores = np.asarray(logits(pair.target, padded))[0].astype(np.float64)
+        log_probs = scores - np.log(np.sum(np.exp(scores), axis=1, keepdims=True))
+        places = np.arange(one.trace.start, one.trace.start + 7)
+        own = log_probs[places, one.trace.tokens[1:]]
+        np.testing.assert_allclose(found.target[i], np.cumsum(own), atol=1e-4)
+    first = chains[0].trace
+    drafts = np.asarray(draft_logits(pair.target, pair.head, [texts[0][: first.start + 1]]))[0]
+    best = drafts.max(axis=1) - np.log(np.sum(np.exp(drafts.astype(np.float64)), axis=1))
+    np.testing.assert_allclose(found.draft[0], np.cumsum(best), atol=1e-4)
+    rows = faithfulness(found)
+    assert [row["depth"] for row in rows] == list(range(1, 8))
+    assert rows[-1]["faithful"] == np.mean(np.abs(found.draft[:, -1] - found.target[:, -1]) <= 5)
+    assert rows[2]["50 %"] == pytest.approx(np.median(found.draft[:, 2] - found.target[:, 2]))
+
+
+def test_branches_are_read_off_chains_only(rounds):
+    with pytest.raises(ValueError, match="chains of 7 nodes"):
+        branches_of(rounds)
+
+
+@pytest.fixture(scope="module")
+def folder(pair, tmp_path_factory):
+    """Reports of both commands on the tiny pair."""
+    folder = tmp_path_factory.mktemp("reports")
+    small = ["--num-prompts", "2", "--max-tokens", "16", "--budget", "16", "--width", "3"]
+    with pytest.MonkeyPatch.context() as patch:
+        for command in (profile, diagnose):
+            patch.setattr(command, "load_pair", lambda *_: pair)
+            name = command.__name__.removeprefix("bench.")
+            more = ["--least-nodes", "1"] if name == "profile" else ["--temperature", "1"]
+            assert main([name, *small, *more, "--json", str(folder / f"{name}.json")]) == 0
+    return folder
+
+
+def test_the_commands_write_reports_and_pictures(folder):
+    table, report = (json.loads((folder / f"{name}.json").read_text()) for name in ("profile", "diagnose"))
+    assert len(Profile.parse(table).depth_rank_accept[0]) == 3
+    meta = table["meta"]
+    assert meta["rounds"] == sum(meta["rounds_by_class"].values()) == meta["nodes"][0]
+    trees = report["committed_per_round"]["accum_logp 16"]
+    assert report["accepted_by_depth_and_rank"]["rounds"] == sum(trees) > 10
+    assert len(report["faithfulness"]) == report["shapes"]["block_size"] - 1
+    assert len(report["branches"]["draft"]) == report["faithfulness"][0]["branches"]
+    for own in (meta, report):
+        assert own["device"]
+        assert own["jax"]
+        assert own["dtype"] == "float32"
+        assert own["arguments"]["target"] == "target"
+    for name in ("profile", "diagnose"):
+        assert (folder / f"{name}.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("profile", ["--least-share", "2"], r"--least-share must lie in 0..1, not 2.0"),
+        ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
+        ("diagnose", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
+        ("diagnose", ["--budget", "0"], "budget must be in 1..256"),
+    ],
+)
+def test_bad_settings_are_one_line(tmp_path, capsys, command, arguments, message):
+    assert main([command, *arguments, "--json", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["profile", "diagnose", "exactness"])
+def test_an_unreadable_prompt_is_named(tmp_path, capsys, command):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "x"}\n{"text": \n')
+    assert main([command, "--prompts", str(prompts), "--json", str(tmp_path / "x.json")]) == 2
+    assert "prompts.jsonl:2: " in capsys.readouterr().err
+
+
+def test_outputs_of_one_token_have_no_round(pair, tmp_path, capsys, monkeypatch):
+    def trace_nothing(*_, **__):
+        return Completion("", [0], "length", [], [])
+        yield
+
+    monkeypatch.setattr(acceptance, "trace_rounds", trace_nothing)
+    for command in (profile, diagnose):
+        monkeypatch.setattr(command, "load_pair", lambda *_: pair)
+        arguments = ["--num-prompts", "2", "--max-tokens", "1", "--json", str(tmp_path / "x.json")]
+        assert main([command.__name__.removeprefix("bench."), *arguments]) == 2
+        assert "no prompt had a round" in capsys.readouterr().err
