@@ -18,6 +18,7 @@ from bench.pair import Pair
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.trace import RoundTrace, trace_rounds
+from jetspec_jax.tree import Hints
 
 #: A target's choice that is none of a row's W candidates.
 NO_RANK = -1
@@ -28,11 +29,13 @@ class Followed(NamedTuple):
 
     Attributes:
         prompt: Index of the request's prompt.
+        routing: What is known of that prompt.
         trace: The round.
         tokens: The target's own tokens after the anchor, as many as there are rows or until the output ends.
     """
 
     prompt: int
+    routing: Hints | None
     trace: RoundTrace
     tokens: Int[np.ndarray, "n"]
 
@@ -64,15 +67,23 @@ def follow(
         ValueError: A request cannot be served, or a setting is out of its range.
     """
     found = []
-    requests = list(zip(pair.prompts, params, strict=True))
-    for i, (prompt, own) in enumerate(tqdm(requests, desc="trace", unit="prompt")):
+    requests = list(zip(pair.prompts, params, pair.routing, strict=True))
+    for i, (prompt, own, routing) in enumerate(tqdm(requests, desc="trace", unit="prompt")):
         rounds, completion = _drain(
-            trace_rounds(pair.target, pair.head, prompt, own, settings, implementation=implementation)
+            trace_rounds(
+                pair.target,
+                pair.head,
+                prompt,
+                own,
+                settings,
+                routing=routing,
+                implementation=implementation,
+            )
         )
         sequence = np.asarray([*prompt, *completion.token_ids], np.int32)
         for one in rounds:
             after = one.start + 1
-            found.append(Followed(i, one, sequence[after : after + len(one.candidate_tokens)]))
+            found.append(Followed(i, routing, one, sequence[after : after + len(one.candidate_tokens)]))
     return found
 
 

@@ -32,8 +32,8 @@ class Rows:
             depth: The largest depth of a tree.
         """
         self._target, self._works, self._depth = target, works, depth
-        # A gap is plain decoding's own, so methods that part from it at one place share it.
-        self._gaps: dict[tuple[float, int, int], float] = {}
+        # Methods that part from plain decoding with one token at one place share what is found there.
+        self._firsts: dict[tuple[Any, ...], Divergence] = {}
 
     def row(self, method: Method, temperature: float, found: Measured, plain: Measured) -> dict[str, Any]:
         """All about a method at one temperature.
@@ -85,15 +85,13 @@ class Rows:
     def _first(self, temperature: float, i: int, ours: list[int], theirs: list[int]) -> Divergence:
         both = min(len(ours), len(theirs))
         position = next((k for k in range(both) if ours[k] != theirs[k]), both)
-        key = temperature, i, position
-        if key in self._gaps:
-            token, expected = (own[position] if position < len(own) else None for own in (ours, theirs))
-            return Divergence(position, token, expected, self._gaps[key])
-        work = self._works[temperature]
-        divergence = first_divergence(self._target, work.ids[i], work.params[i], ours, theirs)
-        assert divergence is not None, "they differ"
-        self._gaps[key] = divergence.gap
-        return divergence
+        key = temperature, i, *(tuple(own[: position + 1]) for own in (ours, theirs))
+        if key not in self._firsts:
+            work = self._works[temperature]
+            divergence = first_divergence(self._target, work.ids[i], work.params[i], ours, theirs)
+            assert divergence is not None, "they differ"
+            self._firsts[key] = divergence
+        return self._firsts[key]
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]], budget: int) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -123,6 +123,7 @@ def _decode(
             budget=own.budget,
             width=own.width,
             algorithm=own.algorithm,
+            routing=pair.routing,
             **served,
         )
         bar.update()

@@ -112,9 +112,9 @@ def tables_of(
     ]
     totals = []
     for row in rows:
-        gap = "" if row["largest_gap"] is None else f"{row['largest_gap']:.1e}"
+        gap = None if row["largest_gap"] is None else f"{row['largest_gap']:.1e}"
         shown = {key: value for key, value in row.items() if key != "largest_gap"}
-        totals.append({**{k: "" if v is None else v for k, v in shown.items()}, "largest gap": gap})
+        totals.append({**shown, "largest gap": gap})
     heading = f"Where they part: {len(parted)} of {len(worst)}"
     return [*([(heading, parted)] if parted else []), (title, totals)]
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.prompts import load_prompts
+from bench.prompts import encode_prompts, load_prompts, template_arguments
 from bench.report import check_writable
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.tree import algorithm_names
+from jetspec_jax.tree import Hints, algorithm_names
 from pallas_kernels.dispatch import gpu_problem
 
 # Arguments that are no part of a report.
@@ -20,11 +20,24 @@ _PATHS = ("target", "draft_head", "prompts")
 
 
 class Pair(NamedTuple):
-    """What decodes, and the token ids of what it goes on with."""
+    """What decodes, and what it goes on with.
+
+    Attributes:
+        target: The target.
+        head: Its draft head.
+        prompts: Token ids of each prompt.
+        tasks: What the prompt set says of each: "math", "code", "chat", or None.
+    """
 
     target: Target
     head: Head
     prompts: list[list[int]]
+    tasks: tuple[str | None, ...]
+
+    @property
+    def routing(self) -> list[Hints | None]:
+        """The tasks, as tree algorithms that route are told of them."""
+        return [None if task is None else {"task": task} for task in self.tasks]
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
@@ -32,7 +45,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     add = parser.add_argument
     add("--target", default=str(DEMO_TARGET), help="folder or hub id (default: the demo)")
     add("--draft-head", default=str(DEMO_DRAFT_HEAD), help="folder or hub id")
-    add("--prompts", default="demo", help='"demo", or JSONL with a "text" in each line')
+    add("--prompts", default="demo", help='"demo", or JSONL with "messages", "text" or "prompt" in each line')
     add("--num-prompts", type=int, default=prompts, help=f"how many (default: {prompts})")
     add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
     add("--width", type=int, default=7, help="of the trees (default: 7)")
@@ -102,14 +115,16 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Sequence[Tree
         FileNotFoundError: A checkpoint or the prompts are not there.
         ValueError: They are not what they should be, the target has no tokenizer, or a tree is out of range.
     """
-    texts = load_prompts(arguments.prompts, arguments.num_prompts)
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     target = load_target(arguments.target, dtype=dtype)
     head = load_draft_head(arguments.draft_head, dtype=dtype, target=target)
     if target.tokenizer is None:
         raise ValueError(f"{arguments.target} has no tokenizer, so it cannot read prompts")
     for own in settings:
         own.check(target.config, head.config.depth)
-    return Pair(target, head, [target.tokenizer.encode(text) for text in texts])
+    # As published evaluations do, without thinking where a template asks.
+    ids = encode_prompts(target, prompts, template_arguments(target, None))
+    return Pair(target, head, ids, tuple(prompt.task for prompt in prompts))
 
 
 def describe_pair(pair: Pair) -> dict[str, Any]:

@@ -126,10 +126,11 @@ def tables(
 
 
 def classes_of(rounds: Sequence[Followed]) -> np.ndarray:
-    """The class of each round, an index into `CLASSES`, as routers find it when nothing is said."""
+    """The class of each round, an index into `CLASSES`: what is said of its prompt, or felt."""
     tokens = np.stack([one.trace.candidate_tokens for one in rounds])
     log_probs = np.stack([one.trace.candidate_log_probs for one in rounds])
     candidates = Candidates(
         jnp.asarray(tokens), jnp.asarray(log_probs), jnp.zeros(tokens.shape[:2], jnp.float32)
     )
-    return np.asarray(TaskRouter().classes(candidates, Routing.unsaid(len(rounds))))
+    routing = Routing.of([one.routing for one in rounds], len(rounds))
+    return np.asarray(TaskRouter().classes(candidates, routing))

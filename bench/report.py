@@ -61,7 +61,7 @@ def check_writable(*paths: Path) -> None:
     """
     for path in paths:
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder, and a file is to be written there")
+            raise IsADirectoryError(f"{path} is a folder; name a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
 

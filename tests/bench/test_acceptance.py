@@ -29,6 +29,7 @@ def hand_made(tokens):
     int32 = np.int32
     return Followed(
         0,
+        None,
         RoundTrace(
             start=3,
             candidate_tokens=np.array([[5, 6], [7, 8], [9, 4]], int32),
@@ -80,7 +81,7 @@ def test_counts_of_a_hand_made_round():
 def pair():
     target = random_target(TINY, 0)
     prompts = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    return Pair(target, random_head(TINY, 1), prompts)
+    return Pair(target, random_head(TINY, 1), prompts, (None, "math"))
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +116,19 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(pair, rounds):
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
 def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
-    assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes_of(rounds)}
+    classes = classes_of(rounds)
+    assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes}
+    # Of the second prompt it is said, of the first it is felt: a random head is sure of nothing.
+    assert [CLASSES[i] for i in classes] == [
+        ("uncertain_task", "decisive_task")[one.prompt] for one in rounds
+    ]
     parsed = Profile.parse(made)
     assert parsed.depth_rank_accept == tuple(map(tuple, count_reached(rounds).shares()))
     for row in made["per_class_histograms"]["uncertain_task"]:
         assert all(share == 0 or share >= 0.3 for share in row)
     algorithm = get_algorithm(name, profile=made)
-    trees = generate_tree(
-        pair.target, pair.head, pair.prompts, PARAMS, algorithm=algorithm, budget=16, width=3
-    )
+    shape = {"budget": 16, "width": 3, "routing": pair.routing}
+    trees = generate_tree(pair.target, pair.head, pair.prompts, PARAMS, algorithm=algorithm, **shape)
     plain = generate(pair.target, pair.prompts, PARAMS)
     assert [own.token_ids for own in trees] == [own.token_ids for own in plain]
     first = rounds[0].trace
@@ -135,7 +140,7 @@ def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
     if name == "depth_rank_histogram":
         measured = [max(sum(x >= 0.02 for x in row), 1) for row in made["depth_rank_accept"]]
     else:
-        table = made["per_class_histograms"][CLASSES[classes_of(rounds)[0]]]
+        table = made["per_class_histograms"][CLASSES[classes[0]]]
         measured = [max([1, *(rank + 1 for rank, x in enumerate(row) if x > 0)]) for row in table]
     assert caps[: len(measured)].tolist() == measured
     assert min(measured) < 3

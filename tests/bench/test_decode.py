@@ -237,7 +237,8 @@ class TestRows:
         # The gap at a place is plain decoding's own, whoever parts from it there.
         again = Measured([completion(1, 2, 3), completion(4, 9)], [1.0], [0.2])
         [same] = rows.row(group[1], 0.0, again, plain)["divergences"]
-        assert same == {**found, "token": 9}
+        assert same == {**found, "token": 9, "behind": same["behind"]}
+        assert same["behind"] != found["behind"]
 
     def test_the_rows_of_a_budget_and_the_best(self):
         def row(method, algorithm, budget, tau, speed):

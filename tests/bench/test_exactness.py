@@ -32,7 +32,7 @@ def pair():
     """A tiny random pair, whatever the arguments name."""
     target = random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size))
     prompts = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    own = Pair(target, random_head(TINY, 1), prompts)
+    own = Pair(target, random_head(TINY, 1), prompts, (None, None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "load_pair", lambda *_: own)
         yield own
