@@ -47,6 +47,7 @@ from jetspec_jax.tree import (
     accept,
     algorithm_of,
     grow_tree,
+    plan_of,
     reach_of,
     root_tree,
     top_candidates,
@@ -231,7 +232,7 @@ class TreeDecoder:
             return grow_tree(
                 candidates,
                 state.anchors,
-                algorithm.plan(candidates, state.settings.routing),
+                plan_of(algorithm, candidates, state.settings.routing),
                 state.settings.budget,
                 state.settings.depth,
                 num_nodes=self.bucket,

@@ -29,7 +29,15 @@ from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
-from jetspec_jax.tree import Algorithm, Auto, Hints, algorithm_of, bucket_for, tree_buckets
+from jetspec_jax.tree import (
+    Algorithm,
+    Auto,
+    Hints,
+    algorithm_of,
+    bucket_for,
+    check_traceable,
+    tree_buckets,
+)
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
@@ -70,6 +78,8 @@ class TreeSettings:
             if most is not None and not 1 <= value <= most:
                 raise ValueError(f"{name} must lie in 1..{most}, not {value}")
         bucket_for(self.budget)
+        if max_depth is not None:
+            check_traceable(self.algorithm, depth=max_depth, width=self.width)
 
 
 PLAIN = TreeSettings(budget=1, width=1)

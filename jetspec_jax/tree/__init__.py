@@ -15,12 +15,15 @@ from jetspec_jax.tree.algorithms import (
     algorithm_of,
     check_algorithm,
     get_algorithm,
+    name_of,
     register_algorithm,
 )
 from jetspec_jax.tree.auto import Auto
 from jetspec_jax.tree.building import build_tree, grow_tree
 from jetspec_jax.tree.candidates import Candidates, top_candidates
+from jetspec_jax.tree.contract import check_plan, check_tree
 from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
+from jetspec_jax.tree.planning import check_traceable, plan_of
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.published import AccumLogp
 from jetspec_jax.tree.reach import Reach, reach_of, tree_buckets
@@ -33,6 +36,7 @@ from jetspec_jax.tree.token_tree import (
     bucket_for,
     root_tree,
 )
+from jetspec_jax.tree.trial import check_algorithm_contract
 
 __all__ = [
     "BUCKETS",
@@ -57,9 +61,15 @@ __all__ = [
     "bucket_for",
     "build_tree",
     "check_algorithm",
+    "check_algorithm_contract",
+    "check_plan",
+    "check_traceable",
+    "check_tree",
     "get_algorithm",
     "grow_tree",
+    "name_of",
     "path_sums",
+    "plan_of",
     "reach_of",
     "register_algorithm",
     "root_tree",

@@ -19,10 +19,10 @@ class Plan(NamedTuple):
     """How the trees of a batch grow.
 
     Attributes:
-        caps: Most children of a node at depth d, the best of draft row d; clipped to 0..W.
+        caps: Most children of a node at depth d, the best of draft row d; in 0..W, and clipped to it.
         bonus: Added to the priority of every node at depth d + 1, and so of all nodes below it; None is 0.
             It orders the growth and is no part of a node's score.
-        weight: Of the log-probabilities in the priority. Static.
+        weight: Of the log-probabilities in the priority, beside a bonus. Static.
     """
 
     caps: Int32[Array, "B D"]
@@ -34,6 +34,9 @@ class Plan(NamedTuple):
 class Algorithm:
     """Base of all tree algorithms: a frozen, hashable record of options with a plan for any candidates.
 
+    The contract: options are hashable; a plan is traceable, the same for the same candidates, and each
+    sequence's own, whatever else is in the batch. `jetspec_jax.tree.check_algorithm_contract` tries it.
+
     A new one is a frozen dataclass whose fields are its options, under a name of its own::
 
         @register_algorithm("first_two")
@@ -42,9 +45,9 @@ class Algorithm:
             levels: int = 3
 
             def plan(self, candidates, routing):
-                depth = jnp.arange(candidates.tokens.shape[1])
-                caps = jnp.where(depth < self.levels, 2, 1).astype(jnp.int32)
-                return Plan(jnp.broadcast_to(caps[None, :], candidates.tokens.shape[:2]))
+                batch, depth, width = candidates.tokens.shape
+                caps = [min(2, width) if d < self.levels else 1 for d in range(depth)]
+                return Plan(jnp.broadcast_to(jnp.array([caps], jnp.int32), (batch, depth)))
 
     Attributes:
         one_by_one: Whether a node's children are inserted each by its own priority, instead of all of them
@@ -66,18 +69,23 @@ def register_algorithm(name: str) -> Callable[[_Kind], _Kind]:
     """A decorator that makes an algorithm known under a name.
 
     Raises:
-        ValueError: The name is taken, or what is decorated is no frozen dataclass.
+        ValueError: The name is taken, or what is decorated is no frozen dataclass or has no plan.
     """
 
     def register(kind: _Kind) -> _Kind:
         if name in _KNOWN:
             raise ValueError(f"the tree algorithm {name!r} is {_KNOWN[name].__qualname__}; name another")
-        if not issubclass(kind, Algorithm) or "__dataclass_fields__" not in vars(kind):
-            raise ValueError(f"{kind.__qualname__} must be a frozen dataclass on top of Algorithm")
+        _check_kind(kind)
         _KNOWN[name] = kind
         return kind
 
     return register
+
+
+def name_of(algorithm: "Algorithm") -> str:
+    """The name that an algorithm's class is known under, or else that of the class."""
+    kind = type(algorithm)
+    return next((name for name, known in _KNOWN.items() if known is kind), kind.__qualname__)
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -95,9 +103,13 @@ def algorithm_of(chosen: "str | Algorithm") -> "Algorithm":
     """The algorithm that is meant: itself, or the one of a name with its usual options.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError: The name is unknown, or the algorithm is no frozen dataclass or not hashable.
     """
-    return chosen if isinstance(chosen, Algorithm) else get_algorithm(chosen)
+    if not isinstance(chosen, Algorithm):
+        return get_algorithm(chosen)
+    _check_kind(type(chosen))
+    _check_options(chosen)
+    return chosen
 
 
 def get_algorithm(
@@ -126,7 +138,37 @@ def get_algorithm(
         if not takes_profile:
             raise ValueError(f"the tree algorithm {name!r} takes no profile")
         given["profile"] = profile if isinstance(profile, Profile) else Profile.parse(profile)
-    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
+    missing = [
+        f.name
+        for f in fields(kind)
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in given
+    ]
     if missing:
         raise ValueError(f"the tree algorithm {name!r} needs {', '.join(missing)}")
-    return kind(**given)
+    made = kind(**given)
+    _check_options(made)
+    return made
+
+
+def _check_kind(kind: type[Algorithm]) -> None:
+    """Raises ValueError for what is no algorithm."""
+    # No dataclass of its own, a class has its parent's equality: to a cache its instances are all the same.
+    if not issubclass(kind, Algorithm) or "__dataclass_fields__" not in vars(kind):
+        raise ValueError(f"{kind.__qualname__} must be a frozen dataclass on top of Algorithm")
+    if kind.plan is Algorithm.plan:
+        raise ValueError(f"{kind.__qualname__} must have a plan of its own")
+
+
+def _check_options(algorithm: Algorithm) -> None:
+    """Raises ValueError, with the options that are not hashable: programs are kept by them."""
+    wrong = []
+    for option in fields(algorithm):
+        try:
+            hash(getattr(algorithm, option.name))
+        except TypeError:
+            wrong.append(f"{option.name} is a {type(getattr(algorithm, option.name)).__name__}")
+    if wrong:
+        raise ValueError(
+            f"options of the tree algorithm {name_of(algorithm)!r} must be hashable, and {', '.join(wrong)}; "
+            "make tuples of lists and arrays in __post_init__"
+        )

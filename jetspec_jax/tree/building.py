@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.tree.algorithms import Algorithm, Plan, get_algorithm
+from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, get_algorithm
 from jetspec_jax.tree.candidates import Candidates, top_candidates
+from jetspec_jax.tree.contract import check_plan, check_tree
 from jetspec_jax.tree.masks import path_sums
+from jetspec_jax.tree.planning import plan_of
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX, TokenTree, bucket_for, root_tree
@@ -93,6 +95,7 @@ def build_tree(
     depth: SupportsIndex | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     profile: Profile | Mapping[str, Any] | None = None,
+    checked: bool = False,
     **options: Any,
 ) -> TokenTree:
     """Builds a token tree per sequence from draft logits.
@@ -111,10 +114,15 @@ def build_tree(
         routing: what is known of the sequences, one mapping for all or one for each, with any of
             "task", "mode" and "text"; some algorithms look at it.
         profile: measured acceptance, for algorithms that take it: see `Profile`.
+        checked: whether to look at every value of the plan and of the trees, on the host: slow, and for
+            algorithms that are new.
         **options: of the algorithm that is named, such as `beta` or `tau`.
 
     Raises:
-        ValueError: an argument is out of its range or of the wrong shape.
+        ValueError: an argument is out of its range or of the wrong shape, the algorithm's options are not
+            hashable, or its plan is not traceable or misshapen. In the checked mode also: caps outside
+            0..W, a bonus that is not finite, a plan that changes when it is made again or depends on other
+            sequences, or trees that are none or go beyond a limit.
     """
     logits, roots = jnp.asarray(draft_logits), jnp.asarray(root_tokens)
     if logits.ndim != 3 or not jnp.issubdtype(logits.dtype, jnp.floating):
@@ -126,16 +134,23 @@ def build_tree(
         raise ValueError(f"root_tokens must be integer [{batch}], got {_describe(roots)}")
     most_nodes = _integer("budget", budget, BUCKETS[-1], "nodes, root included")
     most_levels = rows if depth is None else _integer("depth", depth, rows, "rows of draft_logits")
-    return _build(
+    most_children = _integer("width", width, vocabulary, "the vocabulary")
+    hints, meant = Routing.of(routing, batch), _algorithm(algorithm, options, profile)
+    if checked:
+        check_plan(meant, _candidates(logits, most_children), hints)
+    tree = _build(
         logits,
         roots,
         most_nodes,
         most_levels,
-        Routing.of(routing, batch),
-        width=_integer("width", width, vocabulary, "the vocabulary"),
+        hints,
+        width=most_children,
         num_nodes=bucket_for(most_nodes),
-        algorithm=_algorithm(algorithm, options, profile),
+        algorithm=meant,
     )
+    if checked:
+        check_tree(meant, tree, width=most_children, budget=most_nodes, depth=most_levels)
+    return tree
 
 
 def _algorithm(
@@ -145,7 +160,7 @@ def _algorithm(
         return get_algorithm(named, options, profile)
     if options or profile is not None:
         raise ValueError(f"{named} has its options already; name the algorithm to give others")
-    return named
+    return algorithm_of(named)
 
 
 def _integer(name: str, value: SupportsIndex, most: int, meaning: str) -> int:
@@ -159,6 +174,9 @@ def _integer(name: str, value: SupportsIndex, most: int, meaning: str) -> int:
 
 def _describe(array: Array) -> str:
     return f"{array.dtype} {list(array.shape)}"
+
+
+_candidates = jax.jit(top_candidates, static_argnames="width")
 
 
 @functools.partial(jax.jit, static_argnames=("width", "num_nodes", "algorithm"))
@@ -178,7 +196,7 @@ def _build(
     return grow_tree(
         candidates,
         roots,
-        algorithm.plan(candidates, routing),
+        plan_of(algorithm, candidates, routing),
         budgets,
         depths,
         num_nodes=num_nodes,

@@ -67,7 +67,8 @@ class TaskRouter(Algorithm):
     Attributes:
         gap_high: A mean gap above this is decisive.
         gap_low: One below this is uncertain.
-        templates: Caps by depth for each of `CLASSES`, as a mapping; those left out stay as they are.
+        templates: Caps by depth for each of `CLASSES`, as a mapping; those left out stay as they are. The
+            last cap goes on below; more caps than the draft has rows are refused when a tree is planned.
         force_baseline: Do as `accum_logp`.
     """
 
@@ -103,7 +104,10 @@ class TaskRouter(Algorithm):
 
     def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
         usual = dict(zip(CLASSES, (_DECISIVE, _BALANCED, _UNCERTAIN), strict=True))
-        own = usual | dict(self.templates or ())
+        given = dict(self.templates or ())
+        for name, template in given.items():
+            _check_fits(template, candidates, f"templates[{name!r}]")
+        own = usual | given
         return jnp.stack([_extended(own[name], candidates) for name in CLASSES])
 
 
@@ -114,7 +118,7 @@ class ReasoningRouter(Algorithm):
 
     Attributes:
         gap_threshold: A mean gap above this is reasoning, whatever is said.
-        open_ended_template: Caps by depth of the others.
+        open_ended_template: Caps by depth of the others, no more than the draft has rows.
         force_baseline: Do as `accum_logp`.
     """
 
@@ -133,6 +137,8 @@ class ReasoningRouter(Algorithm):
             return Plan(_full(candidates))
         felt = jnp.mean(_gaps(candidates), axis=1) > self.gap_threshold
         reasons = routing.reasoning | felt
+        if self.open_ended_template != _OPEN_ENDED:
+            _check_fits(self.open_ended_template, candidates, "open_ended_template")
         caps = [_extended(template, candidates) for template in (self.open_ended_template, _REASONING)]
         return Plan(jnp.stack(caps)[reasons.astype(jnp.int32)])
 
@@ -141,6 +147,8 @@ class ReasoningRouter(Algorithm):
 @dataclass(frozen=True)
 class ClassHistogram(TaskRouter):
     """`task_router` with caps that were measured for each class, where the profile has them.
+
+    A profile may reach deeper than the draft: what it says of depths that are not there is not needed.
 
     Attributes:
         profile: Its ``per_class_histograms``.
@@ -243,6 +251,16 @@ def _gaps(candidates: Candidates) -> Float32[Array, "B D"]:
     """How far the best of each row is above the second best; 0 where there is no second."""
     best = candidates.log_probs
     return best[:, :, 0] - best[:, :, min(1, best.shape[2] - 1)]
+
+
+def _check_fits(template: Sequence[int], candidates: Candidates, name: str) -> None:
+    """A template that was given for a deeper draft was not meant for this one; the usual ones fit any."""
+    depth = candidates.tokens.shape[1]
+    if len(template) > depth:
+        raise ValueError(
+            f"{name} has {len(template)} caps, one for each depth, and the draft is {depth} deep; "
+            f"give at most {depth}"
+        )
 
 
 def _extended(template: Sequence[int], candidates: Candidates) -> Int32[Array, "D"]:

@@ -1,10 +1,13 @@
 """Every tree algorithm in the round: plain decoding's tokens, whatever the trees look like."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.engine import Engine, TreeSettings
-from jetspec_jax.tree import algorithm_names, get_algorithm
+from jetspec_jax.tree import Algorithm, Plan, algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, random_head, random_target, serve
 
@@ -69,6 +72,23 @@ def test_routing_is_each_request_s_own(target):
     chain, tree = (set(completion.tree_sizes) for completion in completions)
     assert chain == {1 + head.config.depth}
     assert min(tree) > 20
+
+
+def test_what_a_plan_lacks_is_said_before_anything_is_decoded(target):
+    @dataclasses.dataclass(frozen=True)
+    class Misshapen(Algorithm):
+        def plan(self, candidates, routing):
+            return Plan(jnp.ones(candidates.tokens.shape[1], jnp.int32))
+
+    head = random_head(SLIDING, 1)
+    rows = head.config.depth
+    with pytest.raises(ValueError, match=rf"'.*Misshapen': caps must be int32 \[1, {rows}\]"):
+        generate_tree(target, head, PROMPTS, PARAMS, algorithm=Misshapen())
+    templates = {"decisive_task": [1] * (rows + 1)}
+    with pytest.raises(ValueError, match=f"has {rows + 1} caps, .* the draft is {rows} deep"):
+        generate_tree(
+            target, head, PROMPTS, PARAMS, algorithm=get_algorithm("task_router", {"templates": templates})
+        )
 
 
 def test_routing_for_another_number_of_prompts_is_refused(target):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.tree import (
+    AccumLogp,
     Algorithm,
     Plan,
     Profile,
@@ -285,10 +286,27 @@ class TestOptions:
         with pytest.raises(ValueError, match="has its options already"):
             build(logits, get_algorithm("top2gap_fanout"), beta=2.0)
 
-    def test_a_template_longer_than_the_depth_and_a_cap_above_the_width(self):
-        templates = {name: [9, 1, 1, 1, 1, 1, 1, 1, 1] for name in CLASSES}
+    def test_a_cap_above_the_width(self):
+        templates = {name: [9, 1, 1] for name in CLASSES}
         tree = build(random_logits(1, 3, 20), "task_router", width=4, templates=templates)
         assert tree.num_nodes.tolist() == [1 + 4 + 4 + 4]
+
+    @pytest.mark.parametrize(
+        ("name", "options", "what"),
+        [
+            ("task_router", {"templates": {"balanced_task": [2, 2, 1]}}, r"templates\['balanced_task'\]"),
+            ("class_histogram", {"templates": {"uncertain_task": (9, 1, 1)}}, "templates"),
+            ("reasoning_router", {"open_ended_template": [3, 1, 1]}, "open_ended_template"),
+        ],
+    )
+    def test_a_template_longer_than_the_depth(self, name, options, what):
+        """One's own is refused; the usual ones of three caps, and measured ones, go with any depth."""
+        build(random_logits(1, 3, 20), name, **options)
+        with pytest.raises(ValueError, match=f"{what}.* has 3 caps, .* the draft is 2 deep; give at most 2"):
+            build(random_logits(1, 2, 20), name, **options)
+        assert build(random_logits(1, 2, 20), name).num_nodes[0] > 1
+        measured = {"per_class_histograms": {name: [2, 1, 1] for name in CLASSES}}
+        assert build(random_logits(1, 2, 20), "class_histogram", profile=measured).num_nodes.tolist() == [5]
 
 
 class TestProfiles:
@@ -357,11 +375,13 @@ class TestRegistry:
 
         @register_algorithm("needy")
         @dataclasses.dataclass(frozen=True)
-        class Needy(Algorithm):
+        class Needy(AccumLogp):
             levels: int
+            made: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))
 
-        with pytest.raises(ValueError, match="'needy' needs levels"):
+        with pytest.raises(ValueError, match="'needy' needs levels$"):
             get_algorithm("needy")
+        assert get_algorithm("needy", {"levels": 1}) == Needy(1, (1, 2))
 
 
 def test_plans_are_traceable():

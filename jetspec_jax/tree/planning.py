@@ -1,0 +1,77 @@
+"""An algorithm's plan, checked in all that is known without values, and so inside a compiled round too."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, name_of
+from jetspec_jax.tree.candidates import Candidates, top_candidates
+from jetspec_jax.tree.routing import Routing
+
+#: What JAX raises where Python asks a traced array for its value.
+_UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
+
+
+def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> Plan:
+    """The algorithm's plan for some candidates. Its checks are made while tracing and cost a program nothing.
+
+    Raises:
+        ValueError: The plan cannot be traced or is no `Plan`, or a part of it has the wrong shape or type;
+            all that is wrong is listed, after the algorithm's name.
+    """
+    try:
+        plan = algorithm.plan(candidates, routing)
+    except _UNTRACEABLE as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"tree algorithm {name_of(algorithm)!r}: plan must be traceable, without Python's if, int or "
+            f"NumPy on values of arrays ({reason})"
+        ) from error
+    if wrong := _defects(plan, candidates.log_probs.shape[:2]):
+        raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {'; '.join(wrong)}")
+    return plan
+
+
+def check_traceable(algorithm: str | Algorithm, *, depth: int, width: int) -> None:
+    """Traces the plan for one sequence, without computing anything.
+
+    Args:
+        algorithm: A name, or an algorithm with its options.
+        depth: D, rows of the draft.
+        width: W, most children of a node.
+
+    Raises:
+        ValueError: As `plan_of`, or the options do not go with the depth.
+    """
+    meant = algorithm_of(algorithm)
+
+    def arrays(logits: Float[Array, "B D V"]) -> tuple[Any, Any]:
+        plan = plan_of(meant, top_candidates(logits, width), Routing.unsaid(1))
+        return plan.caps, plan.bonus
+
+    # A vocabulary of the width is as good as any.
+    jax.eval_shape(arrays, jax.ShapeDtypeStruct((1, depth, width), jnp.float32))
+
+
+def _defects(plan: Any, shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with a plan whose values are unknown."""
+    if not isinstance(plan, Plan):
+        return [f"plan must return a Plan, not {type(plan).__name__}"]
+    wrong = []
+    for name, array, dtype in (("caps", plan.caps, jnp.int32), ("bonus", plan.bonus, jnp.float32)):
+        if array is None and name == "bonus":
+            continue
+        expected = f"{dtype.__name__} {list(shape)}, one for each sequence and draft row"
+        if not isinstance(array, jax.Array | np.ndarray):
+            wrong.append(f"{name} must be {expected}, not {type(array).__name__}")
+        elif array.shape != shape or array.dtype != dtype:
+            wrong.append(f"{name} must be {expected}, not {array.dtype} {list(array.shape)}")
+    if not isinstance(plan.weight, int | float) or not math.isfinite(plan.weight):
+        wrong.append(f"weight must be a finite Python number, not {plan.weight!r}")
+    elif plan.bonus is None and plan.weight != 1:
+        wrong.append(f"weight {plan.weight!r} has no effect without a bonus")
+    return wrong
