@@ -379,7 +379,7 @@ class TestRegistry:
             levels: int
             made: tuple[int, ...] = dataclasses.field(default_factory=lambda: (1, 2))
 
-        with pytest.raises(ValueError, match="'needy' needs levels$"):
+        with pytest.raises(ValueError, match=r"'needy' needs levels$"):
             get_algorithm("needy")
         assert get_algorithm("needy", {"levels": 1}) == Needy(1, (1, 2))
 
