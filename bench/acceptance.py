@@ -7,7 +7,7 @@ tree of a measurement only says at which anchors rounds began.
 """
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,18 +69,18 @@ def follow(
     found = []
     requests = list(zip(pair.prompts, params, pair.routing, strict=True))
     for i, (prompt, own, routing) in enumerate(tqdm(requests, desc="trace", unit="prompt")):
-        rounds, completion = _drain(
-            trace_rounds(
-                pair.target,
-                pair.head,
-                prompt,
-                own,
-                settings,
-                routing=routing,
-                implementation=implementation,
-            )
+        trace = trace_rounds(
+            pair.target,
+            pair.head,
+            prompt,
+            own,
+            settings,
+            routing=routing,
+            implementation=implementation,
         )
-        sequence = np.asarray([*prompt, *completion.token_ids], np.int32)
+        rounds = list(trace)
+        assert trace.completion is not None, "the request has ended"
+        sequence = np.asarray([*prompt, *trace.completion.token_ids], np.int32)
         for one in rounds:
             after = one.start + 1
             found.append(Followed(i, routing, one, sequence[after : after + len(one.candidate_tokens)]))
@@ -162,13 +162,3 @@ def taken(rounds: Sequence[Followed]) -> Float[np.ndarray, "n"]:
 def _none(rounds: Sequence[Followed]) -> Counts:
     shape = rounds[0].trace.candidate_tokens.shape
     return Counts(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64))
-
-
-def _drain(rounds: Generator[RoundTrace, None, Any]) -> tuple[list[RoundTrace], Any]:
-    """All that a generator yields, and what it returns."""
-    seen = []
-    while True:
-        try:
-            seen.append(next(rounds))
-        except StopIteration as end:
-            return seen, end.value

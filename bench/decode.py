@@ -2,10 +2,11 @@
 
 Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
 over plain decoding of the same minutes. The report is written after every group, and ``--resume`` measures
-what is missing in it.
+what is missing in it. With ``--together`` all methods are one group.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def add_command(commands: Any) -> None:
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     add(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="all methods take turns, not only those of a budget; the report is written once, at the end",
+    )
+    add(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
         help="for chat templates that know it (default: no, as in published evaluations)",
@@ -127,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     done = {row["method"] for row in report["rows"]}
     groups = [[method for method in group if method.name not in done] for group in groups]
+    if arguments.together:
+        groups = [list(itertools.chain.from_iterable(groups))]
     groups = [[PLAIN_METHOD, *group] for group in groups if group]
     if groups:
         bench.check(groups[-1])

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, register_algorithm
 from jetspec_jax.tree.candidates import Candidates
+from jetspec_jax.tree.published import AccumLogp
 from jetspec_jax.tree.routing import Routing
+
+_USUAL = AccumLogp()
 
 
 @register_algorithm("auto")
@@ -20,7 +23,7 @@ class Auto(Algorithm):
         probing: Share of the time that may go into rounds with buckets that do not look best, to find out.
     """
 
-    tree: str | Algorithm = "accum_logp"
+    tree: str | Algorithm = _USUAL
     probing: float = 0.01
 
     def __post_init__(self) -> None:

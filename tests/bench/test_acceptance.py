@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import acceptance, diagnose, profile
+from bench import diagnose, profile
 from bench.__main__ import main
 from bench.acceptance import NO_RANK, Followed, count_accepted, count_reached, count_tree, follow, ranks_of
 from bench.diagnose import branches_of, faithfulness
 from bench.pair import Pair
 from bench.profile import classes_of, tables
-from jetspec_jax import Completion, SamplingParams, draft_logits, generate, generate_tree, logits
+from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
@@ -234,11 +234,6 @@ def test_an_unreadable_prompt_is_named(tmp_path, capsys, command):
 
 
 def test_outputs_of_one_token_have_no_round(pair, tmp_path, capsys, monkeypatch):
-    def trace_nothing(*_, **__):
-        return Completion("", [0], "length", [], [])
-        yield
-
-    monkeypatch.setattr(acceptance, "trace_rounds", trace_nothing)
     for command in (profile, diagnose):
         monkeypatch.setattr(command, "load_pair", lambda *_: pair)
         arguments = ["--num-prompts", "2", "--max-tokens", "1", "--json", str(tmp_path / "x.json")]
