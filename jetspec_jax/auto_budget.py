@@ -50,13 +50,15 @@ class Acceptance:
             buckets: Of drafted trees, in rising order.
         """
         guess = _PER_DOUBLING * np.log2(np.asarray(buckets, np.float64))
-        self._recent, self._expected, self._accepted = guess.copy(), guess.copy(), guess.copy()
+        # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
+        self._means = np.stack([guess] * 3)
+        self._keeps = np.log([[1 - 1 / _RECENT], [1 - 1 / _LONG], [1 - 1 / _LONG]])
         self._seen = np.full(len(guess), float(_PRIOR))
 
     def tokens(self) -> Float[np.ndarray, "K1"]:
         """Tokens of a round: of a plain one, then of each bucket; never less with more nodes."""
-        drafted = self._recent * self._accepted / self._expected
-        return np.maximum.accumulate(np.concatenate([[1.0], 1.0 + drafted]))
+        recent, expected, accepted = self._means
+        return np.maximum.accumulate(np.append(1.0, 1.0 + recent * accepted / expected))
 
     def known(self, bucket: int) -> bool:
         """Whether rounds tell more about a bucket, of which 0 is plain, than the guess."""
@@ -67,19 +69,15 @@ class Acceptance:
         rounds, known = expected.shape
         if rounds == 0:
             return
-        self._move(self._recent, expected, _RECENT)
-        self._move(self._expected, expected, _LONG)
-        self._move(self._accepted, accepted, _LONG)
-        self._seen[:known] += rounds
-
-    def _move(self, mean: np.ndarray, values: np.ndarray, horizon: int) -> None:
-        rounds, known = values.shape
-        seen, before = self._seen[:known], mean[known - 1]
+        means, expects = self._means, expected.mean(axis=0)
+        values = np.maximum([expects, expects, accepted.mean(axis=0)], 1e-6)
+        before, seen = means[:, known - 1].copy(), self._seen[:known]
         # The plain mean at first, then one that forgets.
-        weight = np.maximum(1 - (1 - 1 / horizon) ** rounds, rounds / (seen + rounds))
-        mean[:known] += weight * (np.maximum(values.mean(axis=0), 1e-6) - mean[:known])
+        weight = np.maximum(1 - np.exp(rounds * self._keeps), rounds / (seen + rounds))
+        means[:, :known] += weight * (values - means[:, :known])
         # Larger trees than these rounds had rise and fall with the largest that they had.
-        mean[known:] *= mean[known - 1] / before
+        means[:, known:] *= (means[:, known - 1] / before)[:, None]
+        seen += rounds
 
 
 class AutoBudget:

@@ -41,7 +41,6 @@ from jetspec_jax.tree import (
     BUCKETS,
     Algorithm,
     Candidates,
-    Reach,
     Routing,
     TokenTree,
     accept,
@@ -110,7 +109,7 @@ class TreeDecoder:
         algorithm: The tree algorithm: a name, or one with its options.
         max_rounds: Most rounds of one `decode`.
         implementation: Of tree attention; None picks the best.
-        observes: Whether records say what smaller trees would have had accepted.
+        observes: Whether `decode` says what smaller trees would have had accepted.
     """
 
     target: ModelConfig
@@ -203,15 +202,6 @@ class TreeDecoder:
         accepted = self.accept(state, tree, output.logits)
         return self.commit(weights, state, tree, output, accepted)
 
-    def plain_round(
-        self, weights: DecodeWeights, state: DecodeState
-    ) -> tuple[DecodeState, RoundRecord, Float[Array, "B F"]]:
-        """A round of the root alone that leaves the proposer as it is; its taps are returned for later."""
-        tree = self.build(state, None)
-        output = self.verify(weights, state, tree)
-        state, record = self.advance(state, tree, output, self.accept(state, tree, output.logits))
-        return state, record, output.taps[:, 0]
-
     def draft(self, weights: DecodeWeights, state: DecodeState) -> Candidates | None:
         """The best tokens of every draft row; None in plain decoding, which drafts nothing."""
         if self.proposer is None or self.bucket == 1:
@@ -303,8 +293,7 @@ class TreeDecoder:
             settings=state.settings._replace(remaining=remaining),
         )
         sizes = jnp.where(count > 0, tree.num_nodes, 0)
-        reach = reach_of(tree, path, tree_buckets(self.bucket)) if self.observes else None
-        return state, RoundRecord(tokens, count, sizes, reach)
+        return state, RoundRecord(tokens, count, sizes)
 
     def decode(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
@@ -332,58 +321,76 @@ class TreeDecoder:
         return _PLAIN_LOOP if self.bucket == 1 else _TREE_LOOP
 
 
+class _Kept(NamedTuple):
+    """What rounds leave for the end of their loop, where one pass over all of them is cheaper.
+
+    Attributes:
+        taps: Of the committed tokens, while nobody drafts: the proposer has not seen them yet.
+        scores: Of the trees' nodes, for a decoder that observes.
+        path: Their accepted paths, likewise.
+    """
+
+    taps: Float[Array, "B F"] | None
+    scores: Float[Array, "B N"] | None
+    path: Int[Array, "B D1"] | None
+
+
 def _loop(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
 ) -> tuple[DecodeState, RoundRecord]:
     """See `TreeDecoder.decode`."""
-    batch, most = state.anchors.shape[0], decoder.max_rounds
     # What no round changes is made before the loop: XLA would make some of it in every round.
-    if decoder.proposer is not None:
-        weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
-    # Nobody drafts during plain rounds, so a proposer learns of their tokens at the end, of all in one pass.
     proposer = decoder.proposer
+    if proposer is not None:
+        weights = weights._replace(proposer=proposer.prepare(weights.proposer))
     late = decoder.bucket == 1 and proposer is not None
 
-    def one_round(state: DecodeState) -> tuple[DecodeState, RoundRecord, Array | None]:
-        return decoder.plain_round(weights, state) if late else (*decoder.round(weights, state), None)
-
-    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
-    kept = jnp.zeros((most, batch, width), state.stores[0].k.dtype) if late else None
+    def one_round(state: DecodeState) -> tuple[DecodeState, RoundRecord, _Kept]:
+        tree = decoder.build(state, decoder.draft(weights, state))
+        output = decoder.verify(weights, state, tree)
+        accepted = decoder.accept(state, tree, output.logits)
+        if late:
+            after, record = decoder.advance(state, tree, output, accepted)
+            return after, record, _Kept(output.taps[:, 0], None, None)
+        after, record = decoder.commit(weights, state, tree, output, accepted)
+        seen = (tree.scores, accepted.path) if decoder.observes else (None, None)
+        return after, record, _Kept(None, *seen)
 
     def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
         done, state, _ = carry
-        return (done < jnp.minimum(rounds, most)) & jnp.any(state.active)
+        return (done < jnp.minimum(rounds, decoder.max_rounds)) & jnp.any(state.active)
 
     def step(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
-        done, state, kept = carry
-        state, *made = one_round(state)
-        kept = jax.tree.map(lambda all_, one: all_.at[done].set(one), kept, tuple(made))
-        return done + 1, state, kept
+        done, state, made = carry
+        state, *one = one_round(state)
+        made = jax.tree.map(lambda all_, own: all_.at[done].set(own), made, tuple(one))
+        return done + 1, state, made
 
-    slots = state.slots
-    _, state, (records, taps) = jax.lax.while_loop(
-        goes_on, step, (jnp.int32(0), state, (_no_records(decoder, batch), kept))
-    )
+    slots, nothing = state.slots, _nothing_made(decoder, state)
+    _, state, (records, kept) = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, nothing))
     if late and proposer is not None:
         # A slot decodes in the first rounds or in none, so its rows lie side by side.
-        rows, counts = jnp.moveaxis(taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
-        own = proposer.commit(weights.proposer, state.proposer, rows, slots, counts)
+        taps, counts = jnp.moveaxis(kept.taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
+        own = proposer.commit(weights.proposer, state.proposer, taps, slots, counts)
         state = replace(state, proposer=own)
+    if decoder.observes:
+        records = records._replace(reach=reach_of(kept.scores, kept.path, tree_buckets(decoder.bucket)))
     return state, records
 
 
-def _no_records(decoder: TreeDecoder, batch: int) -> RoundRecord:
-    """Records of rounds that have not run."""
-    most, reach = decoder.max_rounds, None
-    if decoder.observes:
-        shape = most, batch, len(tree_buckets(decoder.bucket))
-        reach = Reach(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32))
-    return RoundRecord(
-        tokens=jnp.full((most, batch, decoder.depth + 1), -1, jnp.int32),
-        counts=jnp.zeros((most, batch), jnp.int32),
-        tree_sizes=jnp.zeros((most, batch), jnp.int32),
-        reach=reach,
+def _nothing_made(decoder: TreeDecoder, state: DecodeState) -> tuple[RoundRecord, _Kept]:
+    """What rounds make, of all that a loop can run, before any has."""
+    rounds = decoder.max_rounds, state.anchors.shape[0]
+    path = jnp.full((*rounds, decoder.depth + 1), -1, jnp.int32)
+    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    late = decoder.bucket == 1 and decoder.proposer is not None
+    kept = _Kept(
+        taps=jnp.zeros((*rounds, width), state.stores[0].k.dtype) if late else None,
+        scores=jnp.full((*rounds, decoder.bucket), -jnp.inf) if decoder.observes else None,
+        path=path if decoder.observes else None,
     )
+    counts = jnp.zeros(rounds, jnp.int32)
+    return RoundRecord(tokens=path, counts=counts, tree_sizes=counts), kept
 
 
 # Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a

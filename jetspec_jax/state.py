@@ -113,7 +113,7 @@ class RoundRecord(NamedTuple):
         tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
         counts: How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode.
         tree_sizes: Nodes of each slot's tree.
-        reach: What trees of every smaller bucket would have had accepted; None unless a decoder observes.
+        reach: What trees of each smaller bucket would have had accepted; None unless the decoder observes.
     """
 
     tokens: Int32[Array, "B D1"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
-from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX, TokenTree
+from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
 
 class Reach(NamedTuple):
@@ -21,8 +21,8 @@ class Reach(NamedTuple):
         accepted: Nodes of the accepted path among the first so many.
     """
 
-    expected: Float32[Array, "B K"]
-    accepted: Int32[Array, "B K"]
+    expected: Float32[Array, "*rounds K"]
+    accepted: Int32[Array, "*rounds K"]
 
 
 def tree_buckets(most: int) -> tuple[int, ...]:
@@ -30,22 +30,25 @@ def tree_buckets(most: int) -> tuple[int, ...]:
     return tuple(bucket for bucket in BUCKETS[1:] if bucket <= most)
 
 
-def reach_of(tree: TokenTree, path: Int[Array, "B D1"], budgets: Sequence[int]) -> Reach:
-    """What trees of some budgets, none larger than this tree's, would have had accepted.
+def reach_of(
+    scores: Float32[Array, "*rounds N"], path: Int[Array, "*rounds D1"], budgets: Sequence[int]
+) -> Reach:
+    """What trees of some budgets, none larger than these, would have had accepted.
 
     Example: of nodes 0..5 with the path 0, 2, 5 a budget of 3 would have had 1 accepted, one of 6 has 2.
 
     Args:
-        tree: Trees in the order in which their nodes were inserted.
+        scores: Of the nodes of trees in the order in which they were inserted; -inf is padding.
         path: Nodes of the accepted path from the root on; -1 beyond.
         budgets: K numbers of nodes, root included.
     """
-    index = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
-    drafted = tree.valid & (index != ROOT_INDEX)[None, :]
-    probabilities = jnp.where(drafted, jnp.exp(tree.scores), 0.0)
-    limits = jnp.asarray(budgets, jnp.int32)
-    expected = jnp.sum(
-        jnp.where(index[None, None, :] < limits[None, :, None], probabilities[:, None, :], 0.0), axis=2
-    )
-    within = (path[:, None, :] > ROOT_INDEX) & (path[:, None, :] < limits[None, :, None])
-    return Reach(expected, jnp.sum(within, axis=2, dtype=jnp.int32))
+    nodes = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    drafted = jnp.where((nodes != ROOT_INDEX)[None, :], jnp.exp(scores).reshape(-1, len(nodes)), 0.0)
+    passed = path.reshape(-1, path.shape[-1])
+    # One budget after the other: each is a sum over a prefix, and there are few.
+    expected = [jnp.sum(drafted[:, :budget], axis=1) for budget in budgets]
+    accepted = [
+        jnp.sum((passed > ROOT_INDEX) & (passed < budget), axis=1, dtype=jnp.int32) for budget in budgets
+    ]
+    shape = *scores.shape[:-1], len(budgets)
+    return Reach(jnp.stack(expected, axis=1).reshape(shape), jnp.stack(accepted, axis=1).reshape(shape))
