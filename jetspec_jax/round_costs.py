@@ -22,9 +22,8 @@ from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.state import DecodeState, DecodeWeights
 
-#: Timed dispatches of each bucket and context, whose median counts: many, but none of the later ones begins
-#: when all have taken so long.
-REPEATS, LEAST_REPEATS, SECONDS = 25, 5, 2.0
+#: Timed dispatches of each bucket and context; their median counts.
+REPEATS = 5
 #: A dispatch of fewer rounds than the engine's will do where those take longer than this.
 DISPATCH_SECONDS = 0.05
 # More than any dispatch emits: no slot may stop while it is timed.
@@ -77,7 +76,7 @@ def round_costs(
         weights: The parameters.
         state: A state of free slots; donated.
         page_size: Tokens of a page of its stores.
-        rounds: Of a dispatch, at most; 2 or more.
+        rounds: Of a dispatch, at most.
         folder: Where costs are kept between processes. None is the user's cache folder; on a CPU, whose speed
             depends on what else it does, they are not kept.
 
@@ -94,63 +93,75 @@ def round_costs(
     if folder is not None or device.platform != "cpu":
         kept = (folder or platformdirs.user_cache_path("jetspec_jax", appauthor=False)) / "costs.json"
     found = _read(kept).get(key)
-    clock = _Clock(weights, state, page_size)
-    with tqdm(
-        total=len(decoders) + LEAST_REPEATS, desc="round costs", delay=2, disable=None, leave=False
-    ) as bar:
-        # Also where the costs are known: no program is to compile in the midst of a request.
-        for decoder in decoders:
-            clock.seconds(decoder, clock.short, 1)
-            bar.update()
-        if found is None:
-            costs = _measure(clock, decoders, rounds, bar)
-            _keep(kept, key, {"device": device.device_kind, **asdict(costs)})
-        else:
-            costs = RoundCosts(
-                tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), found["dispatch"]
-            )
+    if found is not None:
+        costs = RoundCosts(tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), found["dispatch"])
+    else:
+        costs, state = measure_round_costs(decoders, weights, state, page_size=page_size, rounds=rounds)
+        _keep(kept, key, {"device": device.device_kind, **asdict(costs)})
     _measured[key] = costs
-    return costs, clock.free_slots()
+    return costs, state
 
 
-def _measure(clock: "_Clock", decoders: Sequence[TreeDecoder], rounds: int, bar: Any) -> RoundCosts:
-    """Times dispatches of greedy rounds behind a short and a long context, interleaved over the buckets."""
-    room = rounds * (1 + max(decoder.depth for decoder in decoders))
-    contexts = clock.short, max(clock.capacity - room, clock.short + 1)
-    turns = [
-        min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, clock.short, 1))))
-        for decoder in decoders
-    ]
+def measure_round_costs(
+    decoders: Sequence[TreeDecoder],
+    weights: DecodeWeights,
+    state: DecodeState,
+    *,
+    page_size: int,
+    rounds: int,
+) -> tuple[RoundCosts, DecodeState]:
+    """Times dispatches of greedy rounds behind a short and a long context, interleaved over the buckets.
+
+    The arguments and what is returned are those of `round_costs`.
+    """
+    capacity = page_size * state.slots.block_tables.shape[1]
+    low, high, rounds = timed_contexts(capacity, rounds, 1 + max(decoder.depth for decoder in decoders))
+    contexts = low, high
+    clock = _Clock(weights, state)
     times: dict[tuple[int, int], list[float]] = {
         (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
     }
     dispatches: list[float] = []
-    started = time.perf_counter()
-    for repeat in range(REPEATS):
-        if repeat >= LEAST_REPEATS and time.perf_counter() - started > SECONDS:
-            break
-        for (bucket, context), own in times.items():
-            # Two dispatches tell the rounds from what every dispatch takes.
-            one = clock.seconds(decoders[bucket], context, 1)
-            more = clock.seconds(decoders[bucket], context, turns[bucket])
-            own.append((more - one) / (turns[bucket] - 1))
-            dispatches.append(one - own[-1])
-        bar.update(repeat < LEAST_REPEATS)
+    with tqdm(total=len(decoders) + REPEATS, desc="round costs", delay=2, disable=None, leave=False) as bar:
+        turns = []
+        for decoder in decoders:
+            clock.seconds(decoder, low, 1)  # compiles
+            turns.append(min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1)))))
+            bar.update()
+        for _ in range(REPEATS):
+            for (bucket, context), own in times.items():
+                # Two dispatches tell the rounds from what every dispatch takes.
+                one = clock.seconds(decoders[bucket], context, 1)
+                more = clock.seconds(decoders[bucket], context, turns[bucket])
+                own.append((more - one) / (turns[bucket] - 1))
+                dispatches.append(one - own[-1])
+            bar.update()
+    first, last = contexts
+    seconds = tuple(
+        (
+            max(statistics.median(times[bucket, first]), 1e-9),
+            max(statistics.median(times[bucket, last]), 1e-9),
+        )
+        for bucket in range(len(decoders))
+    )
+    return RoundCosts(contexts, seconds, max(statistics.median(dispatches), 0.0)), clock.free_slots()
 
-    def median(bucket: int, context: int) -> float:
-        return max(statistics.median(times[bucket, context]), 1e-9)
 
-    seconds = tuple((median(i, contexts[0]), median(i, contexts[1])) for i in range(len(decoders)))
-    return RoundCosts(contexts, seconds, max(statistics.median(dispatches), 0.0))
+def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:
+    """Two contexts to time rounds behind, and how many rounds, of ``most`` tokens each, a slot then holds.
+
+    They lie at least a quarter of the capacity apart: costs are read off the line through both, and noise
+    grows with the distance from them. Two rounds run even where a slot is too small for them.
+    """
+    low, high = min(64, capacity // 4), max(capacity - rounds * most, capacity // 2)
+    return low, high, max(2, min(rounds, (capacity - high) // most))
 
 
 class _Clock:
     """Slots in the midst of a sequence, and the time of rounds from there."""
 
-    def __init__(self, weights: DecodeWeights, state: DecodeState, page_size: int):
+    def __init__(self, weights: DecodeWeights, state: DecodeState):
         self._weights, self._state = weights, state
-        self.capacity = page_size * state.slots.block_tables.shape[1]
-        self.short = min(64, self.capacity // 4)
         self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None))
         batch, pages = state.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.

@@ -203,6 +203,15 @@ class TestCosts:
         [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
         assert completion.token_ids == plain.token_ids
 
+    @pytest.mark.parametrize("capacity", [64, 128, 320, 384, 1024, 40_960])
+    def test_are_timed_far_apart_and_within_a_slot(self, capacity):
+        most = 16
+        low, high, rounds = round_costs.timed_contexts(capacity, 16, most)
+        assert high - low >= capacity // 4
+        assert rounds >= 2
+        assert high + rounds * most <= capacity
+        assert (capacity < 512) == (rounds < 16)
+
     def test_are_kept_between_processes(self, engine, tmp_path, monkeypatch):
         costs = self.measure(engine, tmp_path)
         monkeypatch.setattr(round_costs, "_measured", {})
