@@ -71,6 +71,8 @@ def round_costs(
 ) -> tuple[RoundCosts, DecodeState]:
     """The costs of some decoders' rounds: known to this process, or to an earlier one, or measured now.
 
+    Afterwards the programs of all decoders are compiled, so that a change of the bucket compiles nothing.
+
     Args:
         decoders: One for each bucket.
         weights: The parameters.
@@ -95,6 +97,9 @@ def round_costs(
     found = _read(kept).get(key)
     if found is not None:
         costs = RoundCosts(tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), found["dispatch"])
+        clock = _Clock(weights, state)
+        clock.compile(decoders)
+        state = clock.free_slots()
     else:
         costs, state = measure_round_costs(decoders, weights, state, page_size=page_size, rounds=rounds)
         _keep(kept, key, {"device": device.device_kind, **asdict(costs)})
@@ -122,20 +127,18 @@ def measure_round_costs(
         (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
     }
     dispatches: list[float] = []
-    with tqdm(total=len(decoders) + REPEATS, desc="round costs", delay=2, disable=None, leave=False) as bar:
-        turns = []
-        for decoder in decoders:
-            clock.seconds(decoder, low, 1)  # compiles
-            turns.append(min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1)))))
-            bar.update()
-        for _ in range(REPEATS):
-            for (bucket, context), own in times.items():
-                # Two dispatches tell the rounds from what every dispatch takes.
-                one = clock.seconds(decoders[bucket], context, 1)
-                more = clock.seconds(decoders[bucket], context, turns[bucket])
-                own.append((more - one) / (turns[bucket] - 1))
-                dispatches.append(one - own[-1])
-            bar.update()
+    clock.compile(decoders)
+    turns = [
+        min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1))))
+        for decoder in decoders
+    ]
+    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=None, leave=False):
+        for (bucket, context), own in times.items():
+            # Two dispatches tell the rounds from what every dispatch takes.
+            one = clock.seconds(decoders[bucket], context, 1)
+            more = clock.seconds(decoders[bucket], context, turns[bucket])
+            own.append((more - one) / (turns[bucket] - 1))
+            dispatches.append(one - own[-1])
     first, last = contexts
     seconds = tuple(
         (
@@ -167,6 +170,11 @@ class _Clock:
         # Where there are fewer pages than all slots could name, several slots name one.
         names = np.arange(batch * pages, dtype=np.int32) % state.stores[0].k.shape[0]
         self._tables = names.reshape(batch, pages)
+
+    def compile(self, decoders: Sequence[TreeDecoder]) -> None:
+        """Runs every decoder once."""
+        for decoder in tqdm(decoders, desc="compiling", delay=2, disable=None, leave=False):
+            self.seconds(decoder, 1, 1)
 
     def seconds(self, decoder: TreeDecoder, context: int, rounds: int) -> float:
         """Seconds of one dispatch, until its records are on the host."""

@@ -224,6 +224,23 @@ class TestCosts:
         [entry] = json.loads((tmp_path / "costs.json").read_text()).values()
         assert entry["device"] == jax.devices()[0].device_kind
 
+    def test_that_are_kept_leave_nothing_to_compile(self, target, tmp_path, monkeypatch):
+        """A later process reads the costs, and still has no program."""
+        settings = TreeSettings(budget=16, width=5, algorithm="auto")  # of no other test
+        engine = Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=128)
+        costs = RoundCosts((64, 100), ((1.0, 1.0), (2.0, 2.0)), 0.1)
+        with monkeypatch.context() as patched:
+            patched.setattr(round_costs, "measure_round_costs", lambda *args, **_: (costs, args[2]))
+            assert self.measure(engine, tmp_path) == costs
+        monkeypatch.setattr(round_costs, "_measured", {})
+        with compilations() as seen:
+            assert self.measure(engine, tmp_path) == costs
+        assert seen
+        with compilations() as seen:
+            for decoder in engine._decoders:
+                engine.state, _ = decoder.decode(engine.weights, engine.state, np.int32(1))
+        assert seen == []
+
     def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog):
         (tmp_path / "costs.json").write_text("{")
         self.measure(engine, tmp_path)
