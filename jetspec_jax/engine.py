@@ -7,6 +7,7 @@ records. All that depends on a request travels as arrays, so after the first req
 import functools
 import itertools
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -323,9 +324,15 @@ class Engine:
             return None
         if self._auto is None:
             # Nobody runs: slots are taken after this, and an engine in use is not resized.
-            costs, self.state = round_costs(
-                self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
-            )
+            try:
+                costs, self.state = round_costs(
+                    self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
+                )
+            except BaseException as error:
+                # The state was given away. Frames that hold another go first: two may not fit the device.
+                traceback.clear_frames(error.__traceback__)
+                self.state = self.size.empty_state(self.decoder, self.dtype)
+                raise
             self._auto = AutoBudget(self._acceptance, costs, algorithm.probing)
         return self._auto
 

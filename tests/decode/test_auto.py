@@ -241,6 +241,19 @@ class TestCosts:
                 engine.state, _ = decoder.decode(engine.weights, engine.state, np.int32(1))
         assert seen == []
 
+    def test_an_engine_is_of_use_after_an_interrupt(self, engine, monkeypatch):
+        def interrupted(decoders, weights, state, **_):
+            decoders[0].decode(weights, state, np.int32(1))  # donates the state
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("jetspec_jax.engine.round_costs", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.complete(PROMPTS[:1], PARAMS[:1])
+        [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
+        [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
+        assert completion.token_ids == plain.token_ids
+
     def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog):
         (tmp_path / "costs.json").write_text("{")
         self.measure(engine, tmp_path)
