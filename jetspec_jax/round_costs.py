@@ -202,22 +202,32 @@ class _Clock:
 
 
 def _read(path: Path | None) -> Mapping[str, Any]:
-    if path is None or not path.exists():
+    if path is None:
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        _log.warning("%s is no JSON; round costs are measured anew", path)
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        _log.warning("round costs are measured anew: cannot read %s: %s", path, error)
+        return {}
+    if not isinstance(entries, dict):
+        _log.warning("round costs are measured anew: %s holds no JSON object", path)
+        return {}
+    return entries
 
 
 def _keep(path: Path | None, key: str, entry: Mapping[str, Any]) -> None:
     if path is None:
         return
+    partial = path.with_name(f"{path.name}.{key[:8]}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{key[:8]}.partial")
         partial.write_text(json.dumps({**_read(path), key: entry}), encoding="utf-8")
-        partial.rename(path)
+        try:
+            partial.rename(path)
+        except OSError:
+            partial.unlink()
+            raise
     except OSError as error:
         _log.warning("round costs are not kept: cannot write %s: %s", path, error.strerror)

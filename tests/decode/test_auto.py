@@ -254,11 +254,20 @@ class TestCosts:
         [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
         assert completion.token_ids == plain.token_ids
 
-    def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog):
-        (tmp_path / "costs.json").write_text("{")
+    @pytest.mark.parametrize(("text", "message"), [("{", "cannot read"), ("[]", "holds no JSON object")])
+    def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog, text, message):
+        (tmp_path / "costs.json").write_text(text)
         self.measure(engine, tmp_path)
         assert "measured anew" in caplog.text
+        assert message in caplog.text
         assert len(json.loads((tmp_path / "costs.json").read_text())) == 1
+
+    def test_a_file_that_can_be_neither_read_nor_written(self, engine, tmp_path, caplog):
+        (tmp_path / "costs.json").mkdir()
+        self.measure(engine, tmp_path)
+        assert "cannot read" in caplog.text
+        assert "round costs are not kept" in caplog.text
+        assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
     def test_on_a_cpu_nothing_is_written(self, engine, monkeypatch):
         monkeypatch.setattr(round_costs.platformdirs, "user_cache_path", None)  # calling it would fail
