@@ -287,7 +287,10 @@ class TreeDecoder:
         state = replace(
             state,
             stores=stores,
-            slots=state.slots._replace(lengths=state.slots.lengths + count),
+            # What overshoots a request's end has no page, and no later round of this loop may look for it.
+            slots=state.slots._replace(
+                lengths=state.slots.lengths + jnp.clip(state.settings.remaining, 0, count)
+            ),
             anchors=jnp.where(state.active, bonus, state.anchors),
             active=state.active & ~stopped & (remaining > 0),
             settings=state.settings._replace(remaining=remaining),

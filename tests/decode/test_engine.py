@@ -90,6 +90,24 @@ def test_a_pool_hands_out_each_page_once():
     assert sorted(pool.reserve(2)) == sorted(first)
 
 
+def test_no_slot_is_longer_than_its_pages(oracle_engine):
+    """A slot that has ended is attended over while others decode, and what it overshot lies on no page."""
+    prompts, params = [prompt_of(40), prompt_of(41)], [sampled(0, max_tokens=24), sampled(1, max_tokens=80)]
+    engine = oracle_engine(prompts, params)
+    first, _ = (engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True))
+    lengths = []
+
+    def decode(weights, state, rounds):
+        state, records = engine.decoder.decode(weights, state, rounds)
+        lengths.extend(state.slots.lengths.tolist())
+        return state, records
+
+    engine.step(16, decode)
+    got = first.output.completion()
+    assert sum(got.accept_lengths) + 1 > len(got.token_ids) == 24
+    assert lengths[0] == first.num_pages * PAGE_SIZE - 1
+
+
 def test_pages_and_slots_come_back(oracle_engine):
     engine = oracle_engine()
     start = engine.pool.num_free
