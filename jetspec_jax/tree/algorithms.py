@@ -6,6 +6,7 @@ each depth may have, what is added to their priority, and whether children come 
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxtyping import Array, Float32, Int32
@@ -145,9 +146,29 @@ def get_algorithm(
     ]
     if missing:
         raise ValueError(f"the tree algorithm {name!r} needs {', '.join(missing)}")
+    _check_kinds(name, kind, given)
     made = kind(**given)
     _check_options(made)
     return made
+
+
+def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> None:
+    """Raises ValueError, with the options that are no number, boolean or algorithm as their default is."""
+    wrong = []
+    for option in fields(kind):
+        value, usual = given.get(option.name, option.default), option.default
+        if isinstance(usual, bool):
+            fits, meant = isinstance(value, bool), "true or false"
+        elif isinstance(usual, Real):
+            fits, meant = isinstance(value, Real) and not isinstance(value, bool), "a number"
+        elif isinstance(usual, Algorithm):
+            fits, meant = isinstance(value, str | Algorithm), "an algorithm or the name of one"
+        else:
+            continue
+        if not fits:
+            wrong.append(f"{option.name} must be {meant}, not {value!r}")
+    if wrong:
+        raise ValueError(f"options of the tree algorithm {name!r}: {'; '.join(wrong)}")
 
 
 def _check_kind(kind: type[Algorithm]) -> None:

@@ -89,6 +89,8 @@ class TaskRouter(Algorithm):
                 raise ValueError(f"unknown classes {unknown} in templates; there are {', '.join(CLASSES)}")
             pairs = ((name, _template(own, f"templates[{name!r}]")) for name, own in self.templates.items())
             object.__setattr__(self, "templates", tuple(sorted(pairs)))
+        elif self.templates is not None and not isinstance(self.templates, tuple):
+            raise ValueError(f"templates must map classes to lists of caps, not {self.templates!r}")
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """The template of each sequence's class."""

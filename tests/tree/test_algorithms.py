@@ -264,7 +264,15 @@ class TestOptions:
             ),
             ("top2gap_fanout", {"gamma": 1}, "it has: beta, g_0"),
             ("hybrid", {"alpha": -1.0}, "alpha must be a number of at least 0"),
+            ("hybrid", {"alpha": "1"}, "'hybrid': alpha must be a number, not '1'"),
+            (
+                "top2gap_fanout",
+                {"beta": None, "g_0": True},
+                "beta must be a number, not None; g_0 must be a number, not True",
+            ),
+            ("reasoning_router", {"force_baseline": "no"}, "force_baseline must be true or false, not 'no'"),
             ("task_router", {"templates": {"hard": [1]}}, r"unknown classes \['hard'\] in templates"),
+            ("task_router", {"templates": 5}, "templates must map classes to lists of caps, not 5"),
             (
                 "task_router",
                 {"templates": {"decisive_task": [0]}},
