@@ -22,8 +22,8 @@ from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.state import DecodeState, DecodeWeights
 
-#: Timed dispatches of each bucket and context; their median counts.
-REPEATS = 5
+#: Timed dispatches of each bucket and context, whose median counts: as many as these seconds allow.
+LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0
 #: A dispatch of fewer rounds than the engine's will do where those take longer than this.
 DISPATCH_SECONDS = 0.05
 # More than any dispatch emits: no slot may stop while it is timed.
@@ -132,21 +132,21 @@ def measure_round_costs(
         min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1))))
         for decoder in decoders
     ]
-    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=None, leave=False):
+    started = time.perf_counter()
+    for repeat in tqdm(range(MOST_REPEATS), desc="round costs", delay=2, disable=None, leave=False):
+        if repeat >= LEAST_REPEATS and time.perf_counter() - started > SECONDS:
+            break
         for (bucket, context), own in times.items():
             # Two dispatches tell the rounds from what every dispatch takes.
             one = clock.seconds(decoders[bucket], context, 1)
             more = clock.seconds(decoders[bucket], context, turns[bucket])
             own.append((more - one) / (turns[bucket] - 1))
             dispatches.append(one - own[-1])
-    first, last = contexts
-    seconds = tuple(
-        (
-            max(statistics.median(times[bucket, first]), 1e-9),
-            max(statistics.median(times[bucket, last]), 1e-9),
-        )
-        for bucket in range(len(decoders))
-    )
+
+    def median(bucket: int, context: int) -> float:
+        return max(statistics.median(times[bucket, context]), 1e-9)
+
+    seconds = tuple((median(i, low), median(i, high)) for i in range(len(decoders)))
     return RoundCosts(contexts, seconds, max(statistics.median(dispatches), 0.0)), clock.free_slots()
 
 
