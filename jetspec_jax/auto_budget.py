@@ -109,7 +109,7 @@ class AutoBudget:
             # The most promising of those that nothing is learnt about meanwhile.
             probe = best + 1 + int(np.argmax(rates[best + 1 :]))
             loss = few * (seconds[probe] - tokens[probe] / rates[best])
-            loss += self.costs.dispatch * (1 - few / rounds)  # one dispatch more
+            loss += self.costs.dispatches[probe] * (1 - few / rounds)  # one dispatch more
             # Before anything is known of trees, a probe need not be paid for.
             if self._account >= loss or not self.acceptance.known(1):
                 self._account = max(self._account - loss, 0.0)
@@ -118,7 +118,7 @@ class AutoBudget:
             return Choice(best, few)
         self._account += self.probing * rounds * float(seconds[best])
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
-        self._account = min(self._account, few * float(seconds.max()) + self.costs.dispatch)
+        self._account = min(self._account, few * float(seconds.max()) + max(self.costs.dispatches))
         return Choice(best, rounds)
 
     def learn(

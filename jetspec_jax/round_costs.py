@@ -29,6 +29,9 @@ DISPATCH_SECONDS = 0.05
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
 
+#: Of what is kept: costs of another version are measured anew.
+VERSION = 2
+
 _log = logging.getLogger("jetspec_jax")
 _measured: dict[str, "RoundCosts"] = {}
 
@@ -40,12 +43,13 @@ class RoundCosts:
     Attributes:
         contexts: Two numbers of committed tokens.
         seconds: Of a round alone, for each bucket, at both contexts.
-        dispatch: What a dispatch takes beside its rounds, to be launched and for its records to arrive.
+        dispatches: What a dispatch takes beside its rounds, for each bucket: the launch, the wait for its
+            records, and at the end of plain rounds what the proposer learns of them.
     """
 
     contexts: tuple[int, int]
     seconds: tuple[tuple[float, float], ...]
-    dispatch: float
+    dispatches: tuple[float, ...]
 
     def at(self, context: float, rounds: int) -> Float[np.ndarray, "K"]:
         """Seconds of a round of each bucket behind so many tokens, in a dispatch of so many rounds.
@@ -57,7 +61,7 @@ class RoundCosts:
         first, last = np.asarray(self.seconds).T
         # A line that noise makes fall must not reach zero far outside.
         alone = np.maximum(first + share * (last - first), 0.5 * np.minimum(first, last))
-        return alone + self.dispatch / rounds
+        return alone + np.asarray(self.dispatches) / rounds
 
 
 def round_costs(
@@ -87,7 +91,7 @@ def round_costs(
     """
     device = jax.devices()[0]
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), state)
-    described = repr((device.device_kind, jax.__version__, decoders, shapes, rounds))
+    described = repr((device.device_kind, jax.__version__, VERSION, decoders, shapes, rounds))
     key = hashlib.sha256(described.encode()).hexdigest()
     if key in _measured:
         return _measured[key], state
@@ -96,7 +100,9 @@ def round_costs(
         kept = (folder or platformdirs.user_cache_path("jetspec_jax", appauthor=False)) / "costs.json"
     found = _read(kept).get(key)
     if found is not None:
-        costs = RoundCosts(tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), found["dispatch"])
+        costs = RoundCosts(
+            tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), tuple(found["dispatches"])
+        )
         clock = _Clock(weights, state)
         clock.compile(decoders)
         state = clock.free_slots()
@@ -126,7 +132,7 @@ def measure_round_costs(
     times: dict[tuple[int, int], list[float]] = {
         (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
     }
-    dispatches: list[float] = []
+    beside: list[list[float]] = [[] for _ in decoders]
     clock.compile(decoders)
     turns = [
         min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1))))
@@ -137,17 +143,18 @@ def measure_round_costs(
         if repeat >= LEAST_REPEATS and time.perf_counter() - started > SECONDS:
             break
         for (bucket, context), own in times.items():
-            # Two dispatches tell the rounds from what every dispatch takes.
+            # Two dispatches tell the rounds from what the dispatch takes.
             one = clock.seconds(decoders[bucket], context, 1)
             more = clock.seconds(decoders[bucket], context, turns[bucket])
             own.append((more - one) / (turns[bucket] - 1))
-            dispatches.append(one - own[-1])
+            beside[bucket].append(one - own[-1])
 
     def median(bucket: int, context: int) -> float:
         return max(statistics.median(times[bucket, context]), 1e-9)
 
     seconds = tuple((median(i, low), median(i, high)) for i in range(len(decoders)))
-    return RoundCosts(contexts, seconds, max(statistics.median(dispatches), 0.0)), clock.free_slots()
+    dispatches = tuple(max(statistics.median(own), 0.0) for own in beside)
+    return RoundCosts(contexts, seconds, dispatches), clock.free_slots()
 
 
 def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:

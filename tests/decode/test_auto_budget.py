@@ -21,7 +21,7 @@ DEEP = (0.3, 1.0, 2.0, 3.5, 5.5)
 
 
 def costs_of(seconds, dispatch=DISPATCH):
-    return RoundCosts((64, 768), tuple((one, one) for one in seconds), dispatch)
+    return RoundCosts((64, 768), tuple((one, one) for one in seconds), (dispatch,) * len(seconds))
 
 
 class World:
@@ -87,9 +87,9 @@ def test_the_account_bounds_what_probing_loses():
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
-    costs = RoundCosts((100, 300), ((1.0, 2.0), (4.0, 4.0)), 8.0)
-    np.testing.assert_allclose(costs.at(200, 16), [1.5 + 0.5, 4.0 + 0.5])
-    np.testing.assert_allclose(costs.at(400, 2), [2.5 + 4.0, 4.0 + 4.0])
+    costs = RoundCosts((100, 300), ((1.0, 2.0), (4.0, 4.0)), (8.0, 4.0))
+    np.testing.assert_allclose(costs.at(200, 16), [1.5 + 0.5, 4.0 + 0.25])
+    np.testing.assert_allclose(costs.at(400, 2), [2.5 + 4.0, 4.0 + 2.0])
     assert costs.at(-10_000, 16).min() > 0
 
 
