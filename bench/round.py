@@ -40,6 +40,8 @@ from pallas_kernels.tree_attention import implementations
 _PATHS = ("run", "compilation_cache", "json", "plot")
 # The most of the free memory that the stores of all cases may take together: programs need the rest.
 STORES_SHARE = 0.6
+# The one algorithm that chooses budgets; its trees are another's.
+AUTO = "auto"
 
 
 def add_command(commands: Any) -> None:
@@ -58,7 +60,7 @@ def add_command(commands: Any) -> None:
         nargs="+",
         default=["accum_logp"],
         metavar="NAME",
-        help=f"of the trees, with their usual options: all, or some of {', '.join(algorithm_names())} "
+        help=f"of the trees, with their usual options: all, or some of {', '.join(fixed_budget_names())} "
         "(default: accum_logp)",
     )
     add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens of a slot (default: 1024)")
@@ -197,7 +199,12 @@ def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Ca
     for name in ("batches", "contexts"):
         if min(getattr(arguments, name)) < 1:
             raise ValueError(f"--{name} must be at least 1, not {min(getattr(arguments, name))}")
-    algorithms = algorithm_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
+    algorithms = fixed_budget_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
+    if AUTO in algorithms:
+        raise ValueError(
+            f"--algorithms {AUTO}: it chooses budgets, and here every budget is measured; "
+            "`python -m bench decode` measures it"
+        )
     for budget, algorithm in itertools.product(arguments.budgets, algorithms):
         TreeSettings(budget, plan.width, algorithm=algorithm).check(shape.target, shape.head.depth)
     scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
@@ -216,6 +223,11 @@ def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Ca
                 f"may commit go beyond the target's context limit of {limit}"
             )
     return cases
+
+
+def fixed_budget_names() -> tuple[str, ...]:
+    """The algorithms whose rounds have the budget that they are given."""
+    return tuple(name for name in algorithm_names() if name != AUTO)
 
 
 def groups(

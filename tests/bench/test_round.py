@@ -14,7 +14,7 @@ from bench import kernel_trace, phases, work
 from bench.__main__ import main
 from bench.measure import Case, Plan
 from bench.report import show
-from bench.round import cases_of, groups
+from bench.round import cases_of, fixed_budget_names, groups
 from bench.round_report import host_work, tables_of
 from bench.scene import join, random_weights
 from bench.shapes import SHAPES
@@ -24,6 +24,8 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TINY = SHAPES["tiny"]
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -121,7 +123,8 @@ class TestReport:
     def test_all_algorithms_are_those_that_are_known(self):
         arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
         cases = cases_of(arguments, TINY, PLAN)
-        trees = [(budget, name) for budget in (8, 16) for name in algorithm_names()]
+        trees = [(budget, name) for budget in (8, 16) for name in fixed_budget_names()]
+        assert set(algorithm_names()) - set(fixed_budget_names()) == {"auto"}
         assert cases == [
             case
             for context in (40, 70)
@@ -148,6 +151,7 @@ class TestReport:
                 "--shape tiny --algorithms chain beam",
                 "unknown tree algorithm 'beam'; known algorithms: accum",
             ),
+            ("--shape tiny --algorithms auto", "--algorithms auto: it chooses budgets"),
             ("--shape tiny --width 600", "width must lie in 1..512"),
             ("--shape tiny --contexts 0", "--contexts must be at least 1"),
             ("--shape tiny --batches 0 2", "--batches must be at least 1"),
@@ -224,7 +228,7 @@ class TestMeasuring:
             assert np.all(leaf != 0)
         assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
 
-    def testcases_of_take_turns_if_their_stores_fit(self):
+    def test_cases_take_turns_if_their_stores_fit(self):
         cases = [Case(1, context, budget) for context in (70, 700) for budget in (1, 16)]
         assert groups(cases, TINY, FLOAT32, PLAN, None) == [cases]
         assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
