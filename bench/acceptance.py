@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from bench.pair import Pair
-from jetspec_jax import SamplingParams
+from bench.prompt_work import Work
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.trace import RoundTrace, trace_rounds
 from jetspec_jax.tree import Hints
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 def follow(
-    pair: Pair, params: Sequence[SamplingParams], settings: TreeSettings, *, implementation: str | None = None
+    pair: Pair, work: Work, settings: TreeSettings, *, implementation: str | None = None
 ) -> list[Followed]:
     """Decodes all prompts, one after the other, and keeps every round.
 
@@ -67,7 +67,7 @@ def follow(
         ValueError: A request cannot be served, or a setting is out of its range.
     """
     found = []
-    requests = list(zip(pair.prompts, params, pair.routing, strict=True))
+    requests = list(zip(work.ids, work.params, work.routing, strict=True))
     for i, (prompt, own, routing) in enumerate(tqdm(requests, desc="trace", unit="prompt")):
         trace = trace_rounds(
             pair.target,

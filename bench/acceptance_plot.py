@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.report import write_png
+
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#999999"
 
 
@@ -30,7 +32,7 @@ def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:
         axis.set_title(name, fontsize=10)
         axis.set_ylabel("depth of the node")
     figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    write_png(path, figure)
 
 
 def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path: Path) -> None:
@@ -55,7 +57,7 @@ def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path:
     for axis in (scatter, by_depth, committed):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    _save(figure, path)
+    write_png(path, figure)
 
 
 def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int) -> None:
@@ -112,8 +114,3 @@ def _committed(axis: Axes, histograms: Mapping[str, Sequence[int]]) -> None:
     axis.set_ylabel("rounds, %")
     axis.set_title("acceptance length", fontsize=10)
     axis.legend(frameon=False, fontsize=9)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)

@@ -6,35 +6,17 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from bench.decode_methods import Method
-from bench.prompts import Prompt
-from jetspec_jax import Completion, Head, SamplingParams, Target
+from bench.methods import Method
+from bench.prompt_work import Work
+from jetspec_jax import Completion, Head, Target
 from jetspec_jax.engine import Engine
 from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.generate import slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
 from jetspec_jax.memory import DeviceMemoryError
-from jetspec_jax.tree import Hints
 
 # Enough tokens for one round of every kind to compile.
 WARM_UP_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is decoded at one temperature.
-
-    Attributes:
-        prompts: What is asked.
-        ids: The same as token ids.
-        params: How each is sampled.
-        routing: What is said of each to algorithms that route.
-    """
-
-    prompts: list[Prompt]
-    ids: list[list[int]]
-    params: list[SamplingParams]
-    routing: list[Hints | None]
 
 
 @dataclass

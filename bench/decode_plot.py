@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from bench.decode_report import at_budget, temperatures_of
+from bench.report import write_png
 
 # Okabe and Ito's colours, which most kinds of colour vision tell apart; a second round of them is dashed.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -44,8 +45,7 @@ def plot_decode(rows: Sequence[Mapping[str, Any]], title: str, budget: int, path
     figure.suptitle(title, fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    write_png(path, figure)
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -2,34 +2,35 @@
 
 import argparse
 import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from bench.decode_report import best_of, notes_of
-from bench.report import machine
-from jetspec_jax import Target
+from bench.report import command_of, machine, settings_of, shown
 from jetspec_jax.config import read_json
 from jetspec_jax.tree import algorithm_names
 
-# Arguments that change where things lie, and not what is measured.
-_PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
-# Those of which a report that is gone on with may have others: it gains methods.
+# Settings of which a report that is gone on with may have others: it gains methods.
 _SELECTION = ("algorithms", "budgets")
 
 
-def begin_report(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
     """The report without rows, or with those that are there already.
+
+    Args:
+        arguments: Of the command line.
+        about: The pair and its prompts, as `bench.pair.describe_pair` has it.
 
     Raises:
         ValueError: Those were measured with other settings or on another machine.
     """
-    given = {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
+    given = settings_of(arguments)
     report: dict[str, Any] = {
         "benchmark": "decode",
         **machine(),
-        "dtype": str(target.weights["embed_tokens"].dtype),
+        **about,
         "implementation": arguments.implementation,
-        "command": _command(given),
+        "command": command_of("decode", given),
         "arguments": given,
         "rows": [],
     }
@@ -48,7 +49,7 @@ def begin_report(arguments: argparse.Namespace, target: Target) -> dict[str, Any
             )
     for name in _SELECTION:
         given[name] = list(dict.fromkeys([*old["arguments"][name], *given[name]]))
-    report["command"] = _command(given)
+    report["command"] = command_of("decode", given)
     report["rows"] = old["rows"]
     return report
 
@@ -65,31 +66,3 @@ def finish_report(report: dict[str, Any]) -> None:
     )
     report["best"] = best_of(report["rows"])
     report["notes"] = notes_of(report)
-
-
-def _command(given: dict[str, Any]) -> str:
-    """The command line of a report, all settings named."""
-    words = ["python -m bench decode"]
-    for key, value in given.items():
-        option = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif key == "algorithm_option":
-            words += [f"--{option} '{own}'" for own in value]
-        elif value is not None:
-            words.append(f"--{option} {shown(value)}")
-    return " ".join(words)
-
-
-def _plain(value: Any) -> Any:
-    """A setting without paths of this machine."""
-    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
-        return Path(value).name
-    return value
-
-
-def shown(value: Any) -> str:
-    """A setting as a command line has it."""
-    if isinstance(value, list):
-        return " ".join(map(shown, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.decode_measure import Measured, Work
-from bench.decode_methods import Method, takes_profile
+from bench.decode_measure import Measured
+from bench.methods import Method, takes_profile
+from bench.prompt_work import Work
 from bench.timing import median
 from jetspec_jax import Completion, Target
 from jetspec_jax.exactness import TIE_GAP, Divergence, first_divergence

@@ -16,17 +16,18 @@ from jaxtyping import Float
 
 from bench.acceptance import Counts, Followed, count_accepted, follow, table_of, taken
 from bench.acceptance_plot import plot_diagnosis
-from bench.pair import (
-    add_pair_arguments,
+from bench.pair import add_pair_arguments, add_round_arguments, check_numbers, describe_pair, load_pair
+from bench.prompt_work import make_works
+from bench.prompts import load_prompts
+from bench.report import (
     add_report_arguments,
-    add_round_arguments,
-    check_arguments,
-    describe_pair,
-    load_pair,
-    requests_of,
+    check_report,
+    command_of,
+    machine,
     settings_of,
+    show,
+    write_json,
 )
-from bench.report import machine, show, write_json
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.tree import get_algorithm
@@ -66,16 +67,18 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
-    check_arguments(arguments)
+    check_numbers(arguments)
+    check_report(arguments)
     get_algorithm(arguments.algorithm)
-    enable_compilation_cache(arguments.compilation_cache)
     tree = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    enable_compilation_cache(arguments.compilation_cache)
     pair = load_pair(arguments, arguments.dtype, [tree])
-    params = requests_of(arguments)
+    [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()
     # As many nodes as the head has slots: the anchor and one for each row.
     chain = TreeSettings(pair.head.config.block_size, arguments.width, algorithm="chain")
     chains, trees = (
-        follow(pair, params, own, implementation=arguments.implementation) for own in (chain, tree)
+        follow(pair, work, own, implementation=arguments.implementation) for own in (chain, tree)
     )
     if not chains:
         raise ValueError("no prompt had a round: all outputs ended with their first token")
@@ -84,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     report = {
         "benchmark": "diagnose",
         **machine(),
-        **describe_pair(pair),
+        **describe_pair(pair, [work]),
+        "command": command_of("diagnose", settings_of(arguments)),
         "arguments": settings_of(arguments),
         "faithfulness": faithfulness(branches),
         # Of every round, down to the full depth.
@@ -97,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     notes = _notes(report, {"chain": chains, name: trees})
     title = (
-        f"{len(pair.prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, "
+        f"{len(work.prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, "
         f"{report['dtype']}, {report['device']}, JAX {report['jax']}"
     )
     heading = f"{title}\nRank-1 branches: head's less target's log-probability, in nats"
@@ -107,7 +111,6 @@ def run(arguments: argparse.Namespace) -> int:
     show(f"Share of rounds ({name}) that accept a node of a depth, by its rank", share, notes)
     write_json(arguments.json, {**report, "notes": notes})
     plot_diagnosis(report, title, FAITHFUL, arguments.plot)
-    print(f"wrote {arguments.plot}")
     return 0
 
 

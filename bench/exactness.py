@@ -15,21 +15,29 @@ from tqdm import tqdm
 
 from bench.exactness_ledger import compare, notes_of, tables_of, total
 from bench.exactness_plot import plot_ledger
+from bench.methods import choose_algorithms
 from bench.pair import (
     Pair,
     add_pair_arguments,
-    add_report_arguments,
-    check_arguments,
+    add_trees_arguments,
+    check_numbers,
     describe_pair,
     load_pair,
-    requests_of,
-    settings_of,
 )
-from bench.report import machine, show, write_json
-from jetspec_jax import Completion, SamplingParams, enable_compilation_cache, generate, generate_tree
+from bench.prompt_work import Work, make_works
+from bench.prompts import load_prompts
+from bench.report import (
+    add_report_arguments,
+    check_report,
+    command_of,
+    machine,
+    settings_of,
+    show,
+    write_json,
+)
+from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.exactness import TIE_GAP
-from jetspec_jax.tree import algorithm_names
 
 DTYPES = ("float32", "bfloat16")
 
@@ -41,48 +49,44 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     add_pair_arguments(parser, prompts=8, max_tokens=128)
+    add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
     add = parser.add_argument
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of weights (default: both)")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="(default: 0 1)")
-    add("--budgets", type=int, nargs="+", default=[64], help="of the trees (default: 64)")
-    add(
-        "--algorithms",
-        nargs="+",
-        default=["accum_logp"],
-        metavar="NAME",
-        help=f"of the trees: {', '.join(algorithm_names())} (default: accum_logp)",
-    )
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add_report_arguments(parser, "exactness")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
-    check_arguments(arguments, "batch")
+    check_numbers(arguments, "batch")
+    check_report(arguments)
+    algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
-        f"{algorithm} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
-        for algorithm in dict.fromkeys(arguments.algorithms)
+        f"{name} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
+        for name, algorithm in algorithms.items()
         for budget in dict.fromkeys(arguments.budgets)
     }
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     enable_compilation_cache(arguments.compilation_cache)
-    dtypes, temperatures = dict.fromkeys(arguments.dtypes), dict.fromkeys(arguments.temperatures)
+    dtypes, temperatures = dict.fromkeys(arguments.dtypes), set(arguments.temperatures)
     rows, entries, about = [], [], {}
     with tqdm(total=len(dtypes) * len(temperatures) * (1 + len(trees)), desc="decode", unit="run") as bar:
         for dtype in dtypes:
-            pair = load_pair(arguments, dtype, list(trees.values()))
-            about = {**describe_pair(pair), "dtype": list(dtypes)}
-            for temperature in temperatures:
+            pair = load_pair(arguments, dtype, trees.values())
+            works = make_works(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
+            about = {**describe_pair(pair, works.values()), "dtype": list(dtypes)}
+            for temperature, work in works.items():
                 case = {"dtype": dtype, "T": temperature}
-                params = requests_of(arguments, temperature)
                 judged = dtype == "float32"
-                for name, outputs, plain in _decode(arguments, pair, params, trees, bar):
-                    found = compare(pair.target, pair.prompts, params, outputs, plain, judged=judged)
+                for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
+                    found = compare(pair.target, work, outputs, plain, judged=judged)
                     entries += [{**case, "method": name, **entry} for entry in found]
-                    rows.append({**case, "method": name, **total(outputs, found, judged=judged)})
+                    rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
     report = {
         "benchmark": "exactness",
         **machine(),
         **about,
+        "command": command_of("exactness", settings_of(arguments)),
         "arguments": settings_of(arguments),
         "tie_gap": TIE_GAP,
         "rows": rows,
@@ -99,31 +103,30 @@ def run(arguments: argparse.Namespace) -> int:
     show(heading, table, notes)
     write_json(arguments.json, {**report, "notes": notes})
     plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
-    print(f"wrote {arguments.plot}")
     return 1 if any(row["mistakes"] for row in rows) else 0
 
 
 def _decode(
     arguments: argparse.Namespace,
     pair: Pair,
-    params: list[SamplingParams],
+    work: Work,
     trees: Mapping[str, TreeSettings],
     bar: Any,
 ) -> Iterator[tuple[str, list[Completion], list[Completion]]]:
     """For every kind of tree its name, its completions, and those of plain decoding."""
     served = {"max_slots": arguments.batch, "implementation": arguments.implementation}
-    plain = generate(pair.target, pair.prompts, params, **served)
+    plain = generate(pair.target, work.ids, work.params, **served)
     bar.update()
     for name, own in trees.items():
         outputs = generate_tree(
             pair.target,
             pair.head,
-            pair.prompts,
-            params,
+            work.ids,
+            work.params,
             budget=own.budget,
             width=own.width,
             algorithm=own.algorithm,
-            routing=pair.routing,
+            routing=work.routing,
             **served,
         )
         bar.update()

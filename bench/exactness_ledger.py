@@ -6,7 +6,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jetspec_jax import Completion, SamplingParams, Target
+from bench.prompt_work import Work
+from jetspec_jax import Completion, Target
 from jetspec_jax.exactness import TIE_GAP, first_divergence
 
 # Rows of divergences that the screen shows; the JSON has all.
@@ -18,8 +19,7 @@ Row = Mapping[str, Any]
 
 def compare(
     target: Target,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    work: Work,
     outputs: Sequence[Completion],
     plain: Sequence[Completion],
     *,
@@ -29,32 +29,34 @@ def compare(
 
     Args:
         target: The target, which is asked for the gap there.
-        prompts: Token ids of each prompt.
-        params: Each request's, with its seed if it is sampled.
+        work: What was decoded.
         outputs: What trees gave.
         plain: What plain decoding gave.
         judged: Whether a difference is called a tie or a mistake; else the verdict is None.
     """
     entries = []
-    pairs = zip(prompts, params, outputs, plain, strict=True)
-    for i, (prompt, own, ours, theirs) in enumerate(
-        tqdm(pairs, total=len(prompts), desc="compare", unit="prompt", leave=False, delay=2)
+    pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
+    for prompt, ids, params, ours, theirs in tqdm(
+        pairs, total=len(outputs), desc="compare", unit="prompt", leave=False, delay=2
     ):
-        found = first_divergence(target, prompt, own, ours.token_ids, theirs.token_ids)
+        found = first_divergence(target, ids, params, ours.token_ids, theirs.token_ids)
         if found is not None:
             texts = {
                 f"{name}_text": None if token is None else target.tokenizer.decode([token])
                 for name, token in (("token", found.token), ("expected", found.expected))
             }
             verdict = ("tie" if found.is_tie else "mistake") if judged else None
-            entries.append({"prompt": i, **asdict(found), **texts, "verdict": verdict})
+            entries.append({"prompt": prompt.id, **asdict(found), **texts, "verdict": verdict})
     return entries
 
 
-def total(outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool) -> dict[str, Any]:
+def total(
+    work: Work, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
+) -> dict[str, Any]:
     """What a ledger comes to.
 
     Args:
+        work: What was decoded.
         outputs: All completions of a tree.
         entries: Their differences from plain decoding.
         judged: Whether differences were judged; else ties and mistakes are None.
@@ -65,7 +67,10 @@ def total(outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
     return {
         "prompts": len(outputs),
         # Each up to its first difference.
-        "tokens": sum(parted.get(i, len(output.token_ids)) for i, output in enumerate(outputs)),
+        "tokens": sum(
+            parted.get(prompt.id, len(output.token_ids))
+            for prompt, output in zip(work.prompts, outputs, strict=True)
+        ),
         "tau": sum(sum(output.accept_lengths) for output in outputs) / max(rounds, 1),
         "divergences": len(entries),
         "ties": ties if judged else None,

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.report import write_png
 from jetspec_jax.exactness import TIE_GAP
 
 # Okabe and Ito's colours, which most kinds of colour vision tell apart.
@@ -51,8 +52,7 @@ def plot_ledger(rows: Sequence[Row], entries: Sequence[Row], max_tokens: int, ti
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
 
 
 def _equal_so_far(

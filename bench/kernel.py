@@ -23,7 +23,7 @@ from bench.kernel_check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
 from bench.kernel_plot import plot_kernels
 from bench.kernel_report import check_row, notes_of, row_of, tables_of, title_of
 from bench.kernel_speed import Case, time_shape
-from bench.report import machine, show, write_json
+from bench.report import check_report, machine, show, write_json
 from bench.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, Shape
@@ -63,6 +63,8 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
     shapes = _shapes(arguments)
+    arguments.json = arguments.json or Path(f"results/{'tuning' if arguments.tune else 'kernel'}.json")
+    check_report(arguments)
     if arguments.tune:
         return tune(
             shapes,
@@ -72,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             limit_seconds=arguments.limit_seconds,
             again=arguments.again,
             table_path=arguments.table,
-            json_path=arguments.json or Path("results/tuning.json"),
+            json_path=arguments.json,
         )
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     outcomes = _compare(arguments, shapes, seed)
@@ -116,11 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
     for others in tables:
         show(*others)
     show(heading, table, notes)
-    path = arguments.json or Path("results/kernel.json")
-    write_json(path, {**report, "notes": notes})
-    plot = arguments.plot or path.with_suffix(".png")
-    plot_kernels(rows, title, plot)
-    print(f"wrote {plot}")
+    write_json(arguments.json, {**report, "notes": notes})
+    plot_kernels(rows, title, arguments.plot)
     return 0
 
 

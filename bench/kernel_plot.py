@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from bench.report import write_png
+
 COLUMNS = 3
 
 
@@ -43,8 +45,7 @@ def plot_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
         Line2D([], [], color="black", linestyle="dashed", label="floor"),
     ]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
 
 
 def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]], colours: Mapping[int, Any]) -> None:

@@ -1,58 +1,92 @@
 """A target, its draft head and prompts: what the benchmarks that decode prompts have in common."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.prompts import encode_prompts, load_prompts, template_arguments
-from bench.report import check_writable
-from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from bench.prompt_sets import PROMPT_SETS
+from bench.prompt_work import TASK_OF_SET, Work
+from bench.prompts import DEMO
+from jetspec_jax import Head, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.tree import Hints, algorithm_names
+from jetspec_jax.tree import algorithm_names
 from pallas_kernels.dispatch import gpu_problem
-
-# Arguments that are no part of a report.
-_LOCAL = ("run", "compilation_cache", "json", "plot")
-# Arguments that may be paths: of these the report has the last part alone.
-_PATHS = ("target", "draft_head", "prompts")
 
 
 class Pair(NamedTuple):
-    """What decodes, and what it goes on with.
+    """What decodes.
 
     Attributes:
         target: The target.
         head: Its draft head.
-        prompts: Token ids of each prompt.
-        tasks: What the prompt set says of each: "math", "code", "chat", or None.
     """
 
     target: Target
     head: Head
-    prompts: list[list[int]]
-    tasks: tuple[str | None, ...]
-
-    @property
-    def routing(self) -> list[Hints | None]:
-        """The tasks, as tree algorithms that route are told of them."""
-        return [None if task is None else {"task": task} for task in self.tasks]
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
     """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
     add = parser.add_argument
-    add("--target", default=str(DEMO_TARGET), help="folder or hub id (default: the demo)")
-    add("--draft-head", default=str(DEMO_DRAFT_HEAD), help="folder or hub id")
-    add("--prompts", default="demo", help='"demo", or JSONL with "messages", "text" or "prompt" in each line')
+    add("--target", default=DEMO, help="folder or hub id (default: the demo)")
+    add("--draft-head", help="folder or hub id (default: the demo's)")
+    add(
+        "--prompts",
+        default=DEMO,
+        help=f'"demo", {", ".join(PROMPT_SETS)}, or JSONL with "messages", "text" or "prompt" in each line',
+    )
     add("--num-prompts", type=int, default=prompts, help=f"how many (default: {prompts})")
     add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
+    add(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="for chat templates that know it (default: no, as in published evaluations)",
+    )
+    add(
+        "--task",
+        help="what algorithms that route are told of the prompts: math, code, chat, ..., or "
+        f'"{TASK_OF_SET}" for what the prompt set says of each (default: nothing)',
+    )
     add("--width", type=int, default=7, help="of the trees (default: 7)")
     # Named in every report, also where nobody chose one.
     best = "xla" if gpu_problem() else "pallas_triton"
     add("--implementation", default=best, help=f"of tree attention (default: here {best})")
     add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+
+
+def add_trees_arguments(
+    parser: argparse.ArgumentParser, *, temperatures: Sequence[float], budgets: Sequence[int]
+) -> None:
+    """Adds what is compared: temperatures, algorithms and budgets, with usual ones."""
+    add = parser.add_argument
+    add(
+        "--temperatures",
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=list(temperatures),
+        metavar="T",
+        help=f"0 is greedy; prompt i has seed i (default: {' '.join(f'{t:g}' for t in temperatures)})",
+    )
+    add(
+        "--algorithms",
+        nargs="+",
+        default=["accum_logp"],
+        metavar="NAME",
+        help=f'of {", ".join(algorithm_names())}, or "all" (default: accum_logp)',
+    )
+    add(
+        "--algorithm-option",
+        action="append",
+        default=[],
+        metavar="[ALGORITHM.]NAME=VALUE",
+        help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
+    )
+    add("--profile", type=Path, help="JSON table of measured acceptance, for the algorithms that take one")
+    usual = " ".join(map(str, budgets))
+    add("--budgets", type=int, nargs="+", default=list(budgets), help=f"of the trees (default: {usual})")
 
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,71 +99,49 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
 
 
-def requests_of(arguments: argparse.Namespace, temperature: float | None = None) -> list[SamplingParams]:
-    """How each prompt is sampled: prompt i has seed i.
+def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
+    """Checks numbers before anything is loaded.
 
     Args:
         arguments: With those of `add_pair_arguments`.
-        temperature: None is that of `add_round_arguments`.
-    """
-    own = arguments.temperature if temperature is None else temperature
-    return [
-        SamplingParams(temperature=own, seed=i, max_tokens=arguments.max_tokens)
-        for i in range(arguments.num_prompts)
-    ]
-
-
-def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds where the report and its picture go."""
-    parser.add_argument("--json", type=Path, default=Path(f"results/{name}.json"), help="where to")
-    parser.add_argument("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
-
-
-def check_arguments(arguments: argparse.Namespace, *numbers: str) -> None:
-    """Checks numbers and paths before anything is loaded, and says where the picture goes.
-
-    Args:
-        arguments: Of the command line; ``plot`` is filled in.
         numbers: Further arguments that must be at least 1.
 
     Raises:
         ValueError: A number is less than 1.
-        OSError: A report cannot be written where it should go.
     """
     for name in ("num_prompts", "max_tokens", "width", *numbers):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
-    arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
-    check_writable(arguments.json, arguments.plot)
 
 
-def load_pair(arguments: argparse.Namespace, dtype: str, settings: Sequence[TreeSettings] = ()) -> Pair:
-    """Loads models and prompts.
+def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[TreeSettings] = ()) -> Pair:
+    """Loads the models.
 
     Args:
-        arguments: With those of `add_pair_arguments`.
+        arguments: With ``target`` and ``draft_head``, None for the demo's.
         dtype: Of the weights.
         settings: Trees that the pair must be able to grow.
 
     Raises:
-        FileNotFoundError: A checkpoint or the prompts are not there.
-        ValueError: They are not what they should be, the target has no tokenizer, or a tree is out of range.
+        FileNotFoundError: A checkpoint is not there.
+        ValueError: It is not what it should be, there is no head for the target, or a tree is out of range.
     """
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
-    target = load_target(arguments.target, dtype=dtype)
-    head = load_draft_head(arguments.draft_head, dtype=dtype, target=target)
-    if target.tokenizer is None:
-        raise ValueError(f"{arguments.target} has no tokenizer, so it cannot read prompts")
+    path, head_path = arguments.target, arguments.draft_head
+    if path == DEMO:
+        path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
+    if head_path is None:
+        raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
+    target = load_target(path, dtype=dtype)
+    head = load_draft_head(head_path, dtype=dtype, target=target)
     for own in settings:
         own.check(target.config, head.config.depth)
-    # As published evaluations do, without thinking where a template asks.
-    ids = encode_prompts(target, prompts, template_arguments(target, None))
-    return Pair(target, head, ids, tuple(prompt.task for prompt in prompts))
+    return Pair(target, head)
 
 
-def describe_pair(pair: Pair) -> dict[str, Any]:
-    """Shapes of the models and type of the weights, for a report."""
+def describe_pair(pair: Pair, works: Iterable[Work]) -> dict[str, Any]:
+    """Shapes of the models, type of the weights and lengths of the prompts, for a report."""
     target, head = pair.target.config, pair.head.config
+    lengths = [len(ids) for work in works for ids in work.ids]
     return {
         "shapes": {
             "layers": target.num_layers,
@@ -140,11 +152,5 @@ def describe_pair(pair: Pair) -> dict[str, Any]:
             "causal_head": head.causal,
         },
         "dtype": str(pair.target.weights["embed_tokens"].dtype),
-        "prompt_tokens": [min(map(len, pair.prompts)), max(map(len, pair.prompts))],
+        "prompt_tokens": [min(lengths), max(lengths)],
     }
-
-
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments, without folders of this machine."""
-    given = {key: value for key, value in vars(arguments).items() if key not in _LOCAL}
-    return {key: Path(value).name if key in _PATHS else value for key, value in given.items()}

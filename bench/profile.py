@@ -18,17 +18,18 @@ import numpy as np
 
 from bench.acceptance import Followed, count_reached, count_tree, follow, table_of, taken
 from bench.acceptance_plot import plot_profile
-from bench.pair import (
-    add_pair_arguments,
+from bench.pair import add_pair_arguments, add_round_arguments, check_numbers, describe_pair, load_pair
+from bench.prompt_work import make_works
+from bench.prompts import load_prompts
+from bench.report import (
     add_report_arguments,
-    add_round_arguments,
-    check_arguments,
-    describe_pair,
-    load_pair,
-    requests_of,
+    check_report,
+    command_of,
+    machine,
     settings_of,
+    show,
+    write_json,
 )
-from bench.report import machine, show, write_json
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
@@ -56,14 +57,17 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the profile and its picture."""
-    check_arguments(arguments, "least_nodes")
+    check_numbers(arguments, "least_nodes")
+    check_report(arguments)
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
     get_algorithm(arguments.algorithm)
-    enable_compilation_cache(arguments.compilation_cache)
     settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
+    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    enable_compilation_cache(arguments.compilation_cache)
     pair = load_pair(arguments, arguments.dtype, [settings])
-    rounds = follow(pair, requests_of(arguments), settings, implementation=arguments.implementation)
+    [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()
+    rounds = follow(pair, work, settings, implementation=arguments.implementation)
     if not rounds:
         raise ValueError("no prompt had a round: all outputs ended with their first token")
     profile = {
@@ -76,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         "meta": {
             "benchmark": "profile",
             **machine(),
-            **describe_pair(pair),
+            **describe_pair(pair, [work]),
+            "command": command_of("profile", settings_of(arguments)),
             "arguments": settings_of(arguments),
-            "prompts": len(pair.prompts),
+            "prompts": len(work.prompts),
             "rounds": len(rounds),
             "tau": float(taken(rounds).mean()),
             "nodes": COUNTS[arguments.nodes](rounds).nodes.tolist(),
@@ -97,7 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     show(title, table_of(counts), [f"Rounds by class: {classes}."])
     write_json(arguments.json, profile)
     plot_profile(profile, title, arguments.plot)
-    print(f"wrote {arguments.plot}")
     return 0
 
 

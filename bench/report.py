@@ -1,7 +1,10 @@
-"""What every report shares: the machine it was measured on, a table on the screen, a JSON file."""
+"""What every report shares: where it goes, settings, machine, a table on the screen, JSON and a picture."""
 
+import argparse
 import json
+import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,11 +13,72 @@ from typing import Any
 
 import flax
 import jax
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import jetspec_jax
+
+# Arguments that change where things lie and what is shown, and not what is measured.
+_PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds where the report and its picture go."""
+    parser.add_argument("--json", type=Path, default=Path(f"results/{name}.json"), help="where to")
+    parser.add_argument("--plot", type=Path, help="PNG, where to (default: beside the JSON)")
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """Finds out, before anything is measured, whether reports can be written; says where the picture goes.
+
+    Args:
+        arguments: With those of `add_report_arguments`; ``plot`` is filled in.
+
+    Raises:
+        ValueError: The picture's name is not that of a PNG.
+        OSError: One cannot be written: its folder, or a file in it, cannot be made.
+    """
+    arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
+    if arguments.plot.suffix != ".png":
+        raise ValueError(f"--plot writes a PNG, whose name ends in .png, not {arguments.plot}")
+    if arguments.plot == arguments.json:
+        raise ValueError(f"--json and --plot are one file: {arguments.plot}")
+    check_writable(arguments.json, arguments.plot)
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was measured by, of the command line, without folders of this machine."""
+    return {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
+
+
+def command_of(name: str, settings: Mapping[str, Any]) -> str:
+    """The command line that makes such a report again, all settings named."""
+    words = ["python", "-m", "bench", name]
+    for key, value in settings.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif key == "algorithm_option":
+            words += [word for own in value for word in (f"--{option}", own)]
+        elif value is not None:
+            words += [f"--{option}", *map(shown, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+def shown(value: Any) -> str:
+    """A setting as a command line has it."""
+    if isinstance(value, list):
+        return " ".join(map(shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A setting; of a path its last part."""
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
+        return Path(os.path.abspath(value)).name
+    return value
 
 
 def machine() -> dict[str, Any]:
@@ -71,5 +135,14 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    partial.rename(path)
+    print(f"wrote {path}")
+
+
+def write_png(path: Path, figure: Figure) -> None:
+    """Writes a picture, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png", dpi=150)
     partial.rename(path)
     print(f"wrote {path}")

@@ -9,7 +9,6 @@ weights nearly every draft is refused, so a round commits about one token and th
 import argparse
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,8 @@ from tqdm import tqdm
 from bench.attention import implementation_of
 from bench.floors import measure_ceilings
 from bench.measure import Case, Measured, Plan, measure
-from bench.report import machine, show, write_json
+from bench.pair import load_pair
+from bench.report import add_report_arguments, check_report, machine, settings_of, show, write_json
 from bench.round_plot import plot_rounds
 from bench.round_report import notes_of, row_of, tables_of
 from bench.scene import Scene, random_weights
@@ -28,16 +28,12 @@ from jetspec_jax import (
     DecodeWeights,
     SamplingParams,
     enable_compilation_cache,
-    load_draft_head,
-    load_target,
 )
 from jetspec_jax.checkpoint import resolve_dtype
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
 from jetspec_jax.tree import algorithm_names, bucket_for
 from pallas_kernels.tree_attention import implementations
 
-# Arguments that are no part of the report.
-_PATHS = ("run", "compilation_cache", "json", "plot")
 # The most of the free memory that the stores of all cases may take together: programs need the rest.
 STORES_SHARE = 0.6
 # The one algorithm that chooses budgets; its trees are another's.
@@ -52,8 +48,8 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
-    add("--target", help="folder or hub id, instead of --shape")
-    add("--draft-head", help="folder or hub id, with --target")
+    add("--target", help='"demo", folder or hub id, instead of --shape')
+    add("--draft-head", help="folder or hub id, with --target (default: the demo's)")
     add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
     add(
         "--algorithms",
@@ -75,13 +71,13 @@ def add_command(commands: Any) -> None:
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
     add("--profile", action="store_true", help="also record a GPU's kernels, by class")
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
-    add("--json", type=Path, default=Path("results/round.json"), help="where to")
-    add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+    add_report_arguments(parser, "round")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
     plan, dtype = _plan(arguments), resolve_dtype(arguments.dtype)
+    check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     names, shape, make_weights = _models(arguments, dtype)
     cases = cases_of(arguments, shape, plan)
@@ -117,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         **names,
         "dtype": str(dtype),
         "implementation": ", ".join(sorted(set(attention.values()))),
-        "arguments": _arguments(arguments),
+        "arguments": settings_of(arguments),
         "rounds_per_dispatch": ROUNDS_PER_DISPATCH,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
@@ -135,9 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         show(*others)
     show(heading, table, notes)
     write_json(arguments.json, {**report, "notes": notes})
-    plot = arguments.plot or arguments.json.with_suffix(".png")
-    plot_rounds(rows, title, plot)
-    print(f"wrote {plot}")
+    plot_rounds(rows, title, arguments.plot)
     return 0
 
 
@@ -182,12 +176,12 @@ def _models(
         )
     if arguments.shape is not None:
         raise ValueError("--shape stands for random weights: it goes with neither --target nor --draft-head")
-    if arguments.target is None or arguments.draft_head is None:
-        raise ValueError("--target and --draft-head go together")
-    target = load_target(arguments.target, dtype=arguments.dtype)
-    head = load_draft_head(arguments.draft_head, dtype=arguments.dtype, target=target)
-    weights = DecodeWeights(target.weights, head.weights)
-    return _names(arguments), Shape(target.config, head.config), lambda: weights
+    if arguments.target is None:
+        raise ValueError("--draft-head goes with --target")
+    target, head = load_pair(arguments, arguments.dtype)
+    weights, given = DecodeWeights(target.weights, head.weights), settings_of(arguments)
+    names = {name: given[name] for name in ("target", "draft_head") if given[name] is not None}
+    return names, Shape(target.config, head.config), lambda: weights
 
 
 def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case]:
@@ -247,14 +241,3 @@ def _free_bytes() -> int | None:
     """Free memory of the device; None where it does not tell, as a CPU, whose memory is the host's."""
     memory = jax.devices()[0].memory_stats() or {}
     return memory["bytes_limit"] - memory["bytes_in_use"] if "bytes_limit" in memory else None
-
-
-def _names(arguments: argparse.Namespace) -> dict[str, str]:
-    """The checkpoints' names, without the folders of this machine."""
-    return {"target": Path(arguments.target).name, "draft_head": Path(arguments.draft_head).name}
-
-
-def _arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings, without paths of this machine."""
-    given = {key: value for key, value in vars(arguments).items() if key not in _PATHS}
-    return {**given, **(_names(arguments) if arguments.target else {})}

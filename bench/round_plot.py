@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.phases import PHASES
+from bench.report import write_png
 
 COLUMNS = 4
 # Okabe and Ito's colours, which most kinds of colour vision tell apart.
@@ -42,8 +43,7 @@ def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     figure.suptitle(title, fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    write_png(path, figure)
 
 
 def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

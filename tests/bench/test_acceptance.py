@@ -1,6 +1,7 @@
 """``python -m bench profile`` and ``diagnose``: counts against plain loops, sums against plain forwards."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +13,15 @@ from bench.acceptance import NO_RANK, Followed, count_accepted, count_reached, c
 from bench.diagnose import branches_of, faithfulness
 from bench.pair import Pair
 from bench.profile import classes_of, tables
+from bench.prompt_work import Work
+from bench.prompts import Prompt
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
 from jetspec_jax.tree.routing import CLASSES
 from tests.decode.tiny import TINY, random_head, random_target
+from train.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -79,21 +83,30 @@ def test_counts_of_a_hand_made_round():
 
 @pytest.fixture(scope="module")
 def pair():
-    target = random_target(TINY, 0)
-    prompts = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    return Pair(target, random_head(TINY, 1), prompts, (None, "math"))
+    return Pair(random_target(TINY, 0), random_head(TINY, 1))
 
 
 @pytest.fixture(scope="module")
-def rounds(pair):
-    return follow(pair, PARAMS, TreeSettings(16, width=3))
+def work():
+    """Two prompts, of the second of which it is said that it is mathematics."""
+    prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(2)]
+    ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
+    return Work(prompts, ids, PARAMS, [None, {"task": "math"}])
 
 
-def test_counts_equal_a_plain_loop_over_plain_decoding(pair, rounds):
-    texts = [
-        [*prompt, *completion.token_ids]
-        for prompt, completion in zip(pair.prompts, generate(pair.target, pair.prompts, PARAMS), strict=True)
-    ]
+@pytest.fixture(scope="module")
+def texts(pair, work):
+    """The prompts with plain decoding's tokens."""
+    completions = generate(pair.target, work.ids, PARAMS)
+    return [[*ids, *own.token_ids] for ids, own in zip(work.ids, completions, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def rounds(pair, work):
+    return follow(pair, work, TreeSettings(16, width=3))
+
+
+def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
     hits, nodes = {}, {}
     for one in rounds:
         for depth, row in enumerate(one.trace.candidate_tokens.tolist()):
@@ -114,7 +127,7 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(pair, rounds):
 
 
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
-def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
+def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
     classes = classes_of(rounds)
     assert set(made["per_class_histograms"]) == {CLASSES[i] for i in classes}
@@ -127,10 +140,9 @@ def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
     for row in made["per_class_histograms"]["uncertain_task"]:
         assert all(share == 0 or share >= 0.3 for share in row)
     algorithm = get_algorithm(name, profile=made)
-    shape = {"budget": 16, "width": 3, "routing": pair.routing}
-    trees = generate_tree(pair.target, pair.head, pair.prompts, PARAMS, algorithm=algorithm, **shape)
-    plain = generate(pair.target, pair.prompts, PARAMS)
-    assert [own.token_ids for own in trees] == [own.token_ids for own in plain]
+    shape = {"budget": 16, "width": 3, "routing": work.routing}
+    trees = generate_tree(pair.target, pair.head, work.ids, PARAMS, algorithm=algorithm, **shape)
+    assert [[*ids, *own.token_ids] for ids, own in zip(work.ids, trees, strict=True)] == texts
     first = rounds[0].trace
     candidates = Candidates(
         *(jnp.asarray(own)[None] for own in (first.candidate_tokens, first.candidate_log_probs)),
@@ -146,14 +158,10 @@ def test_a_profile_is_what_the_algorithms_read(pair, rounds, name):
     assert min(measured) < 3
 
 
-def test_branches_are_sums_of_plain_forwards(pair):
-    chains = follow(pair, PARAMS, TreeSettings(8, width=3, algorithm="chain"))
+def test_branches_are_sums_of_plain_forwards(pair, work, texts):
+    chains = follow(pair, work, TreeSettings(8, width=3, algorithm="chain"))
     found = branches_of(chains)
     assert found.draft.shape == (len(chains), 7)
-    texts = [
-        [*prompt, *completion.token_ids]
-        for prompt, completion in zip(pair.prompts, generate(pair.target, pair.prompts, PARAMS), strict=True)
-    ]
     for i, one in enumerate(chains):
         row = [*texts[one.prompt][: one.trace.start + 1], *one.trace.tokens[1:].tolist()]
         padded = np.zeros((1, 48), np.int32)
@@ -179,13 +187,14 @@ def test_branches_are_read_off_chains_only(rounds):
 
 
 @pytest.fixture(scope="module")
-def folder(pair, tmp_path_factory):
+def folder(pair, work, tmp_path_factory):
     """Reports of both commands on the tiny pair."""
     folder = tmp_path_factory.mktemp("reports")
     small = ["--num-prompts", "2", "--max-tokens", "16", "--budget", "16", "--width", "3"]
     with pytest.MonkeyPatch.context() as patch:
         for command in (profile, diagnose):
             patch.setattr(command, "load_pair", lambda *_: pair)
+            patch.setattr(command, "make_works", lambda *_: {0.0: work})
             name = command.__name__.removeprefix("bench.")
             more = ["--least-nodes", "1"] if name == "profile" else ["--temperature", "1"]
             assert main([name, *small, *more, "--json", str(folder / f"{name}.json")]) == 0
@@ -205,7 +214,9 @@ def test_the_commands_write_reports_and_pictures(folder):
         assert own["device"]
         assert own["jax"]
         assert own["dtype"] == "float32"
-        assert own["arguments"]["target"] == "target"
+        assert own["arguments"]["target"] == "demo"
+        assert own["prompt_tokens"] == [9, 9]
+        assert "--num-prompts 2 --max-tokens 16" in own["command"]
     for name in ("profile", "diagnose"):
         assert (folder / f"{name}.png").stat().st_size > 20_000
 
@@ -233,9 +244,20 @@ def test_an_unreadable_prompt_is_named(tmp_path, capsys, command):
     assert "prompts.jsonl:2: " in capsys.readouterr().err
 
 
-def test_outputs_of_one_token_have_no_round(pair, tmp_path, capsys, monkeypatch):
+def test_outputs_of_one_token_have_no_round(pair, work, tmp_path, capsys, monkeypatch):
+    short = replace(work, params=[replace(own, max_tokens=1) for own in PARAMS])
     for command in (profile, diagnose):
         monkeypatch.setattr(command, "load_pair", lambda *_: pair)
-        arguments = ["--num-prompts", "2", "--max-tokens", "1", "--json", str(tmp_path / "x.json")]
+        monkeypatch.setattr(command, "make_works", lambda *_: {0.0: short})
+        arguments = [
+            "--num-prompts",
+            "2",
+            "--width",
+            "3",
+            "--budget",
+            "16",
+            "--json",
+            str(tmp_path / "x.json"),
+        ]
         assert main([command.__name__.removeprefix("bench."), *arguments]) == 2
         assert "no prompt had a round" in capsys.readouterr().err

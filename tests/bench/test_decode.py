@@ -6,12 +6,12 @@ import re
 import jax
 import pytest
 
-from bench import decode, decode_work
+from bench import decode, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
-from bench.decode_methods import choose_algorithms, choose_methods
 from bench.decode_report import Rows, at_budget, best_of, notes_of
-from bench.decode_work import make_work
+from bench.methods import choose_algorithms, choose_methods
+from bench.prompt_work import make_work
 from bench.prompts import Prompt
 from jetspec_jax import Completion, load_draft_head, load_target, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -185,7 +185,7 @@ class TestWork:
             asked.append((ids, params, settings))
             return [Completion("    pass", [1], "stop", [1], [1])] * len(ids)
 
-        monkeypatch.setattr(decode_work, "generate", generate)
+        monkeypatch.setattr(prompt_work, "generate", generate)
         user = {"role": "user", "content": "x ="}
         prompts = [
             Prompt("set:1", Entry("set:1", "text", "import"), "code"),
@@ -323,7 +323,8 @@ class TestAlgorithms:
             (["--profile", "{}/profile.json"], "none of accum_logp takes a profile"),
             (["--algorithms", "class_histogram", "--profile", "{}/profile.json"], "version 9"),
             (["--budgets", "16", "512"], "512"),
-            (["--width", "0"], "width must lie in 1.."),
+            (["--width", "0"], "--width must be at least 1, not 0"),
+            (["--width", "5000"], "width must lie in 1..4096, not 5000"),
             (["--repeats", "0"], "--repeats must be at least 1, not 0"),
             (["--plot-budget", "48"], "--plot-budget 48 is not among --budgets 16"),
             (["--target", "elsewhere"], "--draft-head is missing"),
@@ -332,11 +333,14 @@ class TestAlgorithms:
             (["--num-prompts", "100000"], "asked for 100000"),
             (["--num-prompts", "0"], "must be at least 1, not 0"),
             (["--json", "{}/profile.json/x.json"], "profile.json"),
-            (["--plot", "{}"], "is a folder; name a file"),
+            (["--plot", "{}/folder.png"], "is a folder; name a file"),
+            (["--plot", "{}/x.pdf"], "--plot writes a PNG, whose name ends in .png, not "),
+            (["--json", "{}/x.png"], "--json and --plot are one file: "),
         ],
     )
     def test_bad_input_is_one_line_before_anything_runs(self, tmp_path, capsys, monkeypatch, arguments, said):
         (tmp_path / "profile.json").write_text('{"version": 9}')
+        (tmp_path / "folder.png").mkdir()
         monkeypatch.setattr(Bench, "measure", None)
         words = [word.replace("{}", str(tmp_path)) for word in arguments]
         assert main(["decode", *SMALL, "--json", str(tmp_path / "out.json"), *words]) == 2

@@ -12,9 +12,12 @@ from bench.__main__ import main
 from bench.exactness_ledger import notes_of, tables_of, total
 from bench.exactness_plot import plot_ledger
 from bench.pair import Pair, add_pair_arguments, describe_pair, load_pair
-from jetspec_jax import Completion, generate_tree
+from bench.prompt_work import Work, make_works
+from bench.prompts import Prompt, load_prompts
+from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.exactness import TIE_GAP
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+from train.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -27,14 +30,27 @@ def run(path, *arguments):
     return code, json.loads(path.read_text())
 
 
+def random_works(arguments, target, prompts, temperatures, *, batch):
+    ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
+    return {
+        temperature: Work(
+            prompts,
+            ids,
+            [SamplingParams(temperature, seed=i, max_tokens=arguments.max_tokens) for i in range(2)],
+            [None, None],
+        )
+        for temperature in temperatures
+    }
+
+
 @pytest.fixture(autouse=True, scope="module")
 def pair():
-    """A tiny random pair, whatever the arguments name."""
+    """A tiny random pair and two random prompts, whatever the arguments name."""
     target = random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size))
-    prompts = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    own = Pair(target, random_head(TINY, 1), prompts, (None, None))
+    own = Pair(target, random_head(TINY, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "load_pair", lambda *_: own)
+        patch.setattr(exactness, "make_works", random_works)
         yield own
 
 
@@ -62,7 +78,7 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path, capsys):
     assert all(1 <= row["tau"] <= 5 for row in report["rows"])
     assert report["device"]
     assert report["shapes"]["vocab_size"] == TINY.vocab_size
-    assert report["arguments"]["target"] == "target"
+    assert report["arguments"]["target"] == "demo"
     assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000
     assert "32 tokens compared, 0 ties" in capsys.readouterr().out
 
@@ -71,7 +87,7 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     code, report = run(tmp_path / "ledger.json", "--dtypes", "float32", "--temperatures", "0")
     assert code == 1
     [entry] = report["divergences"]
-    assert (entry["prompt"], entry["position"], entry["verdict"]) == (1, 3, "mistake")
+    assert (entry["prompt"], entry["position"], entry["verdict"]) == ("demo:2", 3, "mistake")
     assert entry["token"] == entry["expected"] + 1
     assert entry["expected_text"] == pair.target.tokenizer.decode([entry["expected"]])
     assert entry["behind"] >= entry["gap"] > TIE_GAP
@@ -103,6 +119,9 @@ def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
     ("arguments", "message"),
     [
         (["--algorithms", "best"], "unknown tree algorithm 'best'"),
+        (["--algorithm-option", "beta=1"], "unknown options ['beta'] of the tree algorithm"),
+        (["--target", "elsewhere"], "--draft-head is missing: trees for elsewhere need a head"),
+        (["--enable-thinking"], "the target's chat template knows no enable_thinking"),
         (["--budgets", "500"], "budget must be in 1..256"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--width", "5000"], "width must lie in 1..4096, not 5000"),
@@ -110,6 +129,7 @@ def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
 )
 def test_bad_settings_are_one_line(tmp_path, capsys, arguments, message, monkeypatch):
     monkeypatch.setattr(exactness, "load_pair", load_pair)
+    monkeypatch.setattr(exactness, "make_works", make_works)
     assert main(["exactness", *arguments, "--json", str(tmp_path / "ledger.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
 
@@ -120,7 +140,7 @@ def test_a_report_that_cannot_be_written_is_said_before_work(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("bench: ")
 
 
-def entry_of(verdict, gap, prompt=0, text="[/red]:smile:"):
+def entry_of(verdict, gap, prompt="p:0", text="[/red]:smile:"):
     return {
         "dtype": "bfloat16" if verdict is None else "float32",
         "T": 0.0,
@@ -147,7 +167,9 @@ def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
 
 def test_totals_count_up_to_the_first_difference(tmp_path):
     outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
-    row = total(outputs, [entry_of("tie", 1e-6, prompt=1)], judged=True)
+    prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(3)]
+    work = Work(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
+    row = total(work, outputs, [entry_of("tie", 1e-6, prompt="p:1")], judged=True)
     assert row == {
         "prompts": 3,
         "tokens": 25,
@@ -170,7 +192,10 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
 def test_the_demo_has_500_prompts():
     parser = argparse.ArgumentParser()
     add_pair_arguments(parser, prompts=500, max_tokens=8)
-    own = load_pair(parser.parse_args([]), "float32")
-    assert len({tuple(prompt) for prompt in own.prompts}) == 500
-    assert describe_pair(own)["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096
-    assert describe_pair(own)["prompt_tokens"][0] >= 60
+    arguments = parser.parse_args([])
+    own = load_pair(arguments, "float32")
+    [work] = make_works(arguments, own.target, load_prompts("demo", 500), [0.0]).values()
+    assert len({tuple(prompt) for prompt in work.ids}) == 500
+    about = describe_pair(own, [work])
+    assert about["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096
+    assert about["prompt_tokens"][0] >= 60

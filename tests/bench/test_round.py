@@ -144,7 +144,9 @@ class TestReport:
         [
             ("--shape qwen9", "--shape must be one of tiny"),
             ("--shape tiny --target x --draft-head y", "--shape stands for random weights"),
-            ("--target x", "--target and --draft-head go together"),
+            ("--target x", "--draft-head is missing: trees for x need a head"),
+            ("--draft-head x", "--draft-head goes with --target"),
+            ("--shape tiny --json no.json/x.png", "--json and --plot are one file"),
             ("--shape tiny --budgets 300", "budget"),
             ("--shape tiny --budgets 0", "budget"),
             (
@@ -165,7 +167,7 @@ class TestReport:
         ],
     )
     def test_bad_arguments_are_named(self, arguments, message, capsys, tmp_path):
-        assert main(["round", *arguments.split(), "--json", str(tmp_path / "r.json")]) == 2
+        assert main(["round", "--json", str(tmp_path / "r.json"), *arguments.split()]) == 2
         err = capsys.readouterr().err
         assert err.startswith("bench: ")
         assert message in err

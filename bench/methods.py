@@ -1,4 +1,4 @@
-"""Which methods `python -m bench decode` compares: plain decoding, a chain, and algorithms with budgets."""
+"""Which methods are compared: plain decoding, a chain, and algorithms with their options and budgets."""
 
 import json
 from collections.abc import Mapping, Sequence

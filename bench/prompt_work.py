@@ -1,16 +1,70 @@
-"""What `python -m bench decode` decodes at each temperature: prompts, their seeds, and later turns."""
+"""What the benchmarks decode at each temperature: prompts as requests, with their seeds and later turns."""
 
+import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from bench.decode_measure import Work
-from bench.prompts import Prompt, encode_prompts
+from bench.prompts import Prompt, encode_prompts, template_arguments
 from jetspec_jax import SamplingParams, Target, generate
 from jetspec_jax.engine import check_request
 from jetspec_jax.tree import Hints
 
 # Algorithms are told what the prompt set says of each prompt.
 TASK_OF_SET = "set"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is decoded at one temperature.
+
+    Attributes:
+        prompts: What is asked.
+        ids: The same as token ids.
+        params: How each is sampled.
+        routing: What is said of each to algorithms that route.
+    """
+
+    prompts: list[Prompt]
+    ids: list[list[int]]
+    params: list[SamplingParams]
+    routing: list[Hints | None]
+
+
+def make_works(
+    arguments: argparse.Namespace,
+    target: Target,
+    prompts: Sequence[Prompt],
+    temperatures: Sequence[float],
+    *,
+    batch: int = 1,
+) -> dict[float, Work]:
+    """The work of each temperature, the lowest first.
+
+    Args:
+        arguments: With those of `bench.pair.add_pair_arguments`.
+        target: The target.
+        prompts: The prompts.
+        temperatures: Of the sampling.
+        batch: Most prompts that decode at the same time, while earlier turns are answered.
+
+    Raises:
+        ValueError: As `make_work`, or the target's chat template knows nothing of thinking.
+    """
+    template = template_arguments(target, arguments.enable_thinking)
+    return {
+        temperature: make_work(
+            target,
+            prompts,
+            temperature,
+            max_tokens=arguments.max_tokens,
+            task=arguments.task,
+            arguments=template,
+            batch=batch,
+            implementation=arguments.implementation,
+        )
+        for temperature in sorted(set(temperatures))
+    }
 
 
 def make_work(
