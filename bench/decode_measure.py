@@ -27,7 +27,7 @@ class Measured:
         completions: Of all prompts, in the first timed run.
         seconds: Of each timed run of all prompts.
         first_token_seconds: From the submission of a prompt to its first token, while nothing else runs; of
-            every prompt, in every run.
+            every prompt, in every run. As in a stream, the first dispatch's rounds are in it.
         peak_bytes: The most that the process had in use on the device by the time the method had first run;
             None where the device does not say.
     """

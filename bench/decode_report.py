@@ -1,7 +1,7 @@
 """What `python -m bench decode` reports: a row for each method and temperature, tables, notes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from bench.decode_measure import Measured
@@ -166,12 +166,16 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             f"Slower than plain decoding: {'; '.join(slower)}. A tree trades arithmetic for forwards; where "
             "arithmetic is scarce, as on a CPU, or where few drafts are accepted, that can lose."
         )
-    gaps = [found["gap"] for row in rows for found in row["divergences"]]
-    if gaps:
-        notes.append(
-            f"{len(gaps)} outputs differ from plain decoding's; the two likeliest choices were at most "
-            f"{max(gaps):.1e} apart where they part. In float32 anything above {TIE_GAP:.0e} is a mistake."
+    parted = [Divergence(**_divergence(found)) for row in rows for found in row["divergences"]]
+    if parted:
+        note = (
+            f"Outputs that differ from plain decoding's: {len(parted)}; the two likeliest choices were at "
+            f"most {max(found.gap for found in parted):.1e} apart where they part."
         )
+        if report["dtype"] == "float32":
+            mistakes = sum(not found.is_tie for found in parted)
+            note += f" Mistakes among them: {mistakes}; the others are ties (within {TIE_GAP:.0e})."
+        notes.append(note)
     unread = sorted(
         {row["algorithm"] for row in rows if row["algorithm"] and takes_profile(row["algorithm"])}
     )
@@ -179,7 +183,15 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         notes.append(f"No profile was given, so these do without their tables: {', '.join(unread)}.")
     if any(row["peak MiB"] is None for row in rows):
         notes.append("This device does not say how much memory was in use.")
+    else:
+        notes.append(
+            "Peak memory is the process's so far: what ran before, smaller budgets first, counts too."
+        )
     return notes
+
+
+def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {own.name: entry[own.name] for own in fields(Divergence)}
 
 
 def _tokens(completions: Sequence[Completion]) -> int:

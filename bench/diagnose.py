@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(work.prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, "
         f"{report['dtype']}, {report['device']}, JAX {report['jax']}"
     )
-    heading = f"{title}\nRank-1 branches: head's less target's log-probability, in nats"
+    heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
     show(heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]])
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")

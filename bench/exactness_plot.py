@@ -62,7 +62,14 @@ def _equal_so_far(
     parted = np.searchsorted(np.sort(np.asarray(positions, np.int64)), steps, side="left")
     # Lines that stay at 1 lie on each other: the earlier is the wider.
     width = 1.5 if positions else max(9.0 - 2.0 * i, 1.5)
-    axis.plot(steps, 1 - parted / outputs, color=COLOURS[i % len(COLOURS)], linewidth=width, label=label)
+    axis.plot(
+        steps,
+        1 - parted / outputs,
+        color=COLOURS[i % len(COLOURS)],
+        linewidth=width,
+        label=label,
+        drawstyle="steps-pre",
+    )
 
 
 def _histogram(axis: Axes, gaps: Sequence[Sequence[float]]) -> None:

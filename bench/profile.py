@@ -70,13 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
     rounds = follow(pair, work, settings, implementation=arguments.implementation)
     if not rounds:
         raise ValueError("no prompt had a round: all outputs ended with their first token")
+    found = tables(
+        rounds,
+        nodes=arguments.nodes,
+        least_nodes=arguments.least_nodes,
+        least_share=arguments.least_share,
+    )
+    depths = len(found["depth_rank_accept"])
+    if not depths:
+        raise ValueError(
+            f"{len(rounds)} rounds are too few for a table with --least-nodes {arguments.least_nodes}; "
+            "take more prompts or more tokens"
+        )
     profile = {
-        **tables(
-            rounds,
-            nodes=arguments.nodes,
-            least_nodes=arguments.least_nodes,
-            least_share=arguments.least_share,
-        ),
+        **found,
         "meta": {
             "benchmark": "profile",
             **machine(),
@@ -99,7 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     counts = COUNTS[arguments.nodes](rounds)
     classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())
-    show(title, table_of(counts), [f"Rounds by class: {classes}."])
+    notes = [f"Rounds by class: {classes}."]
+    if np.any(counts.nodes[depths:]):
+        notes.append(
+            f"The file's table ends with depth {depths - 1}: below are fewer nodes than --least-nodes."
+        )
+    show(title, table_of(counts), notes)
     write_json(arguments.json, profile)
     plot_profile(profile, title, arguments.plot)
     return 0

@@ -1,6 +1,7 @@
 """``python -m bench profile`` and ``diagnose``: counts against plain loops, sums against plain forwards."""
 
 import json
+import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -233,6 +234,18 @@ def test_the_commands_write_reports_and_pictures(folder):
 def test_bad_settings_are_one_line(tmp_path, capsys, command, arguments, message):
     assert main([command, *arguments, "--json", str(tmp_path / "x.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(profile, "make_works", lambda *_: {0.0: work})
+    arguments = ["--width", "3", "--budget", "16", "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
+    assert main(["profile", *arguments]) == 2
+    assert re.search(
+        r"bench: \d+ rounds are too few for a table with --least-nodes 500; take more",
+        capsys.readouterr().err,
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -270,25 +270,32 @@ class TestRows:
         few = [row("plain", 0.0, 1.0), row("chain", 0.0, 0.9), row("a 16", 0.0, 1.1)]
         many = [row("plain", 1.0, 1.0), *(row(f"a {i}", 1.0, 0.5) for i in range(9)), row("b 16", 1.0, 2.0)]
         report = {"rows": [*few, *many], "best": [], "arguments": {"profile": None}}
-        [note] = notes_of(report)
+        note, peak = notes_of(report)
+        assert peak.startswith("Peak memory is the process's so far")
         assert note.startswith(
             "Slower than plain decoding: chain at T = 0; 9 of 10 methods at T = 1. A tree trades "
         )
-        assert notes_of({**report, "rows": few[::2]}) == []
+        assert notes_of({**report, "rows": few[::2]}) == [peak]
 
-    def test_algorithms_that_had_no_profile_are_named(self):
+    def test_mistakes_are_counted_and_algorithms_without_a_profile_named(self):
         row = {
             "temperature": 0.0,
             "method": "class_histogram 16",
             "algorithm": "class_histogram",
             "speed-up": 1.0,
             "plain tokens/s": 1.0,
-            "divergences": [{"gap": 0.5}],
+            "divergences": [
+                {"prompt": "p:1", "position": 3, "token": 1, "expected": 2, "gap": gap, "behind": behind}
+                for gap, behind in ((0.5, 0.5), (1e-5, 1e-5), (1e-6, 3.0))
+            ],
             "peak MiB": None,
         }
-        report = {"rows": [row], "best": [], "arguments": {"profile": None}}
+        report = {"rows": [row], "best": [], "arguments": {"profile": None}, "dtype": "float32"}
         differ, profile, quiet = notes_of(report)
-        assert differ.startswith("1 outputs differ from plain decoding's; ")
+        assert differ.startswith("Outputs that differ from plain decoding's: 3; ")
+        # A small gap excuses nobody who chose neither of the two.
+        assert "Mistakes among them: 2; " in differ
+        assert "Mistakes" not in notes_of({**report, "dtype": "bfloat16"})[0]
         assert "at most 5.0e-01 apart" in differ
         assert profile == "No profile was given, so these do without their tables: class_histogram."
         assert quiet == "This device does not say how much memory was in use."
