@@ -108,9 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())
     notes = [f"Rounds by class: {classes}."]
     if np.any(counts.nodes[depths:]):
-        notes.append(
-            f"The file's table ends with depth {depths - 1}: below are fewer nodes than --least-nodes."
-        )
+        notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
     show(title, table_of(counts), notes)
     write_json(arguments.json, profile)
     plot_profile(profile, title, arguments.plot)

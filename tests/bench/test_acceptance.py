@@ -26,6 +26,8 @@ from train.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
+# The same in all tests, so that they share the programs that decode.
+SETTINGS = ["--budget", "16", "--width", "3", "--implementation", "xla"]
 PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0)]
 
 
@@ -104,7 +106,7 @@ def texts(pair, work):
 
 @pytest.fixture(scope="module")
 def rounds(pair, work):
-    return follow(pair, work, TreeSettings(16, width=3))
+    return follow(pair, work, TreeSettings(16, width=3), implementation="xla")
 
 
 def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
@@ -160,7 +162,7 @@ def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
 
 
 def test_branches_are_sums_of_plain_forwards(pair, work, texts):
-    chains = follow(pair, work, TreeSettings(8, width=3, algorithm="chain"))
+    chains = follow(pair, work, TreeSettings(8, width=3, algorithm="chain"), implementation="xla")
     found = branches_of(chains)
     assert found.draft.shape == (len(chains), 7)
     for i, one in enumerate(chains):
@@ -191,7 +193,7 @@ def test_branches_are_read_off_chains_only(rounds):
 def folder(pair, work, tmp_path_factory):
     """Reports of both commands on the tiny pair."""
     folder = tmp_path_factory.mktemp("reports")
-    small = ["--num-prompts", "2", "--max-tokens", "16", "--budget", "16", "--width", "3"]
+    small = ["--num-prompts", "2", "--max-tokens", "16", *SETTINGS]
     with pytest.MonkeyPatch.context() as patch:
         for command in (profile, diagnose):
             patch.setattr(command, "load_pair", lambda *_: pair)
@@ -240,12 +242,10 @@ def test_bad_settings_are_one_line(tmp_path, capsys, command, arguments, message
 def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profile, "load_pair", lambda *_: pair)
     monkeypatch.setattr(profile, "make_works", lambda *_: {0.0: work})
-    arguments = ["--width", "3", "--budget", "16", "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
+    arguments = [*SETTINGS, "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
     assert main(["profile", *arguments]) == 2
-    assert re.search(
-        r"bench: \d+ rounds are too few for a table with --least-nodes 500; take more",
-        capsys.readouterr().err,
-    )
+    said = capsys.readouterr().err
+    assert re.search(r"bench: \d+ rounds are too few for a table with --least-nodes 500; take more", said)
     assert not list(tmp_path.iterdir())
 
 
@@ -262,15 +262,6 @@ def test_outputs_of_one_token_have_no_round(pair, work, tmp_path, capsys, monkey
     for command in (profile, diagnose):
         monkeypatch.setattr(command, "load_pair", lambda *_: pair)
         monkeypatch.setattr(command, "make_works", lambda *_: {0.0: short})
-        arguments = [
-            "--num-prompts",
-            "2",
-            "--width",
-            "3",
-            "--budget",
-            "16",
-            "--json",
-            str(tmp_path / "x.json"),
-        ]
+        arguments = [*SETTINGS, "--json", str(tmp_path / "x.json")]
         assert main([command.__name__.removeprefix("bench."), *arguments]) == 2
         assert "no prompt had a round" in capsys.readouterr().err
