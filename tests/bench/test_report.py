@@ -1,0 +1,81 @@
+"""What all reports share: settings, the command that makes them again, and where they can be written."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from bench.pair import add_pair_arguments, add_trees_arguments, check_numbers
+from bench.report import add_report_arguments, check_report, command_of, settings_of, write_png
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser, prompts=4, max_tokens=8)
+    add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[16])
+    add_report_arguments(parser, "exactness")
+    return parser.parse_args(words)
+
+
+class TestSettings:
+    def test_paths_lose_their_folders_and_hub_ids_stay(self, tmp_path, monkeypatch):
+        (tmp_path / "models" / "target").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "models")
+        arguments = parsed("--target", "target/", "--draft-head", "owner/head", "--prompts", ".")
+        found = settings_of(arguments)
+        assert (found["target"], found["draft_head"], found["prompts"]) == ("target", "owner/head", "models")
+        assert not {"json", "plot", "compilation_cache"} & found.keys()
+
+    def test_the_command_is_read_as_the_same_settings(self):
+        templates = 'task_router.templates={"balanced_task": [2, 1]}'
+        words = ["--algorithm-option", templates, "--no-enable-thinking", "--profile", "my profile.json"]
+        arguments = parsed(*words, "--task", "set", "--temperatures", "0.7", "2")
+        command = command_of("exactness", settings_of(arguments))
+        python, *start = shlex.split(command)[:4]
+        assert (python, start) == ("python", ["-m", "bench", "exactness"])
+        assert parsed(*shlex.split(command)[4:]) == arguments
+
+
+class TestWriting:
+    def test_the_picture_is_beside_the_json(self, tmp_path):
+        arguments = parsed("--json", str(tmp_path / "new" / "report.json"))
+        check_report(arguments)
+        assert arguments.plot == tmp_path / "new" / "report.png"
+        assert list((tmp_path / "new").iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["--json", "{}/x.png"], "--json and --plot are one file"),
+            (["--json", "{}/x.json", "--plot", "{}/x"], "ends in .png, not "),
+            (["--json", "{}"], "is a folder; name a file"),
+            (["--json", "{}/file/x.json"], "file"),
+            (["--json", "{}/x.json", "--plot", "{}/file/x.png"], "file"),
+        ],
+    )
+    def test_what_cannot_be_written_is_said(self, tmp_path, words, said):
+        (tmp_path / "file").touch()
+        with pytest.raises((ValueError, OSError), match=said):
+            check_report(parsed(*(word.replace("{}", str(tmp_path)) for word in words)))
+
+    def test_a_picture_is_written_whole_or_not_at_all(self, tmp_path, monkeypatch):
+        path = tmp_path / "x.png"
+        write_png(path, Figure())
+        before = path.read_bytes()
+        assert before.startswith(b"\x89PNG")
+
+        def broken(self, file, **_):
+            Path(file).write_bytes(b"half")
+            raise OSError("the disk is full")
+
+        monkeypatch.setattr(Figure, "savefig", broken)
+        with pytest.raises(OSError, match="full"):
+            write_png(path, Figure())
+        assert path.read_bytes() == before
+
+
+def test_numbers_are_checked_by_their_option():
+    with pytest.raises(ValueError, match="--max-tokens must be at least 1, not 0"):
+        check_numbers(parsed("--max-tokens", "0"))
