@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import bench.round
 from bench import kernel_trace, phases, work
 from bench.__main__ import main
-from bench.measure import Case, Plan
+from bench.floors import Ceilings
+from bench.measure import Case, Measured, Plan
 from bench.report import show
 from bench.round import cases_of, fixed_budget_names, groups
 from bench.round_report import host_work, tables_of
@@ -44,7 +46,8 @@ class TestReport:
     def test_every_case_has_its_phases_floors_and_host_work(self, tmp_path, capsys):
         path = tmp_path / "out" / "round.json"
         arguments = "--shape tiny --budgets 12 --contexts 70 --batches 2 --rounds 3 --repeats 2 --profile"
-        assert main(["round", *arguments.split(), "--json", str(path)]) == 0
+        trees = ["--algorithms", "top_nodes"]
+        assert main(["round", *arguments.split(), *trees, "--json", str(path)]) == 0
         report = json.loads(path.read_text())
         assert report["shape"] == "tiny"
         assert report["device"]
@@ -74,7 +77,7 @@ class TestReport:
             rounds = 256 / row["tokens_per_round"]
             assert row["waits_per_256_tokens"] == math.ceil(rounds / ROUNDS_PER_DISPATCH)
             assert all(seconds > 0 for seconds in row["compile_seconds"].values())
-        assert [row["algorithm"] for row in (plain, tree)] == ["plain", "accum_logp"]
+        assert [row["algorithm"] for row in (plain, tree)] == ["plain", "top_nodes"]
         assert plain["tokens_per_round"] == 1
         assert plain["phases_ms"]["draft"] == plain["phases_ms"]["build"] == 0
         assert all(seconds > 0 for seconds in tree["phases_ms"].values())
@@ -103,7 +106,16 @@ class TestReport:
         assert (row["budget"], row["phases_ms"], row["profile"]) == (1, {}, None)
         assert plot.exists()
 
-    def test_algorithms_share_a_plain_step(self, tmp_path):
+    def test_algorithms_share_a_plain_step(self, tmp_path, monkeypatch):
+        def measure(cases, *_):
+            return {
+                case: Measured(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
+                for i, case in enumerate(cases, start=1)
+            }
+
+        # What rounds really take is another test's matter.
+        monkeypatch.setattr(bench.round, "measure", measure)
+        monkeypatch.setattr(bench.round, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
         path = tmp_path / "round.json"
         arguments = "--budgets 16 1 --contexts 40 --rounds 1 --repeats 1 --no-phases"
         names = ["chain", "top_nodes", "chain"]
@@ -118,6 +130,7 @@ class TestReport:
         ]
         for row in trees:
             assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
+        assert [row["times_plain"] for row in trees] == pytest.approx([2.0, 3.0])
         assert report["arguments"]["algorithms"] == names
 
     def test_all_algorithms_are_those_that_are_known(self):
