@@ -164,10 +164,11 @@ class Engine:
         )
         if self.decoder.proposer is None:
             proposer_weights = None
-        # With "auto" one for each bucket, the last being the largest; else only the engine's own.
+        # With "auto" one for each bucket, from plain decoding up; else only the engine's own.
         self._decoders = decoders_of(self.decoder)
-        self._acceptance = Acceptance(tree_buckets(self.decoder.bucket))
-        self._auto: AutoBudget | None = None
+        # Greedy and sampled requests have other shares of their drafts accepted.
+        self._acceptance = {kind: Acceptance(tree_buckets(self.decoder.bucket)) for kind in (False, True)}
+        self._auto: dict[bool, AutoBudget] = {}
         self.target, self.settings = target, settings
         self.weights = DecodeWeights(target.weights, proposer_weights)
         size = EngineSize.of(target.config, slots, capacity, num_pages)
@@ -204,7 +205,7 @@ class Engine:
         """Makes all slots and pages anew; whatever waited or ran is forgotten."""
         self.state = size.empty_state(self.decoder, self.dtype)
         self.size = size
-        self._auto = None  # what a round costs depends on the size
+        self._auto = {}  # what a round costs depends on the size
         self.pool = PagePool(size.num_pages)
         self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
@@ -291,7 +292,8 @@ class Engine:
             rounds: How many, unless all slots end before.
             decode: What runs them; None is the decoder's `TreeDecoder.decode`, or with "auto" one of several.
         """
-        auto = self._auto_budget() if decode is None else None
+        if decode is None:
+            self._prepare_auto()
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
@@ -300,11 +302,13 @@ class Engine:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
-        bucket = -1
-        if auto is not None:
+        decoder, auto, bucket = self.decoder, None, 0
+        if decode is None and self._auto:
+            auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             bucket, rounds = auto.choose(self._mean_context(), rounds)
+            decoder = self._decoders[bucket]
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
-        run_rounds = self._decoders[bucket].decode if decode is None else decode
+        run_rounds = decoder.decode if decode is None else decode
         self.state, records = run_rounds(self.weights, self.state, np.int32(rounds))
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:
@@ -317,24 +321,24 @@ class Engine:
             if request.output.finish_reason is not None:
                 self._release(request)
 
-    def _auto_budget(self) -> AutoBudget | None:
-        """What chooses the buckets, for the algorithm "auto"; measures costs that nobody knows yet."""
+    def _prepare_auto(self) -> None:
+        """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
         algorithm = algorithm_of(self.settings.algorithm)
-        if not isinstance(algorithm, Auto) or len(self._decoders) == 1:
-            return None
-        if self._auto is None:
-            # Nobody runs: slots are taken after this, and an engine in use is not resized.
-            try:
-                costs, self.state = round_costs(
-                    self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
-                )
-            except BaseException as error:
-                # The state was given away. Frames that hold another go first: two may not fit the device.
-                traceback.clear_frames(error.__traceback__)
-                self.state = self.size.empty_state(self.decoder, self.dtype)
-                raise
-            self._auto = AutoBudget(self._acceptance, costs, algorithm.probing)
-        return self._auto
+        if self._auto or not isinstance(algorithm, Auto) or len(self._decoders) == 1:
+            return
+        # Nobody runs: slots are taken after this, and an engine in use is not resized.
+        try:
+            costs, self.state = round_costs(
+                self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
+            )
+        except BaseException as error:
+            # The state was given away. Frames that hold another go first: two may not fit the device.
+            traceback.clear_frames(error.__traceback__)
+            self.state = self.size.empty_state(self.decoder, self.dtype)
+            raise
+        self._auto = {
+            kind: AutoBudget(known, costs, algorithm.probing) for kind, known in self._acceptance.items()
+        }
 
     def _mean_context(self) -> float:
         """Committed tokens of a running slot."""

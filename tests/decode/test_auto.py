@@ -96,10 +96,12 @@ def test_plain_rounds_feed_the_head_s_context(target):
         return engine.state
 
     def round_by_round(decoder):
+        one_round = jax.jit(decoder.round)
+
         def decode(weights, state, rounds):
             records = []
             for _ in range(int(rounds)):
-                state, record = jax.jit(decoder.round)(weights, state)
+                state, record = one_round(weights, state)
                 records.append(record)
             return state, jax.tree.map(lambda *own: jnp.stack(own), *records)
 
@@ -144,6 +146,20 @@ def test_the_choice_follows_what_is_accepted(target):
     assert np.mean(np.asarray(good.tree_sizes) == 1) < 0.2
     assert np.mean(np.asarray(bad.tree_sizes) == 1) > 0.7
     assert good.token_ids == bad.token_ids == plain.token_ids[:200]
+
+
+def test_greedy_and_sampled_requests_are_learnt_apart(target):
+    """What greedy requests have accepted is no guess for a sampled one, and is not forgotten over it."""
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, capacity=64)
+    guess = engine._acceptance[True].tokens()
+    serve(engine, PROMPTS[:1], PARAMS[:1])
+    greedy = engine._acceptance[False].tokens()
+    assert (greedy != guess).any()
+    np.testing.assert_array_equal(engine._acceptance[True].tokens(), guess)
+    serve(engine, PROMPTS[1:], PARAMS[1:])
+    assert (engine._acceptance[True].tokens() != guess).any()
+    np.testing.assert_array_equal(engine._acceptance[False].tokens(), greedy)
 
 
 def test_shape_of_the_trees_is_an_option(target, every_bucket):
