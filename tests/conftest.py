@@ -37,3 +37,10 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """No module leaves its programs: XLA has crashed while compiling in a process that kept thousands."""
+    yield
+    jax.clear_caches()
