@@ -107,13 +107,13 @@ class DecodeState:
 
 
 class RoundRecord(NamedTuple):
-    """What a round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
+    """What a decoder's round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
 
     Attributes:
         tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
         counts: How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode.
         tree_sizes: Nodes of each slot's tree.
-        reach: What trees of each smaller bucket would have had accepted; None unless the decoder observes.
+        reach: What trees of each bucket up to its own would have had accepted; None unless it observes.
     """
 
     tokens: Int32[Array, "B D1"]

@@ -14,8 +14,8 @@ from jetspec_jax.auto_budget import AutoBudget, Choice
 from jetspec_jax.engine import Engine, TreeSettings
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
+from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.test_compilations import compilations
 from tests.decode.tiny import SLIDING, random_head, random_target, serve
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -1,33 +1,15 @@
 """After one warm-up per bucket nothing compiles: what differs between requests are arrays."""
 
-import contextlib
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
+from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CONFIG = dataclasses.replace(TINY, windows=(None,))
-
-
-@contextlib.contextmanager
-def compilations():
-    """The list of the durations of all compilations inside the block."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == COMPILE_EVENT:
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module")
