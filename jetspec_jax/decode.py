@@ -47,10 +47,8 @@ from jetspec_jax.tree import (
     algorithm_of,
     grow_tree,
     plan_of,
-    reach_of,
     root_tree,
     top_candidates,
-    tree_buckets,
 )
 
 
@@ -109,7 +107,7 @@ class TreeDecoder:
         algorithm: The tree algorithm: a name, or one with its options.
         max_rounds: Most rounds of one `decode`.
         implementation: Of tree attention; None picks the best.
-        observes: Whether `decode` says what smaller trees would have had accepted.
+        observes: Whether records hold the accepted paths and the scores of all nodes.
     """
 
     target: ModelConfig
@@ -296,7 +294,8 @@ class TreeDecoder:
             settings=state.settings._replace(remaining=remaining),
         )
         sizes = jnp.where(count > 0, tree.num_nodes, 0)
-        return state, RoundRecord(tokens, count, sizes)
+        seen = (path, tree.scores) if self.observes else ()
+        return state, RoundRecord.of(tokens, sizes, *seen)
 
     def decode(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
@@ -309,7 +308,7 @@ class TreeDecoder:
             rounds: How many rounds, at most ``max_rounds``; fewer run when no slot is active any more.
 
         Returns:
-            The state, and the records ``[max_rounds, ...]`` with counts of 0 for rounds that did not run.
+            The state, and the records ``[max_rounds, B, ...]`` with counts of 0 for rounds that did not run.
         """
         return self.program(self, weights, state, rounds)
 
@@ -324,20 +323,6 @@ class TreeDecoder:
         return _PLAIN_LOOP if self.bucket == 1 else _TREE_LOOP
 
 
-class _Kept(NamedTuple):
-    """What rounds leave for the end of their loop, where one pass over all of them is cheaper.
-
-    Attributes:
-        taps: Of the committed tokens, while nobody drafts: the proposer has not seen them yet.
-        scores: Of the trees' nodes, for a decoder that observes.
-        path: Their accepted paths, likewise.
-    """
-
-    taps: Float[Array, "B F"] | None
-    scores: Float[Array, "B N"] | None
-    path: Int[Array, "B D1"] | None
-
-
 def _loop(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
 ) -> tuple[DecodeState, RoundRecord]:
@@ -346,18 +331,8 @@ def _loop(
     proposer = decoder.proposer
     if proposer is not None:
         weights = weights._replace(proposer=proposer.prepare(weights.proposer))
+    # While nobody drafts, the proposer sees the tokens at the end of the loop: one pass over all is cheaper.
     late = decoder.bucket == 1 and proposer is not None
-
-    def one_round(state: DecodeState) -> tuple[DecodeState, RoundRecord, _Kept]:
-        tree = decoder.build(state, decoder.draft(weights, state))
-        output = decoder.verify(weights, state, tree)
-        accepted = decoder.accept(state, tree, output.logits)
-        if late:
-            after, record = decoder.advance(state, tree, output, accepted)
-            return after, record, _Kept(output.taps[:, 0], None, None)
-        after, record = decoder.commit(weights, state, tree, output, accepted)
-        seen = (tree.scores, accepted.path) if decoder.observes else (None, None)
-        return after, record, _Kept(None, *seen)
 
     def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
         done, state, _ = carry
@@ -365,35 +340,38 @@ def _loop(
 
     def step(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
         done, state, made = carry
-        state, *one = one_round(state)
-        made = jax.tree.map(lambda all_, own: all_.at[done].set(own), made, tuple(one))
+        if late:
+            tree = decoder.build(state, None)
+            output = decoder.verify(weights, state, tree)
+            accepted = decoder.accept(state, tree, output.logits)
+            state, record = decoder.advance(state, tree, output, accepted)
+            one = record, output.taps[:, 0]
+        else:
+            state, record = decoder.round(weights, state)
+            one = record, None
+        made = jax.tree.map(lambda all_, own: all_.at[done].set(own), made, one)
         return done + 1, state, made
 
-    slots, nothing = state.slots, _nothing_made(decoder, state)
-    _, state, (records, kept) = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, nothing))
+    slots, nothing = state.slots, _nothing_made(decoder, state, late)
+    _, state, (records, taps) = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, nothing))
     if late and proposer is not None:
         # A slot decodes in the first rounds or in none, so its rows lie side by side.
-        taps, counts = jnp.moveaxis(kept.taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
+        taps, counts = jnp.moveaxis(taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
         own = proposer.commit(weights.proposer, state.proposer, taps, slots, counts)
         state = replace(state, proposer=own)
-    if decoder.observes:
-        records = records._replace(reach=reach_of(kept.scores, kept.path, tree_buckets(decoder.bucket)))
     return state, records
 
 
-def _nothing_made(decoder: TreeDecoder, state: DecodeState) -> tuple[RoundRecord, _Kept]:
-    """What rounds make, of all that a loop can run, before any has."""
+def _nothing_made(
+    decoder: TreeDecoder, state: DecodeState, late: bool
+) -> tuple[RoundRecord, Float[Array, "R B F"] | None]:
+    """The records and, if the proposer sees them late, the taps of all rounds of a loop, before any ran."""
     rounds = decoder.max_rounds, state.anchors.shape[0]
     path = jnp.full((*rounds, decoder.depth + 1), -1, jnp.int32)
+    seen = (path, jnp.full((*rounds, decoder.bucket), -jnp.inf)) if decoder.observes else ()
+    record = RoundRecord.of(path, jnp.zeros(rounds, jnp.int32), *seen)
     width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
-    late = decoder.bucket == 1 and decoder.proposer is not None
-    kept = _Kept(
-        taps=jnp.zeros((*rounds, width), state.stores[0].k.dtype) if late else None,
-        scores=jnp.full((*rounds, decoder.bucket), -jnp.inf) if decoder.observes else None,
-        path=path if decoder.observes else None,
-    )
-    counts = jnp.zeros(rounds, jnp.int32)
-    return RoundRecord(tokens=path, counts=counts, tree_sizes=counts), kept
+    return record, jnp.zeros((*rounds, width), state.stores[0].k.dtype) if late else None
 
 
 # Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a

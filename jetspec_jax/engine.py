@@ -5,7 +5,6 @@ records. All that depends on a request travels as arrays, so after the first req
 """
 
 import functools
-import itertools
 import logging
 import traceback
 from collections import deque
@@ -37,13 +36,16 @@ from jetspec_jax.tree import (
     algorithm_of,
     bucket_for,
     check_traceable,
+    reach_of,
     tree_buckets,
 )
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
-# Rounds between two looks of the host: enough to hide its work, few enough to free a finished slot soon.
-ROUNDS_PER_DISPATCH = 16
+# Rounds between two looks of the host: enough to hide its work, and, while somebody waits for a slot or stop
+# strings may end a request, few enough to see soon that one has ended.
+ROUNDS_PER_DISPATCH = 32
+ROUNDS_TO_AN_END = 16
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -285,11 +287,11 @@ class Engine:
             self.step()
             yield
 
-    def step(self, rounds: int = ROUNDS_PER_DISPATCH, decode: Decode | None = None) -> None:
+    def step(self, rounds: int | None = None, decode: Decode | None = None) -> None:
         """Admits what fits, runs up to ``rounds`` rounds, and hands out their tokens.
 
         Args:
-            rounds: How many, unless all slots end before.
+            rounds: How many, unless all slots end before; None is as many as suit the requests.
             decode: What runs them; None is the decoder's `TreeDecoder.decode`, or with "auto" one of several.
         """
         if decode is None:
@@ -302,6 +304,9 @@ class Engine:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
+        if rounds is None:
+            ends = self._waiting or any(request.params.stop for request in self._running)
+            rounds = ROUNDS_TO_AN_END if ends else ROUNDS_PER_DISPATCH
         decoder, auto, bucket = self.decoder, None, 0
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
@@ -313,9 +318,11 @@ class Engine:
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:
             request.output.add_tokens([int(token)])
-        if auto is not None and records.reach is not None:
+        if auto is not None and bucket:
             ran = records.counts > 0
-            auto.learn(bucket, records.reach.expected[ran], records.reach.accepted[ran])
+            budgets = tree_buckets(self._decoders[bucket].bucket)
+            reach = reach_of(records.scores[ran], records.path[ran], budgets)
+            auto.learn(bucket, reach.expected, reach.accepted)
         for request in list(self._running):
             _collect(request, records)
             if request.output.finish_reason is not None:
@@ -323,9 +330,10 @@ class Engine:
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
-        algorithm = algorithm_of(self.settings.algorithm)
-        if self._auto or not isinstance(algorithm, Auto) or len(self._decoders) == 1:
+        if self._auto or len(self._decoders) == 1:
             return
+        algorithm = algorithm_of(self.settings.algorithm)
+        assert isinstance(algorithm, Auto), "no other has several decoders"
         # Nobody runs: slots are taken after this, and an engine in use is not resized.
         try:
             costs, self.state = round_costs(
@@ -471,7 +479,8 @@ def check_request(
 
 def _collect(request: Request, records: RoundRecord) -> None:
     """Hands a request the tokens of the rounds that it took part in."""
-    for i in itertools.takewhile(lambda i: records.counts[i, request.slot], range(len(records.counts))):
-        count = records.counts[i, request.slot]
-        tokens = records.tokens[i, request.slot, :count].tolist()
-        request.output.add_round(tokens, int(records.tree_sizes[i, request.slot]))
+    of_slot = (records.tokens, records.counts, records.tree_sizes)
+    for tokens, count, size in zip(*(part[:, request.slot].tolist() for part in of_slot), strict=True):
+        if not count:
+            break
+        request.output.add_round(tokens[:count], size)

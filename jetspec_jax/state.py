@@ -5,18 +5,18 @@ Shapes: B slots, D draft depth, P pages, T pages per slot.
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
 from jetspec_jax.cache import Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
-from jetspec_jax.tree import Hints, Reach, Routing
+from jetspec_jax.tree import Hints, Routing
 
 
 class DecodeWeights(NamedTuple):
@@ -106,20 +106,75 @@ class DecodeState:
     settings: SlotSettings
 
 
-class RoundRecord(NamedTuple):
+# Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundRecord:
     """What a decoder's round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
 
+    All of it is one array, on the device or on the host: every array that a host fetches costs it a tenth
+    of a millisecond, and every one that a loop writes a launch.
+
     Attributes:
-        tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
-        counts: How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode.
-        tree_sizes: Nodes of each slot's tree.
-        reach: What trees of each bucket up to its own would have had accepted; None unless it observes.
+        packed: The size of the tree, the tokens, and of a decoder that observes the path and the scores.
+        nodes: N, how many scores there are; 0 if nobody observes.
     """
 
-    tokens: Int32[Array, "B D1"]
-    counts: Int32[Array, "B"]
-    tree_sizes: Int32[Array, "B"]
-    reach: Reach | None = None
+    packed: Int32[Array, "*rounds B fields"]
+    nodes: int = field(default=0, metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Int32[Array, "*rounds B D1"],
+        tree_sizes: Int32[Array, "*rounds B"],
+        path: Int32[Array, "*rounds B D1"] | None = None,
+        scores: Float32[Array, "*rounds B N"] | None = None,
+    ) -> "RoundRecord":
+        """Packs a record.
+
+        Args:
+            tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
+            tree_sizes: Nodes of each slot's tree.
+            path: For an observer, the nodes of the accepted path, -1 beyond.
+            scores: Likewise, the scores of the nodes; -inf is padding.
+        """
+        parts = [tree_sizes[..., None], tokens]
+        if path is None or scores is None:
+            return cls(jnp.concatenate(parts, axis=-1))
+        return cls(jnp.concatenate([*parts, path, scores.view(jnp.int32)], axis=-1), scores.shape[-1])
+
+    @property
+    def tree_sizes(self) -> Int32[Array, "*rounds B"]:
+        """Nodes of each slot's tree."""
+        return self.packed[..., 0]
+
+    @property
+    def tokens(self) -> Int32[Array, "*rounds B D1"]:
+        """Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond."""
+        return self.packed[..., 1 : self._end]
+
+    @property
+    def counts(self) -> Int32[Array, "*rounds B"]:
+        """How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode."""
+        return (self.tokens >= 0).sum(axis=-1, dtype=np.int32)
+
+    @property
+    def path(self) -> Int32[Array, "*rounds B D1"]:
+        """Nodes of the accepted path, -1 beyond; of a decoder that observes."""
+        return self.packed[..., self._end : -self.nodes]
+
+    @property
+    def scores(self) -> Float32[Array, "*rounds B N"]:
+        """Scores of the nodes, -inf for padding; of a decoder that observes."""
+        return self.packed[..., -self.nodes :].view(np.float32)
+
+    @property
+    def _end(self) -> int:
+        """Where the tokens end: an observer's path is as long as they are."""
+        rest = self.packed.shape[-1] - 1 - self.nodes
+        return 1 + (rest // 2 if self.nodes else rest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -38,14 +38,14 @@ def test_a_tree_knows_what_every_smaller_one_would_have_had_accepted(name):
 
     tree = grown(64)
     path, _, _ = accept(tree, followed(tree, truth), max_depth=DEPTH)
-    reach = reach_of(tree.scores, path, BUDGETS)
+    reach = reach_of(np.asarray(tree.scores), np.asarray(path), BUDGETS)
     for k, budget in enumerate(BUDGETS):
         small = grown(budget)
         _, lengths, _ = accept(small, followed(small, truth), max_depth=DEPTH)
         np.testing.assert_array_equal(reach.accepted[:, k], lengths)
         drafted = np.where(np.asarray(small.valid), np.exp(small.scores), 0.0)[:, 1:]
         np.testing.assert_allclose(reach.expected[:, k], drafted.sum(axis=1), rtol=1e-5)
-    assert np.asarray(reach.accepted)[:, -1].max() >= 1
+    assert reach.accepted[:, -1].max() >= 1
 
 
 def test_buckets_of_trees():
