@@ -42,8 +42,8 @@ from jetspec_jax.tree import (
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
-# Rounds between two looks of the host: enough to hide its work, and, while somebody waits for a slot or stop
-# strings may end a request, few enough to see soon that one has ended.
+# Rounds between two looks of the host: enough to hide its work, and, where a slot can end while the loop goes
+# on (among other slots that somebody waits for, or by a stop string), few enough to see that soon.
 ROUNDS_PER_DISPATCH = 32
 ROUNDS_TO_AN_END = 16
 
@@ -305,7 +305,8 @@ class Engine:
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
         if rounds is None:
-            ends = self._waiting or any(request.params.stop for request in self._running)
+            among = self._waiting and len(self._running) > 1
+            ends = among or any(request.params.stop for request in self._running)
             rounds = ROUNDS_TO_AN_END if ends else ROUNDS_PER_DISPATCH
         decoder, auto, bucket = self.decoder, None, 0
         if decode is None and self._auto:
