@@ -1,0 +1,65 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: T tokens, E experts, K experts of a token.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.expert_choice import reference
+from pallas_kernels.expert_choice.reference import Choice, Routing
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "xla": Implementation(reference.expert_choice, lambda *args, **kwargs: None),
+}
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `expert_choice(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def expert_choice(
+    logits: Float32[Array, "T E"],
+    *,
+    routing: Routing,
+    bias: Float32[Array, "E"] | None = None,
+    expert_scale: Float32[Array, "E"] | None = None,
+    implementation: str | None = None,
+) -> Choice:
+    """The experts of every token, the best first, and what their outputs are weighted with.
+
+    See `Routing` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`. Logits
+    must not be NaN; rows that hold one get distinct experts, but which is not said.
+
+    Args:
+        logits: what the router says.
+        routing: the rule.
+        bias: added to sigmoid scores where experts are chosen, not where they are weighted.
+        expert_scale: what the weight of each expert is multiplied with at the end.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), more experts are
+            wanted than there are, a bias comes with softmax scores, or there is no such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"expert_choice: logits must be float32 [T, E], got {logits.dtype} {logits.shape}")
+    num_experts = logits.shape[1]
+    wrong = [
+        f"{name} is {array.dtype} {array.shape}, expected float32 {(num_experts,)}"
+        for name, array in (("bias", bias), ("expert_scale", expert_scale))
+        if array is not None and (array.shape != (num_experts,) or array.dtype != jnp.float32)
+    ]
+    if routing.top_k > num_experts:
+        wrong.append(f"{routing.top_k} experts are wanted of {num_experts}")
+    if bias is not None and routing.scores != "sigmoid":
+        wrong.append(f"a bias is for sigmoid scores, not for {routing.scores}")
+    if logits.size == 0:
+        wrong.append(f"logits are {logits.shape}: no elements")
+    if wrong:
+        raise ValueError("expert_choice: " + "; ".join(wrong))
+    arrays = logits, bias, expert_scale
+    return choose("expert_choice", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, routing=routing)

@@ -1,0 +1,108 @@
+"""The operation as a caller sees it: checks and the choice of an implementation.
+
+Shapes: T tokens, K experts of each, E experts, M model, I features of an expert.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.activation import Activation
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.expert_mlp import reference
+
+_IMPLEMENTATIONS = {  # the preferred first
+    "xla": Implementation(reference.expert_mlp, lambda *args: None),
+}
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that `expert_mlp(implementation=...)` accepts, the preferred first."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def expert_mlp(
+    x: Float[Array, "T M"],
+    gate_up: Float[Array, "E M 2 I"],
+    down: Float[Array, "E I M"],
+    experts: Int32[Array, "T K"],
+    weights: Float32[Array, "T K"],
+    *,
+    activation: Activation,
+    gate_up_bias: Float[Array, "E 2 I"] | None = None,
+    down_bias: Float[Array, "E M"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T M"]:
+    """The weighted sum of what a token's experts make of it.
+
+    With e = experts[t, k] and, where there are biases, each added to the product that it belongs to:
+
+        hidden[t, k] = activation(x[t] @ gate_up[e, :, 0], x[t] @ gate_up[e, :, 1])
+        y[t] = sum over k of weights[t, k] * (hidden[t, k] @ down[e])
+
+    An e outside [0, E) adds nothing, whatever its weight: so rows of padding are switched off. What no token
+    names does not count, not even NaN. No token may name an expert twice.
+
+    Products are of x's dtype, of float32 at full precision, and are summed in float32; so are activation,
+    weights and the sum over k. `hidden` is rounded to x's dtype, and so is the result.
+
+    Args:
+        x: of float32, bfloat16 or float16.
+        gate_up: in x's dtype; the gate before the other half, as two halves.
+        down: in x's dtype.
+        experts: of every token.
+        weights: of the experts' outputs.
+        activation: between the two products.
+        gate_up_bias: of any floating type, or none.
+        down_bias: of any floating type, or none.
+        implementation: one of `implementations()`; None picks the best for the case.
+
+    Raises:
+        ValueError: an argument is misshapen or of the wrong dtype (all of them are listed), or there is no
+            such implementation.
+        NotImplementedError: the named implementation does not support the case or the device.
+    """
+    arrays = x, gate_up, down, experts, weights, gate_up_bias, down_bias
+    _check(*arrays)
+    return choose("expert_mlp", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, activation=activation)
+
+
+def _check(
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    experts: Array,
+    weights: Array,
+    gate_up_bias: Array | None,
+    down_bias: Array | None,
+) -> None:
+    """Raise one ValueError that lists everything wrong with the static side of a call."""
+    if x.ndim != 2 or down.ndim != 3 or experts.ndim != 2:
+        raise ValueError(
+            "expert_mlp: x must be [T, M], down [E, I, M] and experts [T, K],"
+            f" got {x.shape}, {down.shape}, {experts.shape}"
+        )
+    (tokens, size), (num_experts, features, _), top_k = x.shape, down.shape, experts.shape[1]
+    wrong = []
+    if x.dtype not in _DTYPES:
+        wrong.append(f"x holds {x.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
+    for name, array, shape, dtype in (
+        ("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
+        ("down", down, (num_experts, features, size), x.dtype),
+        ("experts", experts, (tokens, top_k), jnp.dtype(jnp.int32)),
+        ("weights", weights, (tokens, top_k), jnp.dtype(jnp.float32)),
+        ("gate_up_bias", gate_up_bias, (num_experts, 2, features), None),
+        ("down_bias", down_bias, (num_experts, size), None),
+    ):
+        if array is None:
+            continue
+        if array.shape != shape:
+            wrong.append(f"{name} is {array.shape}, expected {shape}")
+        if dtype is not None and array.dtype != dtype:
+            wrong.append(f"{name} holds {array.dtype}, expected {dtype}")
+        if not (dtype or jnp.issubdtype(array.dtype, jnp.floating)):
+            wrong.append(f"{name} holds {array.dtype}, expected floating")
+        if array.size == 0:
+            wrong.append(f"{name} is {array.shape}: no elements")
+    if wrong:
+        raise ValueError("expert_mlp: " + "; ".join(wrong))

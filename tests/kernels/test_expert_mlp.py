@@ -1,0 +1,202 @@
+"""expert_mlp against its definition in float64, expert by expert."""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from pallas_kernels.activation import GELU_TANH, SILU, Activation
+from pallas_kernels.expert_mlp import expert_mlp, implementations, reference
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+OSS, STEP = Activation.gpt_oss(limit=1.5), Activation.step(0.5)  # limits that bind
+# Of a row, relative to its length. Hidden features may be rounded to either side.
+TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2, jnp.float16: 1.5e-3}
+
+
+class Case(NamedTuple):
+    """A call: T, E, K, M, I, and the rest."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    size: int
+    features: int
+    dtype: type = jnp.float32
+    activation: Activation = SILU
+    biases: bool = False
+
+
+CASES = [
+    Case(1, 4, 1, 32, 24),
+    Case(1, 8, 2, 64, 40, jnp.bfloat16, OSS, True),
+    Case(1, 128, 8, 72, 20, jnp.float16, GELU_TANH),
+    Case(3, 8, 8, 32, 7, activation=STEP),
+    Case(16, 128, 8, 48, 24, jnp.bfloat16),
+    Case(16, 4, 2, 33, 16, activation=OSS, biases=True),
+    Case(40, 8, 8, 64, 40, activation=GELU_TANH, biases=True),  # some blocks of every expert
+    Case(40, 128, 1, 32, 24, jnp.bfloat16, STEP),
+    Case(300, 4, 2, 80, 130),
+]
+IDS = [f"T{c.tokens}-E{c.experts}-K{c.top_k}-{c.dtype.__name__}" for c in CASES]
+
+
+def make_case(case, seed=0):
+    """The arrays of a call. Some ids name no expert, one token none at all, and nobody reads NaN."""
+    rng = np.random.default_rng(seed)
+    t, e, k, m, i = case[:5]
+    experts = np.stack([rng.permutation(e)[:k] for _ in range(t)]).astype(np.int32)
+    x = rng.standard_normal((t, m))
+    if t > 1:
+        experts[rng.random((t, k)) < 0.2] = rng.choice([-1, -e, e, 2**31 - 1])
+        experts[1] = (e, *[-1] * (k - 1))
+        x[1] = np.nan
+    gate_up = rng.standard_normal((e, m, 2, i)) / np.sqrt(m) * 2
+    down = rng.standard_normal((e, i, m)) / np.sqrt(i)
+    biases = rng.standard_normal((e, 2, i)), rng.standard_normal((e, m))
+    idle = np.setdiff1d(np.arange(e), experts)
+    for array in (gate_up, down, *biases):
+        array[idle] = np.nan
+    weights = rng.random((t, k), np.float32)
+    gate_up_bias, down_bias = (bias.astype(case.dtype) if case.biases else None for bias in biases)
+    x, gate_up, down = (array.astype(case.dtype) for array in (x, gate_up, down))
+    arrays = x, gate_up, down, experts, weights, gate_up_bias, down_bias
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def activate(activation, gate, up):
+    """The families' activations, each as it is published."""
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
+    if activation == GELU_TANH:
+        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if activation == OSS:
+        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+        return (up + 1) * gate * sigmoid(1.702 * gate)
+    if activation == STEP:
+        return np.minimum(gate * sigmoid(gate), 0.5) * np.clip(up, -0.5, 0.5)
+    assert activation == SILU
+    return gate * sigmoid(gate) * up
+
+
+def oracle(case, arrays):
+    """The definition."""
+    dtype = arrays[0].dtype
+    experts = np.asarray(arrays[3])
+    x, gate_up, down, _, weights, *biases = (
+        None if array is None else np.asarray(array, np.float64) for array in arrays
+    )
+    y = np.zeros(x.shape)
+    for (t, k), e in np.ndenumerate(experts):
+        if 0 <= e < case.experts:
+            halves = np.einsum("m,mgi->gi", x[t], gate_up[e]) + (biases[0][e] if case.biases else 0)
+            hidden = activate(case.activation, *halves).astype(dtype).astype(np.float64)
+            y[t] += weights[t, k] * (hidden @ down[e] + (biases[1][e] if case.biases else 0))
+    return y
+
+
+class ExpertMLPSuite:
+    """What every implementation must pass; a subclass names one."""
+
+    implementation: str
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        """One function per class, so that tests share their compilations."""
+
+        def run(x, gate_up, down, experts, weights, gate_up_bias, down_bias, activation):
+            return expert_mlp(
+                x,
+                gate_up,
+                down,
+                experts,
+                weights,
+                activation=activation,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                implementation=cls.implementation,
+            )
+
+        return jax.jit(run, static_argnums=7)
+
+    def run(self, case, arrays):
+        y = self.jitted()(*arrays, case.activation)
+        assert y.dtype == case.dtype
+        return np.asarray(y)
+
+    @pytest.mark.parametrize("case", CASES, ids=IDS)
+    def test_oracle(self, case):
+        arrays = make_case(case)
+        y, expected = self.run(case, arrays), oracle(case, arrays)
+        distance = np.linalg.norm(y.astype(np.float64) - expected, axis=-1)
+        assert (distance <= TOLERANCE[case.dtype] * np.linalg.norm(expected, axis=-1)).all(), distance.max()
+        if case.tokens > 1:
+            assert (y[1] == 0).all()  # NaN that no expert was asked about
+        assert y.tobytes() == self.run(case, arrays).tobytes()
+
+    def test_all_tokens_of_one_expert(self):
+        case = CASES[6]._replace(top_k=1)
+        x, gate_up, down, _, weights, *biases = make_case(case._replace(tokens=1))
+        experts = jnp.full((40, 1), 5, jnp.int32)
+        x, weights = jnp.broadcast_to(x, (40, 64)), jnp.linspace(0, 1, 40, dtype=jnp.float32)[:, None]
+        gate_up, down, *biases = (jnp.nan_to_num(array, nan=0.1) for array in (gate_up, down, *biases))
+        arrays = x, gate_up, down, experts, weights, *biases
+        np.testing.assert_allclose(self.run(case, arrays), oracle(case, arrays), rtol=1e-4, atol=1e-5)
+
+
+class TestXla(ExpertMLPSuite):
+    implementation = "xla"
+
+    def test_gradients(self):
+        """Of all floating arguments, against differences."""
+        case = CASES[5]._replace(tokens=1)
+        *arrays, gate_up_bias, down_bias = make_case(case)
+        x, gate_up, down, experts, weights = arrays
+        used = experts.reshape(-1)
+        gate_up, down, gate_up_bias, down_bias = (
+            array[used] for array in (gate_up, down, gate_up_bias, down_bias)
+        )
+
+        def loss(*floats):
+            x, gate_up, down, weights, *biases = floats
+            own = jnp.arange(2, dtype=jnp.int32)[None]
+            return jnp.sum(
+                jnp.sin(reference.expert_mlp(x, gate_up, down, own, weights, *biases, activation=OSS))
+            )
+
+        floats = x, gate_up, down, weights, gate_up_bias, down_bias
+        check_grads(jax.jit(loss), floats, order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_choice():
+    assert implementations() == ("xla",)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+class TestRefusals:
+    """Static mistakes are ValueErrors with or without run-time type checking."""
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({0: jnp.zeros(3)}, r"x must be \[T, M\], down \[E, I, M\] and experts \[T, K\], got \(3,\)"),
+            ({0: jnp.zeros((3, 32), jnp.int32)}, "x holds int32, expected float32, bfloat16, float16"),
+            ({1: jnp.zeros((8, 32, 14))}, r"gate_up is \(8, 32, 14\), expected \(8, 32, 2, 7\)"),
+            ({1: jnp.zeros((8, 32, 2, 7), jnp.bfloat16)}, "gate_up holds bfloat16, expected float32"),
+            ({4: jnp.zeros((3, 7), jnp.bfloat16)}, r"weights is \(3, 7\).*; weights holds bfloat16"),
+            ({5: jnp.zeros((8, 7))}, r"gate_up_bias is \(8, 7\), expected \(8, 2, 7\)"),
+            ({6: jnp.zeros((8, 32), jnp.int8)}, "down_bias holds int8, expected floating"),
+            ({3: jnp.zeros((3, 0), jnp.int32)}, r"experts is \(3, 0\): no elements"),
+        ],
+    )
+    def test_arrays(self, changes, message):
+        arrays = list(make_case(CASES[3]))
+        for place, array in changes.items():
+            arrays[place] = array
+        with pytest.raises(ValueError, match=f"expert_mlp: .*{message}"):
+            partial(expert_mlp, gate_up_bias=arrays[5], down_bias=arrays[6])(*arrays[:5], activation=SILU)
