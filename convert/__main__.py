@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
 from convert.folders import locate
 from convert.verification import Verification, check_target, verify
-from jetspec_jax.safetensors_io import FILE_DTYPES, MAX_SHARD_BYTES
+from jetspec_jax.safetensors_io import MAX_SHARD_BYTES
+from jetspec_jax.tensor_plan import FILE_DTYPES
+
+# Names that are shown of the tensors left out for one reason; the rest are counted.
+MAX_NAMES = 3
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -96,8 +100,9 @@ def _report(done: Conversion) -> None:
         f"{done.destination}: {layout} of the {done.kind}, {done.parameters} parameters, "
         f"{done.nbytes / 2**20:,.1f} MiB"
     )
-    if done.left_out:
-        print(f"left out, because no parameter is made of them: {', '.join(done.left_out)}")
+    for reason, names in done.left_out.items():
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        print(f"left out: {', '.join(names[:MAX_NAMES])}{more} ({reason})")
 
 
 def _report_verification(found: Verification, dtype: str) -> None:

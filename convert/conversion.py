@@ -1,7 +1,7 @@
 """The two conversions. Neither needs a device, nor memory for more than about one copy of the weights."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from convert.folders import Checkpoint, kept_files, locate
 from convert.orbax_io import check_manifest, read_orbax, write_orbax
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import (
-    FILE_DTYPES,
     MAX_SHARD_BYTES,
     put,
     read_parameters,
@@ -20,6 +19,7 @@ from jetspec_jax.safetensors_io import (
     save_checkpoint,
     unused_tensors,
 )
+from jetspec_jax.tensor_plan import FILE_DTYPES
 
 #: The word for leaving each parameter in the type that it is stored in.
 STORED = "stored"
@@ -36,7 +36,8 @@ class Conversion:
         layout: What was written: "orbax" or "huggingface".
         parameters: Number of arrays in the weights.
         nbytes: Their bytes.
-        left_out: Stored tensors that were not converted, because no parameter is made of them.
+        left_out: Names of stored tensors that were not converted, because no parameter is made of them, by
+            what they are.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Conversion:
     layout: str
     parameters: int
     nbytes: int
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED) -> Conversion:
@@ -168,7 +169,7 @@ def _conversion(
     destination: str | Path,
     layout: str,
     weights: Weights,
-    left_out: Iterable[str] = (),
+    left_out: Mapping[str, Sequence[str]] | None = None,
 ) -> Conversion:
     values = named(weights).values()
     return Conversion(
@@ -178,5 +179,5 @@ def _conversion(
         layout=layout,
         parameters=len(values),
         nbytes=sum(value.nbytes for value in values),
-        left_out=tuple(left_out),
+        left_out=left_out or {},
     )

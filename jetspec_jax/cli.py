@@ -149,12 +149,14 @@ def _table(report: dict[str, Any]) -> str:
     """Two columns, byte counts in a unit that people read."""
     shown = {}
     for key, value in report.items():
-        if key == "fit_problem":
+        if key == "fit_problem" or (key == "unused_tensors" and not value):
             continue
         if key == "fits":
             value = "yes" if value else f"no: {report['fit_problem']}"
         elif key == "parameters":
             value = f"{value:,}"
+        elif key == "unused_tensors":
+            value = ", ".join(f"{count:,} ({reason})" for reason, count in value.items())
         elif key == "file_bytes":
             value = f"{value:,} ({value / 2**20:,.1f} MiB)"
         shown[key.replace("_", " ")] = value

@@ -19,7 +19,7 @@ from jetspec_jax.config import (
     read_json,
 )
 from jetspec_jax.models import abstract
-from jetspec_jax.safetensors_io import stored_bytes
+from jetspec_jax.safetensors_io import stored_bytes, unused_tensors
 
 
 def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[str, Any]:
@@ -87,4 +87,5 @@ def _weights(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, A
     return {
         "parameters": sum(math.prod(np.shape(leaf)) for leaf in shapes),
         "file_bytes": stored_bytes(folder, config),
+        "unused_tensors": {reason: len(names) for reason, names in unused_tensors(folder, config).items()},
     }

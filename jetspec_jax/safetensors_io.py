@@ -1,19 +1,20 @@
 """Parameters from and to safetensors, by the key table of their module.
 
-Reading is strict. All names, shapes and types are checked against the module before a single tensor is read,
-and everything that is wrong is said in one error. Tensors then stream one by one from the file to the device,
-so that the host holds no more than one parameter at a time. Writing makes one file's tensors at a time.
+Reading is strict. All names, shapes and types are checked against the module (`tensor_plan`) before a single
+tensor is read. Tensors then stream one by one from the file to the device, so that the host holds no more
+than one parameter at a time. Writing makes one file's tensors at a time.
 """
 
 import contextlib
 import json
+import logging
 import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,19 +31,24 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
-from jetspec_jax.models import Weights, abstract
+from jetspec_jax.models import Weights
 from jetspec_jax.models.key_table import Key
-
-#: The types that are read and written, by their names in a file.
-FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+from jetspec_jax.tensor_plan import (
+    FILE_DTYPES,
+    ParameterPath,
+    Plan,
+    Stored,
+    expected_parameters,
+    make_plan,
+    stored_dtypes,
+)
 
 INDEX = "model.safetensors.index.json"
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
 
-# A buffer that older exporters stored; it follows from the config.
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_log = logging.getLogger("jetspec_jax")
 
 
 def read_weights(
@@ -69,7 +75,7 @@ def read_weights(
 
 def read_parameters(
     folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
-) -> Iterator[tuple["ParameterPath", np.ndarray]]:
+) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """Reads parameters one by one, each with its place in the weights, without touching a device.
 
     Raises:
@@ -77,31 +83,37 @@ def read_parameters(
         FileNotFoundError: Likewise.
     """
     with contextlib.ExitStack() as stack:
-        tensors, wrong = _index(folder, stack)
-        plan = _check(tensors, wrong, config, folder)
-        dtypes = _stored_dtypes(tensors, plan, folder) if dtype is None else [dtype] * len(plan)
+        tensors, plan = _open(folder, config, stack)
+        for reason, names in plan.unused.items():
+            _log.info("%s: %d tensors are not read: %s", folder, len(names), reason)
+        if dtype is None:
+            dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
+        else:
+            dtypes = [dtype] * len(plan.sources)
         # Small checkpoints are there before a bar could be read.
-        bar = tqdm(plan, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
-        for parameter, own_dtype in zip(bar, dtypes, strict=True):
+        bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+        for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
             value = np.empty(parameter.shape, own_dtype)
-            for name, key in parameter.tensors.items():
-                key.from_file(tensors[name].get_tensor(name), value)
+            for key in keys:
+                try:
+                    key.from_file(value, *(tensors[name].file.get_tensor(name) for name in key.names))
+                except ValueError as error:
+                    raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
             yield parameter.path, value
 
 
-def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> list[str]:
-    """Names of stored tensors that are known to be redundant: no parameter is made of them.
+def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
+    """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
 
-    They are the second copy of a tied embedding and the rotary buffers of older exporters.
+    They are what the family's module skips, the second copy of a tied embedding, and the rotary buffers of
+    older exporters.
 
     Raises:
         ValueError: As for `read_weights`.
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
-        tensors, wrong = _index(folder, stack)
-        used = {name for parameter in _check(tensors, wrong, config, folder) for name in parameter.tensors}
-        return sorted(set(tensors) - used)
+        return _open(folder, config, stack)[1].unused
 
 
 def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
@@ -112,7 +124,7 @@ def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
-        _check(*_index(folder, stack), config, folder)
+        _open(folder, config, stack)
     return sum(path.stat().st_size for path in _shards(folder))
 
 
@@ -161,7 +173,7 @@ def save_checkpoint(
         to = value.dtype if dtype is None else jnp.dtype(dtype)
         if to not in FILE_DTYPES.values():
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
-        tensors |= {name: _Output(key, value, to) for name, key in parameter.tensors.items()}
+        tensors |= {key.name: _Output(key, value, to) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
     files: dict[str, str | bytes] = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n"}
     if len(shards) > 1:
@@ -219,43 +231,6 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-#: Where a parameter is in the nested weights.
-ParameterPath = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of a module and what it is made of.
-
-    Attributes:
-        path: Where it is in the nested weights.
-        shape: Its shape.
-        tensors: The published tensors that make it up, by name.
-    """
-
-    path: ParameterPath
-    shape: tuple[int, ...]
-    tensors: dict[str, Key]
-
-    @property
-    def name(self) -> str:
-        """The dotted path."""
-        return ".".join(map(str, self.path))
-
-
-def expected_parameters(config: ModelConfig | DraftHeadConfig) -> list[Parameter]:
-    """All parameters of a config's module."""
-    module = abstract(config)
-    expected = []
-    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        path: ParameterPath = tuple(key_path)  # pyright: ignore[reportAssignmentType]
-        dotted = ".".join(map(str, path))
-        tensors = {name: key for key in module.KEYS if (name := key.published_name(dotted))}
-        assert tensors, f"no entry of the key table makes {dotted}"
-        expected.append(Parameter(path, parameter.shape, tensors))
-    return expected
-
-
 def put(weights: Any, path: ParameterPath, value: Any) -> None:
     """Puts a parameter at its place in nested weights that are being made."""
     for part in path[:-1]:
@@ -273,7 +248,7 @@ class _Output:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.key.file_shape(self.parameter.shape)
+        return self.key.file_shapes(self.parameter.shape)[0]
 
     @property
     def nbytes(self) -> int:
@@ -327,10 +302,19 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], list[str]]:
-    """Opens all shards: for every stored tensor the open file that holds it; and what is wrong with that."""
+class _Tensor(NamedTuple):
+    """An unread tensor and the open file that holds it."""
+
+    file: Any
+    about: Stored
+
+
+def _open(
+    folder: Path, config: ModelConfig | DraftHeadConfig, stack: contextlib.ExitStack
+) -> tuple[dict[str, _Tensor], Plan]:
+    """Opens all shards: every stored tensor by name, and how they make up the config's parameters."""
     paths, weight_map = _shards(folder), _weight_map(folder)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, _Tensor] = {}
     wrong = []
     for path in paths:
         try:
@@ -340,57 +324,15 @@ def _index(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], l
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
                 wrong.append(f"stored in more than one file: {name}")
-            tensors[name] = file
+            part = file.get_slice(name)
+            tensors[name] = _Tensor(file, Stored(tuple(part.get_shape()), part.get_dtype()))
     if lost := sorted(set(weight_map) - set(tensors)):
         wrong.append(f"the index names tensors that no shard holds: {lost}")
-    return tensors, wrong
+    return tensors, make_plan(_about(tensors), config, str(folder), wrong)
 
 
-def _check(
-    tensors: Mapping[str, Any], wrong: list[str], config: ModelConfig | DraftHeadConfig, folder: Path
-) -> list[Parameter]:
-    """The module's parameters, once the files hold exactly what they need."""
-    expected = expected_parameters(config)
-    shapes = {
-        name: key.file_shape(parameter.shape)
-        for parameter in expected
-        for name, key in parameter.tensors.items()
-    }
-    names = set(shapes)
-    surplus = set(tensors) - names - _redundant(config)
-    wrong = wrong + [f"missing: {name}" for name in sorted(names - set(tensors))]
-    wrong += [f"surplus: {name}" for name in sorted(surplus) if not name.endswith(IGNORED_SUFFIX)]
-    for name in sorted(names & set(tensors)):
-        stored = tensors[name].get_slice(name)
-        if tuple(stored.get_shape()) != shapes[name]:
-            wrong.append(f"misshapen: {name} is {stored.get_shape()}, expected {list(shapes[name])}")
-        if stored.get_dtype() not in FILE_DTYPES:
-            wrong.append(f"unsupported type: {name} is {stored.get_dtype()}, not one of {tuple(FILE_DTYPES)}")
-    if wrong:
-        raise ValueError(f"{folder} does not hold the tensors of its config:\n  " + "\n  ".join(wrong))
-    return expected
-
-
-def _stored_dtypes(tensors: Mapping[str, Any], plan: list[Parameter], folder: Path) -> list[Any]:
-    """The type that each parameter is stored in."""
-    dtypes, mixed = [], []
-    for parameter in plan:
-        stored = {name: tensors[name].get_slice(name).get_dtype() for name in parameter.tensors}
-        dtypes.append(FILE_DTYPES[next(iter(stored.values()))])
-        if len(set(stored.values())) > 1:
-            mixed.append(", ".join(f"{name} is {dtype}" for name, dtype in stored.items()))
-    if mixed:
-        raise ValueError(
-            f"{folder} stores tensors that make up one parameter in different types; name one type for all "
-            "(dtype, on the command line --dtype):\n  " + "\n  ".join(mixed)
-        )
-    return dtypes
-
-
-def _redundant(config: ModelConfig | DraftHeadConfig) -> set[str]:
-    """Tensors that may be there though no parameter is made of them: the second copy of a tied embedding."""
-    tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
-    return {"lm_head.weight"} if tied else set()
+def _about(tensors: Mapping[str, _Tensor]) -> dict[str, Stored]:
+    return {name: tensor.about for name, tensor in tensors.items()}
 
 
 def _is_text(value: Any) -> bool:

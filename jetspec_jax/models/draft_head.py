@@ -7,25 +7,29 @@ context lies in pages or in a dense differentiable array is the caller's busines
 Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published checkpoints.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import DraftHeadConfig
-from jetspec_jax.models.key_table import LAYER_KEYS, Key
+from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
 
 
 class DraftHead(nnx.Module):
     """Decoder layers over draft slots. It has neither embedding nor logits: the target's are used."""
 
-    KEYS = (
-        Key("fc.weight", "fc", inputs=1),
+    KEYS: ClassVar[tuple[Key, ...]] = (
+        Key("fc.weight", "fc", "t m -> m t"),
         Key("hidden_norm.weight", "hidden_norm.weight"),
         Key("norm.weight", "norm.weight"),
         *LAYER_KEYS,
     )
+    PREFIXES: ClassVar[tuple[str, ...]] = ("",)
+    SKIPPED: ClassVar[tuple[Skip, ...]] = ()
 
     def __init__(self, config: DraftHeadConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
         """Makes a randomly initialised head with parameters of type ``dtype``."""

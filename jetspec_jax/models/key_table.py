@@ -1,71 +1,174 @@
 """Key tables: which tensor of a published checkpoint is which parameter of ours."""
 
-import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from jetspec_jax.models.layout import parse_layout
+from jetspec_jax.mxfp4 import packed_shapes, widen
+
 
 @dataclass(frozen=True)
 class Key:
-    """One line of a key table.
+    """One line of a key table: where files keep a parameter, or a part of one.
+
+    A layer's matrix, and the same of every expert, which files keep one by one::
+
+        Key("layers.{}.mlp.up_proj.weight", "layers.{}.mlp.gate_up_proj", "m i -> i m", np.s_[:, 1])
+        Key("layers.{}.mlp.experts.{}.up_proj.weight", "layers.{}.mlp.experts.gate_up_proj",
+            "m i -> i m", np.s_[:, 1], expert=True)
 
     Attributes:
         name: The tensor's published name, with ``{}`` where a layer index goes.
         path: Dotted path of the parameter, with ``{}`` where the index goes.
-        inputs: How many leading axes of the parameter are the inputs of a torch ``Linear``, which stores
-            ``[out, in]`` with head axes merged. 0: the file holds the parameter as it is.
+        layout: How the file lays out this part of the parameter, as `parse_layout` reads it. Empty: as it is.
         part: Which part of the parameter the tensor is, as an index; several published tensors may make up
             one fused parameter.
+        expert: Whether each expert has a tensor of its own. Then the name's last ``{}`` is an index of the
+            parameter's first axis, and ``layout`` and ``part`` are about what that index picks.
+        form: Which way of storing the parameter this belongs to, if files differ in that. A file holds all
+            tensors of one form and none of another; the form of the table's first line is what is written.
+        scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is that of the values, and
+            its first axis is one of the parameter's.
     """
 
     name: str
     path: str
-    inputs: int = 0
+    layout: str = ""
     part: Any = ...
+    expert: bool = False
+    form: str = ""
+    scales: str = ""
 
-    def under(self, prefix: str) -> "Key":
-        """The same entry for tensors whose names begin with ``prefix``."""
-        return replace(self, name=prefix + self.name)
+    def __post_init__(self):
+        """Refuses what could never fit.
 
-    def published_name(self, path: str) -> str | None:
-        """The published name of the parameter at a dotted path; None if the entry is for others."""
-        match = re.fullmatch(re.escape(self.path).replace(r"\{\}", r"(\d+)"), path)
-        return match and self.name.format(*match.groups())
+        Raises:
+            ValueError: The layout is not valid, or not one of MXFP4 blocks, or the indices of the name are
+                not those of the path.
+        """
+        merged = parse_layout(self.layout).merged if self.layout else (1,)
+        if self.scales and merged[:1] != (1,):
+            raise ValueError(f"{self.name}: layout {self.layout!r} merges the first axis of MXFP4 blocks")
+        wanted = self.path.count("{}") + self.expert
+        for name in self.names:
+            if name.count("{}") != wanted:
+                raise ValueError(f"{name} has {name.count('{}')} indices, and {self.path} needs {wanted}")
 
-    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file of (this part of) a parameter of ``shape``."""
-        shape = np.broadcast_to(0, shape)[self.part].shape
-        if not self.inputs:
-            return shape
-        return math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs])
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors: one, or blocks and scales."""
+        return (self.name, self.scales) if self.scales else (self.name,)
 
-    def from_file(self, tensor: np.ndarray, parameter: np.ndarray) -> None:
-        """Fills (this part of) a parameter from a file's tensor."""
-        part = parameter[self.part]
-        part[...] = (tensor.T if self.inputs else tensor).reshape(part.shape)
+    def under(self, prefix: str, instead_of: str = "") -> "Key":
+        """The same entry for tensors whose names begin with ``prefix`` instead; others stay as they are."""
+        if not self.name.startswith(instead_of):
+            return self
+        name, *scales = (prefix + name.removeprefix(instead_of) for name in self.names)
+        return replace(self, name=name, scales="".join(scales))
+
+    def of(self, indices: Sequence[int], shape: tuple[int, ...]) -> list["Key"]:
+        """The entry of one parameter, without ``{}``; one for each expert if they are stored one by one.
+
+        Args:
+            indices: What the path's ``{}`` are.
+            shape: The parameter's shape.
+        """
+        path, part = self.path.format(*indices), self.part
+        if not self.expert:
+            name, scales = self.name.format(*indices), self.scales.format(*indices)
+            return [replace(self, name=name, path=path, scales=scales)]
+        part = part if isinstance(part, tuple) else (part,)
+        return [
+            replace(
+                self,
+                name=self.name.format(*indices, i),
+                path=path,
+                part=(i, *part),
+                expert=False,
+                scales=self.scales.format(*indices, i),
+            )
+            for i in range(shape[0])
+        ]
+
+    def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Shapes in the file, in the order of `names`, of (this part of) a parameter of ``shape``.
+
+        Raises:
+            ValueError: The layout has another number of axes than the part, or the rows of values are none
+                that MXFP4 can hold.
+        """
+        view = self._view(np.broadcast_to(0, shape))
+        shape = parse_layout(self.layout).shape(view) if self.layout else view.shape
+        return packed_shapes(shape) if self.scales else (shape,)
+
+    def from_file(self, parameter: np.ndarray, *tensors: np.ndarray) -> None:
+        """Fills (this part of) a parameter from the file's tensors, in the order of `names`.
+
+        Raises:
+            ValueError: An MXFP4 scale is not a number.
+        """
+        view = self._view(parameter)
+        if not self.scales:
+            view[...] = tensors[0].reshape(view.shape)
+            return
+        # Row by row of the first axis, which is an expert: in float32 all of them would be 8 times the file.
+        for row, blocks, scales in zip(view, *tensors, strict=True):
+            row[...] = widen(blocks, scales).reshape(row.shape)
 
     def to_file(self, parameter: np.ndarray) -> np.ndarray:
-        """The file's tensor for a parameter: the inverse of `from_file`."""
+        """The file's tensor for a parameter: the inverse of `from_file`. MXFP4 is not written."""
+        assert not self.scales, f"{self.name}: MXFP4 is read only"
+        return np.asarray(self._view(parameter).reshape(self.file_shapes(parameter.shape)[0]), order="C")
+
+    def _view(self, parameter: np.ndarray) -> np.ndarray:
         part = parameter[self.part]
-        if self.inputs:
-            part = part.reshape(self.file_shape(parameter.shape)[::-1]).T
-        return np.ascontiguousarray(part)
+        if not self.layout:
+            return part
+        layout = parse_layout(self.layout)
+        if part.ndim != len(layout.order):
+            raise ValueError(
+                f"{self.name}: layout {self.layout!r} has {len(layout.order)} axes, and its part of "
+                f"{self.path} {list(parameter.shape)} has {part.ndim}"
+            )
+        return layout.view(part)
+
+
+@dataclass(frozen=True)
+class Skip:
+    r"""Tensors that files hold and no parameter is made of: other modalities, other heads.
+
+    Attributes:
+        pattern: Regular expression of the whole name, such as ``r"model\.visual\..*"``.
+        reason: What they are, for people: "vision tower".
+        extra_layers: Whether only layers that the config does not count are meant. The pattern's first group
+            is then the layer's index: ``r"model\.layers\.(\d+)\..*"``.
+    """
+
+    pattern: str
+    reason: str
+    extra_layers: bool = False
+
+    def matches(self, name: str, num_layers: int) -> bool:
+        """Whether a tensor of this name is skipped in a model of so many layers."""
+        match = re.fullmatch(self.pattern, name)
+        return bool(match) and not (self.extra_layers and int(match[1]) < num_layers)
 
 
 LAYER_KEYS = (
     *(
-        Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", inputs, part)
-        for name, path, inputs, part in (
-            ("self_attn.q_proj", "self_attn.qkv_proj", 1, np.s_[:, :, :-2]),
-            ("self_attn.k_proj", "self_attn.qkv_proj", 1, np.s_[:, :, -2]),
-            ("self_attn.v_proj", "self_attn.qkv_proj", 1, np.s_[:, :, -1]),
-            ("self_attn.o_proj", "self_attn.o_proj", 2, ...),
-            ("mlp.gate_proj", "mlp.gate_up_proj", 1, np.s_[:, 0]),
-            ("mlp.up_proj", "mlp.gate_up_proj", 1, np.s_[:, 1]),
-            ("mlp.down_proj", "mlp.down_proj", 1, ...),
+        Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", layout, part)
+        for name, path, layout, part in (
+            ("self_attn.q_proj", "self_attn.qkv_proj", "m g r e -> (g r e) m", np.s_[:, :, :-2]),
+            ("self_attn.k_proj", "self_attn.qkv_proj", "m g e -> (g e) m", np.s_[:, :, -2]),
+            ("self_attn.v_proj", "self_attn.qkv_proj", "m g e -> (g e) m", np.s_[:, :, -1]),
+            ("self_attn.o_proj", "self_attn.o_proj", "h e m -> m (h e)", ...),
+            ("mlp.gate_proj", "mlp.gate_up_proj", "m i -> i m", np.s_[:, 0]),
+            ("mlp.up_proj", "mlp.gate_up_proj", "m i -> i m", np.s_[:, 1]),
+            ("mlp.down_proj", "mlp.down_proj", "i m -> m i", ...),
         )
     ),
     *(

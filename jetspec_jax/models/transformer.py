@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.models.key_table import Key
+from jetspec_jax.models.key_table import Key, Skip
 from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
 
 
@@ -31,9 +31,14 @@ class Transformer(nnx.Module):
 
     Attributes:
         KEYS: The family's key table: where its checkpoints keep each parameter.
+        PREFIXES: What the table's names begin with, and what may stand there instead, in all names of a
+            file: models that are part of a larger one are published under a longer prefix.
+        SKIPPED: What the family's checkpoints hold besides, of no use for text.
     """
 
     KEYS: ClassVar[tuple[Key, ...]]
+    PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
+    SKIPPED: ClassVar[tuple[Skip, ...]] = ()
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
         """Makes a randomly initialised model with parameters of type ``dtype``."""

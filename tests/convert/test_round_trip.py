@@ -88,17 +88,27 @@ class TestThereAndBack:
         to_huggingface(tmp_path / "orbax", tmp_path / "back")
         assert read_raw(tmp_path / "back") == read_raw(source)
 
-    def test_what_no_parameter_is_made_of(self, tmp_path):
+    def test_what_no_parameter_is_made_of(self, tmp_path, capsys):
         """A tied lm_head that is stored all the same, and old buffers, are left out and said to be."""
         tensors = random_values(shapes_of(TIED))
+        buffers = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(5)]
         surplus = {
             "lm_head.weight": tensors["model.embed_tokens.weight"].copy(),
-            "model.layers.1.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+            **{name: np.ones(4, np.float32) for name in buffers},
         }
         source = make(tmp_path / "source", TIED, tensors | surplus)
         done = to_orbax(source, tmp_path / "orbax")
         to_huggingface(tmp_path / "orbax", tmp_path / "back")
-        assert done.left_out == tuple(surplus)
+        assert done.left_out == {
+            "second copy of the tied embedding": ["lm_head.weight"],
+            "buffers of older exporters, which follow from the config": buffers,
+        }
+        assert main([str(source), str(tmp_path / "printed")]) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [
+            "left out: lm_head.weight (second copy of the tied embedding)",
+            f"left out: {', '.join(buffers[:3])} and 2 more "
+            "(buffers of older exporters, which follow from the config)",
+        ]
         assert read_raw(tmp_path / "back").keys() == tensors.keys()
 
     def test_the_result_loads(self, tmp_path):

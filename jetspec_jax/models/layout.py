@@ -1,0 +1,58 @@
+"""How a file lays out a parameter's axes: their order, and which of them it merges.
+
+A torch ``Linear`` of grouped queries, keys and values, say, is a matrix ``[out, in]`` in the file::
+
+    "m g r e -> (g r e) m"      parameter [M, G, R, E]  ->  tensor [G*R*E, M]
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+AXES = re.compile(r"[\w ]*")
+GROUPS = re.compile(r"( *(\w+|\([\w ]*\)) *)*")
+
+
+class Layout(NamedTuple):
+    """A permutation of axes and how they are merged.
+
+    Attributes:
+        order: The parameter's axes in the order of the file.
+        merged: For each axis of the file, how many of these it consists of; 0 is an axis of one element.
+    """
+
+    order: tuple[int, ...]
+    merged: tuple[int, ...]
+
+    def view(self, parameter: np.ndarray) -> np.ndarray:
+        """The parameter's axes in the order of the file, none merged; nothing is copied."""
+        return parameter.transpose(self.order)
+
+    def shape(self, view: np.ndarray) -> tuple[int, ...]:
+        """The file's shape of such a view."""
+        sizes = iter(view.shape)
+        return tuple(math.prod(next(sizes) for _ in range(count)) for count in self.merged)
+
+
+@functools.cache
+def parse_layout(text: str) -> Layout:
+    """Parses ``"axes of the parameter -> axes of the file"``.
+
+    Both sides name the same axes. In the file's, names in parentheses are one axis, the last name runs
+    fastest, and ``()`` is an axis of one element.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow or not AXES.fullmatch(left) or not GROUPS.fullmatch(right):
+        raise ValueError(f"layout {text!r} is not of the form 'm h e -> (h e) m'")
+    axes = left.split()
+    groups = [(inside or name).split() for name, inside in re.findall(r"(\w+)|\(([\w ]*)\)", right)]
+    stored = [name for group in groups for name in group]
+    if len(set(axes)) < len(axes) or sorted(stored) != sorted(axes):
+        raise ValueError(f"layout {text!r} does not name each axis once on either side")
+    return Layout(tuple(map(axes.index, stored)), tuple(map(len, groups)))

@@ -1,0 +1,53 @@
+"""MXFP4, as files hold it: 4-bit values in blocks of 32 with a common power of two.
+
+A byte is two values, the low four bits first; a value is a sign, two bits of exponent and one of mantissa
+(e2m1). A block's scale is a byte ``s`` for ``2**(s - 127)`` (e8m0), where 255 is no number. Every product of
+the two is a bfloat16 exactly.
+
+Source: OCP Microscaling Formats (MX) specification 1.0, and the layout of the published GPT-OSS checkpoints.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float32, UInt8
+
+#: Values that share a scale, and the bytes that hold them.
+BLOCK = 32
+BLOCK_BYTES = BLOCK // 2
+
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+# One look-up per byte: both of its float32 values as one 64-bit word, in the order of the memory.
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1).view(np.uint64)[:, 0]
+
+# 6 times 2**125 is the largest that float32 holds.
+_LARGEST_SCALE = 252
+_SCALES = np.array([math.ldexp(1, s - 127) for s in range(_LARGEST_SCALE + 1)], np.float32)
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the blocks and of the scales that hold values of ``shape``.
+
+    Raises:
+        ValueError: The last axis does not consist of whole blocks.
+    """
+    *rows, size = shape
+    if size % BLOCK:
+        raise ValueError(f"rows of {size} values are no whole blocks of {BLOCK}")
+    return (*rows, size // BLOCK, BLOCK_BYTES), (*rows, size // BLOCK)
+
+
+def widen(
+    blocks: UInt8[np.ndarray, "*rows G 16"], scales: UInt8[np.ndarray, "*rows G"]
+) -> Float32[np.ndarray, "*rows K"]:
+    """The values of G blocks per row, K = 32 G of them.
+
+    Raises:
+        ValueError: A scale is no number, or so large that values would not be finite.
+    """
+    if scales.size and (largest := scales.max()) > _LARGEST_SCALE:
+        raise ValueError(f"a scale is the byte {largest}; the largest of finite values is {_LARGEST_SCALE}")
+    values = _PAIRS[blocks].view(np.float32)
+    values *= _SCALES[scales][..., None]
+    return values.reshape(*scales.shape[:-1], -1)

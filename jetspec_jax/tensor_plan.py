@@ -1,0 +1,225 @@
+"""What a checkpoint has to hold: the tensors of each parameter of a config's module, by its key table.
+
+Files of one model differ in the prefix of their names, in whether experts lie apart or fused, and in what
+else they hold. All of that is found out from the names, shapes and types of what is there, before a single
+tensor is read, and everything that is wrong is said in one error.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import DraftHead, Transformer, abstract
+from jetspec_jax.models.key_table import Key, Skip
+
+#: The types that are read and written, by their names in a file.
+FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+
+#: Where a parameter is in the nested weights.
+ParameterPath = tuple[str | int, ...]
+
+# What any family's files may hold besides their parameters.
+ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
+TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
+
+# More names than this that differ in their numbers only are one line of an error.
+MAX_ALIKE = 8
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, unread: its shape, and its type by the name that the file gives it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a module and what it may be made of.
+
+    Attributes:
+        path: Where it is in the nested weights.
+        shape: Its shape.
+        forms: The ways of storing it, each a set of tensors that make it up. The first one is written.
+    """
+
+    path: ParameterPath
+    shape: tuple[int, ...]
+    forms: tuple[tuple[Key, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return ".".join(map(str, self.path))
+
+
+class Source(NamedTuple):
+    """A parameter and what it is read from."""
+
+    parameter: Parameter
+    keys: tuple[Key, ...]
+
+
+class Plan(NamedTuple):
+    """How a checkpoint becomes parameters.
+
+    Attributes:
+        sources: All parameters.
+        unused: Names of the tensors that are known to be of no use here, by what they are.
+    """
+
+    sources: list[Source]
+    unused: dict[str, list[str]]
+
+
+def expected_parameters(
+    config: ModelConfig | DraftHeadConfig, stored: Collection[str] = ()
+) -> list[Parameter]:
+    """All parameters of a config's module.
+
+    Args:
+        config: The config.
+        stored: Names of a checkpoint's tensors, which tell the prefix of the names to expect. Without them
+            it is that of the table, as it is written.
+    """
+    module = abstract(config)
+    first = module.PREFIXES[0]
+    prefix = _prefix(module, stored)
+    entries = defaultdict(list)
+    for key in module.KEYS:
+        entries[key.path].append(key.under(prefix, instead_of=first))
+    expected = []
+    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        path: ParameterPath = tuple(key_path)  # pyright: ignore[reportAssignmentType]
+        indices = [part for part in path if isinstance(part, int)]
+        own = entries[".".join("{}" if isinstance(part, int) else part for part in path)]
+        assert own, f"no entry of the key table makes {'.'.join(map(str, path))}"
+        forms = defaultdict(list)
+        for key in own:
+            forms[key.form] += key.of(indices, parameter.shape)
+        expected.append(Parameter(path, parameter.shape, tuple(map(tuple, forms.values()))))
+    return expected
+
+
+def make_plan(
+    stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig, where: str, wrong: Sequence[str] = ()
+) -> Plan:
+    """Finds for every parameter the tensors to read it from, and holds all tensors against the config.
+
+    Args:
+        stored: The checkpoint's tensors by name.
+        config: Its config.
+        where: What the error calls the checkpoint.
+        wrong: What is known to be wrong with it already.
+
+    Raises:
+        ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is not read (all
+            are listed).
+    """
+    missing, other, sources, known = [], [], [], set()
+    for parameter in expected_parameters(config, stored):
+        names = [[name for key in form for name in key.names] for form in parameter.forms]
+        known.update(*names)
+        there = [[name for name in form if name in stored] for form in names]
+        if len(begun := [form[0] for form in there if form]) > 1:
+            other.append(f"stored twice: {parameter.name}, as {' and as '.join(begun)}")
+        shares = [len(form) / len(wanted) for form, wanted in zip(there, names, strict=True)]
+        taken = shares.index(max(shares))
+        missing += [name for name in names[taken] if name not in stored]
+        for key in parameter.forms[taken]:
+            other += _unfit(key, parameter.shape, stored)
+        sources.append(Source(parameter, parameter.forms[taken]))
+    unused, surplus = _unused(sorted(stored.keys() - known), config)
+    if wrong := [*wrong, *_listed("missing", sorted(missing)), *_listed("surplus", surplus), *other]:
+        raise ValueError(f"{where} does not hold the tensors of its config:\n  " + "\n  ".join(wrong))
+    return Plan(sources, unused)
+
+
+def stored_dtypes(sources: Iterable[Source], stored: Mapping[str, Stored], where: str) -> list[np.dtype]:
+    """The type that each parameter is stored in; bfloat16, which holds all values, for MXFP4.
+
+    Raises:
+        ValueError: One is made of tensors of different types.
+    """
+    dtypes, mixed = [], []
+    for _, keys in sources:
+        types = {key.name: "BF16" if key.scales else stored[key.name].dtype for key in keys}
+        dtypes.append(FILE_DTYPES[next(iter(types.values()))])
+        if len(set(types.values())) > 1:
+            mixed.append(", ".join(f"{name} is {dtype}" for name, dtype in types.items()))
+    if mixed:
+        raise ValueError(
+            f"{where} stores tensors that make up one parameter in different types; name one type for all "
+            "(dtype, on the command line --dtype):\n  " + "\n  ".join(mixed)
+        )
+    return dtypes
+
+
+def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
+    """The prefix that most of the stored names have in front of what the key table has behind its first."""
+    first = module.PREFIXES[0]
+    roots = {
+        key.name.removeprefix(first).partition(".")[0] for key in module.KEYS if key.name.startswith(first)
+    }
+
+    def count(prefix: str) -> int:
+        starts = tuple(f"{prefix}{root}." for root in roots)
+        return sum(name.startswith(starts) for name in stored)
+
+    return max(module.PREFIXES, key=count)
+
+
+def _unfit(key: Key, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> list[str]:
+    """What is wrong with those of an entry's tensors that are there."""
+    there = [name for name in key.names if name in stored]
+    try:
+        expected = dict(zip(key.names, key.file_shapes(shape), strict=True))
+    except ValueError as error:
+        return [f"unsupported: {key.name}: {error}"]
+    wrong = []
+    if any(stored[name].shape != expected[name] for name in there):
+        held = " and ".join(f"{name} is {list(stored[name].shape)}" for name in there)
+        right = " and ".join(str(list(expected[name])) for name in there)
+        wrong.append(f"misshapen: {held}, expected {right}")
+    allowed = ("U8",) if key.scales else tuple(FILE_DTYPES)
+    return wrong + [
+        f"unsupported type: {name} is {stored[name].dtype}, not one of {allowed}"
+        for name in there
+        if stored[name].dtype not in allowed
+    ]
+
+
+def _unused(
+    names: Iterable[str], config: ModelConfig | DraftHeadConfig
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Tensors that no parameter is made of: those with a known reason, by that, and the others."""
+    model = config.layers if isinstance(config, DraftHeadConfig) else config
+    tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
+    skips = (*abstract(config).SKIPPED, ROTARY, *((TIED,) if tied else ()))
+    unused, surplus = defaultdict(list), []
+    for name in names:
+        reasons = (skip.reason for skip in skips if skip.matches(name, model.num_layers))
+        reason = next(reasons, None)
+        (surplus if reason is None else unused[reason]).append(name)
+    return dict(unused), surplus
+
+
+def _listed(complaint: str, names: Iterable[str]) -> list[str]:
+    """Lines about names; of many that differ in their numbers only, the first and how many more."""
+    alike = defaultdict(list)
+    for name in names:
+        alike[re.sub(r"\d+", "*", name)].append(name)
+    lines = []
+    for pattern, group in alike.items():
+        if len(group) > MAX_ALIKE:
+            lines.append(f"{complaint}: {group[0]} and {len(group) - 1} more of {pattern}")
+        else:
+            lines += [f"{complaint}: {name}" for name in group]
+    return lines
