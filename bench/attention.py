@@ -29,10 +29,10 @@ def implementation_of(
     """
     if name is not None and name not in implementations():
         raise ValueError(f"--implementation must be one of {', '.join(implementations())}, not {name!r}")
-    batch, array = scene.batch, jax.ShapeDtypeStruct
-    q = array((batch, rows, config.num_heads, config.head_dim), dtype)
-    kv = array((batch, rows, config.num_kv_heads, config.head_dim), dtype)
-    pages = array((batch * scene.pages_per_slot, PAGE_SIZE, config.num_kv_heads, config.head_dim), dtype)
+    batch, array, layer = scene.batch, jax.ShapeDtypeStruct, config.layers[0]
+    q = array((batch, rows, layer.num_heads, layer.head_dim), dtype)
+    kv = array((batch, rows, layer.num_kv_heads, layer.head_dim), dtype)
+    pages = array((batch * scene.pages_per_slot, PAGE_SIZE, layer.num_kv_heads, layer.head_dim), dtype)
     tables = array((batch, scene.pages_per_slot), jnp.int32)
     lengths = array((batch,), jnp.int32)
     mask = array((batch, rows, -(-rows // 32)), jnp.uint32)
@@ -46,7 +46,7 @@ def implementation_of(
             mask,
             PagedPrefix(pages, pages, tables, lengths),
             scale=1.0,
-            window=config.windows[0],
+            window=layer.window,
             implementation=implementation,
         )
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, default_tap_layers
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope, default_tap_layers
 
 
 class Shape(NamedTuple):
@@ -17,19 +17,18 @@ def _qwen3(
 ) -> Shape:
     """A published Qwen3, with a head of five layers as the published heads have them."""
     geometry = {
-        "model_type": "qwen3",
         "vocab_size": 151936,
         "hidden_size": hidden,
-        "intermediate_size": intermediate,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 40960,
+        "mlp_size": intermediate,
+        "rope": Rope(1e6, 128),
     }
-    target = ModelConfig(**geometry, tie_word_embeddings=tied, windows=(None,) * layers)
-    own = ModelConfig(**geometry, tie_word_embeddings=False, windows=(None,) * 5)
+    target = ModelConfig.uniform("qwen3", layers, tie_word_embeddings=tied, **geometry)
+    own = ModelConfig.uniform("qwen3", 5, **geometry)
     # The mask token is one of the ids that Qwen3's tokenizer leaves free.
     return Shape(target, _head(own, layers, block_size=16, mask_token_id=151669))
 
@@ -50,20 +49,19 @@ def _head(
 def _tiny() -> Shape:
     """Seconds on a CPU: it shows that a benchmark runs, not how fast anything is."""
     geometry = {
-        "model_type": "qwen3",
         "vocab_size": 512,
         "hidden_size": 64,
-        "intermediate_size": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
+        "mlp_size": 128,
+        "rope": Rope(1e6, 16),
     }
-    target = ModelConfig(**geometry, windows=(None, None))
-    return Shape(target, _head(ModelConfig(**geometry, windows=(None,)), 2, block_size=8, mask_token_id=511))
+    own = ModelConfig.uniform("qwen3", 1, **geometry)
+    target = ModelConfig.uniform("qwen3", 2, **geometry)
+    return Shape(target, _head(own, 2, block_size=8, mask_token_id=511))
 
 
 SHAPES = {

@@ -164,9 +164,10 @@ def step_work(shape: Shape, window: int, anchors: int, batch: int) -> dict[str, 
     drafts = batch * anchors * head.depth
     features = parameters(head, FEATURES)
     layers = parameters(head) - features
-    projections = head.layers.num_layers * head.layers.hidden_size * 2 * _kv_width(shape)
-    scores = 4 * head.layers.num_heads * head.layers.head_dim * head.layers.num_layers
-    own = 4 * target.num_heads * target.head_dim * target.num_layers
+    projections = head.layers.hidden_size * sum(layer.kv_size for layer in head.layers.layers)
+    scores, own = (
+        sum(4 * layer.num_heads * layer.head_dim for layer in model.layers) for model in (head.layers, target)
+    )
     return {
         "target": 2 * tokens * body + own * tokens * window // 2,
         "teacher logits": 2 * tokens * table,
@@ -175,10 +176,6 @@ def step_work(shape: Shape, window: int, anchors: int, batch: int) -> dict[str, 
         "head attention": 3 * scores * rows * (window + head.block_size) // 2,
         "draft logits": 2 * 2 * drafts * table,
     }
-
-
-def _kv_width(shape: Shape) -> int:
-    return shape.head.layers.num_kv_heads * shape.head.layers.head_dim
 
 
 def _title(report: dict[str, Any]) -> str:

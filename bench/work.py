@@ -91,14 +91,14 @@ def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
 
 def _kv(config: ModelConfig, tokens: int) -> int:
     """Elements of the keys and values of a slot's last tokens, as far as each layer's window reaches."""
-    row = 2 * config.num_kv_heads * config.head_dim
-    return row * sum(_seen(window, tokens) for window in config.windows)
+    return sum(layer.kv_size * _seen(layer.window, tokens) for layer in config.layers)
 
 
 def _scores(config: ModelConfig, context: int) -> int:
     """Operations of one row's attention to the context and itself: products with keys and with values."""
-    row = 4 * config.num_heads * config.head_dim
-    return row * sum(_seen(window, context + 1) for window in config.windows)
+    return sum(
+        4 * layer.num_heads * layer.head_dim * _seen(layer.window, context + 1) for layer in config.layers
+    )
 
 
 def _seen(window: int | None, tokens: int) -> int:

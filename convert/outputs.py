@@ -126,10 +126,17 @@ def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...
     over_block: Attend = attend_over(None, None, block)
 
     def attend(
-        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+        layer: int,
+        q: Float[Array, "B N H E"],
+        kv: KV,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
         # Python runs ahead of the device, and would have all layers' weights converted to float32 at once.
-        return over_block(layer, jax.block_until_ready(q), kv, scale=scale, window=window)
+        q = jax.block_until_ready(q)
+        return over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
 
     return target(tokens, block.depths, attend, taps=taps)
 

@@ -37,8 +37,8 @@ Store = KV
 
 def empty_stores(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> tuple[Store, ...]:
     """A store per layer. Layers may differ in geometry, so they are never stacked into one array."""
-    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
-    return tuple(Store(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    shapes = [(num_pages, page_size, layer.num_kv_heads, layer.head_dim) for layer in config.layers]
+    return tuple(Store(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in shapes)
 
 
 def attend_over(
@@ -48,7 +48,13 @@ def attend_over(
     mask = block.mask()
 
     def attend(
-        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+        layer: int,
+        q: Float[Array, "B N H E"],
+        kv: KV,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
         prefix = None
         if stores is not None and slots is not None:
@@ -62,6 +68,7 @@ def attend_over(
             scale=scale,
             window=window,
             depths=block.depths,
+            sinks=sinks,
             implementation=implementation,
         )
 

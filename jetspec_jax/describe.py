@@ -1,6 +1,7 @@
 """What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target. Reads no weights."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +65,30 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
 
 
 def _model(config: ModelConfig) -> dict[str, Any]:
-    rows = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    def of_layers(values: Iterable[Any]) -> Any:
+        """The one value of all layers, or the several."""
+        found = list(dict.fromkeys(values))
+        return found[0] if len(found) == 1 else found
+
+    layers = config.layers
+    experts = [layer.experts for layer in layers]
     return {
         "model_type": config.model_type,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "intermediate_size": of_layers(layer.mlp_size for layer in layers),
+        "experts": of_layers(own.count if own else 0 for own in experts),
+        "experts_per_token": of_layers(own.routing.top_k if own else 0 for own in experts),
+        "expert_size": of_layers(own.size if own else 0 for own in experts),
+        "heads": of_layers(layer.num_heads for layer in layers),
+        "kv_heads": of_layers(layer.num_kv_heads for layer in layers),
+        "head_dim": of_layers(layer.head_dim for layer in layers),
         "vocab_size": config.vocab_size,
         "context_limit": config.max_position_embeddings,
-        "rope_theta": config.rope_theta,
+        "rope_theta": of_layers(layer.rope.theta for layer in layers),
         "sliding_windows": sorted({w for w in config.windows if w is not None}),
         "tied_embeddings": config.tie_word_embeddings,
-        "cache_bytes_per_token_bf16": 2 * rows,
+        "cache_bytes_per_token_bf16": 2 * sum(layer.kv_size for layer in layers),
     }
 
 

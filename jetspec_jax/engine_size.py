@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
 from jetspec_jax.proposer import taps_of
@@ -141,16 +141,24 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     target, slots, nodes = decoder.target, size.slots, decoder.bucket
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
-    keys_values = 2 * target.num_kv_heads * target.head_dim
-    kept = target.num_layers * keys_values + len(taps_of(decoder.proposer)) * target.hidden_size
-    attention = 4 * target.num_heads * target.head_dim + 2 * keys_values
-    layer = 4 * target.hidden_size + 3 * target.intermediate_size + attention
+    keys_values = [layer.kv_size for layer in target.layers]
+    kept = sum(keys_values) + len(taps_of(decoder.proposer)) * target.hidden_size
+    layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     gathered = scores = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
         # One copy more, in the layer at work: what nobody sees is masked.
-        gathered = (target.num_layers + 1) * slots * size.capacity * keys_values
-        scores = 2 * target.num_heads * rows * (size.capacity + 2 * max(nodes, PREFILL_CHUNK))
+        gathered = (sum(keys_values) + max(keys_values)) * slots * size.capacity
+        heads = max(layer.num_heads for layer in target.layers)
+        scores = 2 * heads * rows * (size.capacity + 2 * max(nodes, PREFILL_CHUNK))
     return 4 * (logits + scores) + dtype.itemsize * (rows * (kept + layer) + gathered)
+
+
+def _row_elements(layer: LayerConfig) -> int:
+    """Elements that a layer makes of a row, but for the stream: of attention, and of feed-forward blocks."""
+    features = 3 * layer.mlp_size
+    if layer.experts is not None:
+        features += 3 * layer.experts.routing.top_k * layer.experts.size + 2 * layer.experts.count
+    return 4 * layer.num_heads * layer.head_dim + 2 * layer.kv_size + features
 
 
 def _halves(value: int) -> Iterator[int]:

@@ -122,9 +122,10 @@ class DraftHeadProposer:
         block = Block.chain(tokens, "chain" if self.config.causal else "full")
         attend = attend_over(state, slots, block, implementation=self.implementation)
         head = bind(self.config, weights.head if isinstance(weights, PreparedHead) else weights)
-        hidden = head(target.embed(block.tokens), block.positions(slots.lengths), attend)
+        slots_in = target.embed(block.tokens, scaled=self.config.scaled_embeddings)
+        hidden = head(slots_in, block.positions(slots.lengths), attend)
         # The anchor's slot drafts nothing: the anchor is known.
-        return target.logits(hidden[:, 1:])
+        return target.logits(hidden[:, 1:], capped=self.config.capped_logits)
 
     def commit(
         self,

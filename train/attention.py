@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jetspec_jax.block import causal_bits
 from jetspec_jax.models.layers import KV, Attend
+from pallas_kernels.tree_attention import tree_attention
 
 Implementation = Literal["cudnn", "xla"]
 
@@ -24,8 +26,16 @@ def causal_attend(implementation: Implementation | None = None) -> Attend:
     """
 
     def attend(
-        layer: int, q: Float[Array, "B T H E"], kv: KV, *, scale: float, window: int | None
+        layer: int,
+        q: Float[Array, "B T H E"],
+        kv: KV,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B T H E"]:
+        if sinks is not None:
+            return with_sinks(q, kv, scale=scale, window=window, sinks=sinks)
         chosen = implementation or best_implementation(q.dtype, q.shape[1])
         # A window of w tokens holds the token itself and the w - 1 before it.
         local = None if window is None else (window - 1, 0)
@@ -41,6 +51,24 @@ def causal_attend(implementation: Implementation | None = None) -> Attend:
             )
 
     return attend
+
+
+def with_sinks(
+    q: Float[Array, "B T H E"],
+    kv: KV,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Float[Array, "H"],
+) -> Float[Array, "B T H E"]:
+    """Causal attention with a logit per head that joins the softmax: JAX's own knows none.
+
+    A key of its own for every head's sink would do, but keys are shared by heads, so the tree attention
+    of decoding is asked instead. It has no derivative: sinks are a target's, and targets are frozen.
+    """
+    batch, length = q.shape[:2]
+    mask = jnp.broadcast_to(causal_bits(length)[None], (batch, length, -(-length // 32)))
+    return tree_attention(q, kv.k, kv.v, mask, scale=scale, window=window, sinks=sinks)
 
 
 def best_implementation(dtype: jnp.dtype, length: int) -> Implementation:
@@ -138,10 +166,16 @@ def block_attend(
         return out.astype(q.dtype).reshape(b, n, h, e)
 
     def attend(
-        layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+        layer: int,
+        q: Float[Array, "B N H E"],
+        kv: KV,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
-        if window is not None:
-            raise ValueError("a draft head has no sliding-window layers")
+        if window is not None or sinks is not None:
+            raise ValueError("a draft head has neither sliding-window layers nor sinks")
         return jax.checkpoint(partial(attention, scale=scale))(q, kv, context[layer])
 
     return attend

@@ -8,6 +8,8 @@ from train.head_recipe import HeadShape
 
 #: Of a published head.
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 5, 16
+#: Features of its feed-forward blocks, in widths of the model, where the target has no such block to copy.
+DEFAULT_MLP_RATIO = 3
 
 
 def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
@@ -21,7 +23,9 @@ def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
     taps = default_tap_layers(layers, config.num_layers) if shape.taps is None else shape.taps
     if beyond := [tap for tap in taps if not 0 <= tap < config.num_layers]:
         raise ValueError(f"taps {beyond} lie outside the target's layers 0..{config.num_layers - 1}")
-    mlp = config.intermediate_size if shape.intermediate_size is None else shape.intermediate_size
+    mlp = config.layers[0].mlp_size or DEFAULT_MLP_RATIO * config.hidden_size
+    if shape.intermediate_size is not None:
+        mlp = shape.intermediate_size
     return {
         "architectures": ["DFlashDraftModel"],
         **decoder_json(config, layers, mlp),
@@ -37,11 +41,12 @@ def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
 
 
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
-    """The keys of a Qwen3-style decoder with a target's heads, in the dialect that all engines read."""
+    """The keys of a Qwen3-style decoder with the heads of a target's first layer, in the older dialect."""
+    own = config.layers[0]
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "head_dim": config.head_dim,
+        "head_dim": own.head_dim,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "initializer_range": 0.02,
@@ -49,12 +54,12 @@ def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> di
         "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": layers,
         "model_type": "qwen3",
-        "num_attention_heads": config.num_heads,
+        "num_attention_heads": own.num_heads,
         "num_hidden_layers": layers,
-        "num_key_value_heads": config.num_kv_heads,
+        "num_key_value_heads": own.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_scaling": None,
-        "rope_theta": config.rope_theta,
+        "rope_theta": own.rope.theta,
         "sliding_window": None,
         "torch_dtype": "bfloat16",
         "use_cache": True,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import ModelConfig, Rope
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import save_checkpoint
 from train.head_config import decoder_json
@@ -15,19 +15,19 @@ from train.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
 def target_json(recipe: Recipe) -> dict[str, Any]:
     """The demo target's ``config.json``, in the dialect of transformers 4 that older engines read too."""
     sizes, end = recipe.target, SPECIAL.index(END_OF_TEXT)
-    config = ModelConfig(
-        model_type="qwen3",
+    config = ModelConfig.uniform(
+        "qwen3",
+        sizes.layers,
         vocab_size=recipe.vocab_size,
         hidden_size=sizes.hidden,
-        intermediate_size=sizes.mlp,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=recipe.context,
+        tie_word_embeddings=True,
         num_heads=sizes.heads,
         num_kv_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=recipe.rope_theta,
-        max_position_embeddings=recipe.context,
-        tie_word_embeddings=True,
-        windows=(None,) * sizes.layers,
+        mlp_size=sizes.mlp,
+        rope=Rope(recipe.rope_theta, sizes.head_dim),
     )
     return {
         "architectures": ["Qwen3ForCausalLM"],

@@ -92,7 +92,9 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested objects by their dotted names."""
+    """Leaves of nested objects by their dotted names; a list of objects is one, a list of values a leaf."""
+    if isinstance(tree, list) and tree and all(isinstance(part, dict) for part in tree):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {

@@ -15,8 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
-from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
+from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
 
 
 class DraftHead(nnx.Module):
@@ -90,7 +91,7 @@ class DraftHead(nnx.Module):
         x, delta = slots, None
         for layer in self.layers:
 
-            def run(x: Array, delta: Array | None, layer: DecoderLayer = layer) -> tuple[Array, Array]:
+            def run(x: Array, delta: Array | None, layer: DecoderLayer = layer) -> tuple[Array, Array | None]:
                 return layer(x, delta, positions, attend)[:2]
 
             x, delta = (jax.checkpoint(run) if remat else run)(x, delta)

@@ -1,22 +1,19 @@
 """Blocks that every family is made of.
 
-Shapes: B sequences, N tokens, M model, H query heads, G KV heads, E head size.
+Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size.
 
 Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Every
 parameter names its axes where it is made, and nothing else here knows about devices.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jetspec_jax.config import ModelConfig
-from pallas_kernels.qkv_rotary import qkv_rotary
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.silu_gate import silu_gate
 
 
 class KV(NamedTuple):
@@ -34,16 +31,31 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, layer: int, q: Float[Array, "B N H E"], kv: KV, *, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Float[Array, "B N H E"],
+        kv: KV,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
         """Attends with the queries of one layer."""
         ...
 
 
-def einsum(spec: str, x: Array, w: Array) -> Array:
-    """A product in ``x``'s dtype. float32 means all of float32: by default a GPU would round to TF32."""
+def einsum(spec: str, x: Array, w: Array, *, wide: bool = False) -> Array:
+    """A product in ``x``'s dtype. float32 means all of float32: by default a GPU would round to TF32.
+
+    Args:
+        spec: As for `jnp.einsum`.
+        x: What the weights are cast to.
+        w: The weights.
+        wide: Whether the sums stay in float32.
+    """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(spec, x, w.astype(x.dtype), precision=precision)
+    out = jnp.float32 if wide else None
+    return jnp.einsum(spec, x, w.astype(x.dtype), precision=precision, preferred_element_type=out)
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
@@ -52,119 +64,47 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: 
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm. As Qwen3 does it, the result is cast before the weight multiplies it."""
+    """Root-mean-square norm. As Qwen3 does it, the result is cast before the weight multiplies it.
+
+    Attributes:
+        INITIAL: What a new weight is.
+    """
+
+    INITIAL: ClassVar[float] = 1.0
 
     def __init__(self, size: int, eps: float, *, axis: str, dtype: jnp.dtype):
         """Makes a norm over the last axis of ``size`` elements, called ``axis``."""
-        self.weight = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
+        self.weight = nnx.Param(jnp.full((size,), self.INITIAL, dtype), axes=(axis,))
         self.eps = eps
+
+    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
+        """What rows of a dtype are multiplied with; a wider one multiplies before the result is rounded."""
+        return self.weight[...].astype(dtype)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """Normalises the last axis."""
-        return rms_norm(x, self.weight[...].astype(x.dtype), eps=self.eps)[0]
+        return rms_norm(x, self.scale(x.dtype), eps=self.eps)[0]
 
     def after(
         self, x: Float[Array, "*rows size"], delta: Float[Array, "*rows size"] | None
     ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
         """The sum of a residual stream and what a block adds to it, normalised, and as it is."""
-        return rms_norm(x, self.weight[...].astype(x.dtype), eps=self.eps, delta=delta)
+        return rms_norm(x, self.scale(x.dtype), eps=self.eps, delta=delta)
 
 
-def rotary(
-    positions: Int[Array, "B N"], size: int, theta: float
-) -> tuple[Float[Array, "B N E2"], Float[Array, "B N E2"]]:
-    """Cosines and sines of a rotary embedding: element i turns by ``position / theta^(2i/E)``."""
-    half = size // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+class WideRMSNorm(RMSNorm):
+    """A norm whose weight multiplies in float32, before the result is rounded: GPT-OSS, Gemma 4."""
+
+    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
+        """The weight, in float32."""
+        return self.weight[...].astype(jnp.float32)
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with per-head norms of queries and keys, before rotary.
+class CenteredRMSNorm(RMSNorm):
+    """A norm whose weight is stored less one, and multiplies in float32: Gemma 3, Step-3.7."""
 
-    Queries, keys and values come from one product: at a few rows a product costs its weights' way from
-    memory, and three small ones cannot keep the memory busy. The fused weight is grouped by key/value head
-    (its query heads, its key, its value), so that it can still be split over devices by heads.
-    """
+    INITIAL = 0.0
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``'s attention."""
-        m, h, g, e = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = param(rngs, (m, g, h // g + 2, e), ("embed", "kv_heads", "qkv", "head_dim"), dtype)
-        self.o_proj = param(rngs, (h, e, m), ("heads", "head_dim", "embed"), dtype)
-        self.q_norm = RMSNorm(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
-        self.k_norm = RMSNorm(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
-        self.layer, self.theta, self.eps = layer, config.rope_theta, config.rms_norm_eps
-        self.scale, self.window = e**-0.5, config.windows[layer]
-
-    def __call__(
-        self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
-    ) -> tuple[Float[Array, "B N M"], KV]:
-        """The attention's output and the block's own keys and values."""
-        q, kv = self.finish(einsum("bnm,mgre->bngre", x, self.qkv_proj[...]), positions)
-        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        out = attend(self.layer, q, kv, scale=self.scale, window=self.window)
-        return einsum("bnhe,hem->bnm", out, self.o_proj[...]), kv
-
-    def finish(
-        self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"]
-    ) -> tuple[Float[Array, "B N G R E"], KV]:
-        """Normed and rotated queries, as many as were projected, and what a store keeps of the rows."""
-        cos, sin = rotary(positions, projected.shape[-1], self.theta)
-        q, k, v = qkv_rotary(
-            projected,
-            self.q_norm.weight[...].astype(projected.dtype),
-            self.k_norm.weight[...].astype(projected.dtype),
-            cos,
-            sin,
-            eps=self.eps,
-        )
-        return q, KV(k, v)
-
-
-class MLP(nnx.Module):
-    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes the block."""
-        m, f = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
-        self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
-
-    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """Applies the block to every token."""
-        gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
-        return einsum("bnf,fm->bnm", silu_gate(gate_up), self.down_proj[...])
-
-
-class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer; the target's layers and the draft head's are the same."""
-
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes layer ``layer``."""
-        m, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(m, eps, axis="embed", dtype=dtype)
-        self.self_attn = Attention(config, layer, rngs=rngs, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(m, eps, axis="embed", dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B N M"],
-        delta: Float[Array, "B N M"] | None,
-        positions: Int[Array, "B N"],
-        attend: Attend,
-    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"], KV]:
-        """Runs the layer over a residual stream of ``x + delta``.
-
-        The sum is left to whoever reads the stream next, which is always a norm: it adds and normalises in
-        one pass. ``delta`` is None before the first layer.
-
-        Returns:
-            The stream after this layer, again as two terms, and the block's own keys and values.
-        """
-        normed, x = self.input_layernorm.after(x, delta)
-        attended, kv = self.self_attn(normed, positions, attend)
-        normed, x = self.post_attention_layernorm.after(x, attended)
-        return x, self.mlp(normed), kv
+    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
+        """The weight plus one, in float32."""
+        return 1 + self.weight[...].astype(jnp.float32)

@@ -7,8 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import Key, Skip
-from jetspec_jax.models.layers import KV, Attend, DecoderLayer, RMSNorm, einsum, param
+from jetspec_jax.models.layers import KV, Attend, einsum, param
 
 
 class Output(NamedTuple):
@@ -30,12 +31,14 @@ class Transformer(nnx.Module):
     """A decoder-only language model. Parameter names follow the published checkpoints.
 
     Attributes:
+        LAYER: The family's layers, whose kind of norm is also the final one's.
         KEYS: The family's key table: where its checkpoints keep each parameter.
         PREFIXES: What the table's names begin with, and what may stand there instead, in all names of a
             file: models that are part of a larger one are published under a longer prefix.
         SKIPPED: What the family's checkpoints hold besides, of no use for text.
     """
 
+    LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
     KEYS: ClassVar[tuple[Key, ...]]
     PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
     SKIPPED: ClassVar[tuple[Skip, ...]] = ()
@@ -46,15 +49,21 @@ class Transformer(nnx.Module):
         vocab = (config.vocab_size, config.hidden_size)
         self.embed_tokens = param(rngs, vocab, ("vocab", "embed"), dtype)
         self.layers = nnx.List(
-            [DecoderLayer(config, i, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+            [self.LAYER(config, i, rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="embed", dtype=dtype)
+        self.norm = self.LAYER.NORM(config.hidden_size, config.rms_norm_eps, axis="embed", dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = param(rngs, vocab, ("vocab", "embed"), dtype)
 
-    def embed(self, tokens: Int[Array, "B N"]) -> Float[Array, "B N M"]:
-        """Input embeddings; the draft head's slots are embedded by the same table."""
-        return self.embed_tokens[...][tokens]
+    def embed(self, tokens: Int[Array, "B N"], *, scaled: bool = True) -> Float[Array, "B N M"]:
+        """Input embeddings; the draft head's slots are embedded by the same table.
+
+        Args:
+            tokens: Token ids.
+            scaled: Whether the family's scale multiplies them; it is rounded to their dtype first.
+        """
+        embedded, scale = self.embed_tokens[...][tokens], self.config.embedding_scale
+        return embedded * jnp.asarray(scale, embedded.dtype) if scaled and scale != 1.0 else embedded
 
     def __call__(
         self,
@@ -78,16 +87,23 @@ class Transformer(nnx.Module):
             x, delta, kv = layer(x, delta, positions, attend)
             stash.append(kv)
             if i in taps:
-                outputs[i] = x + delta
+                outputs[i] = x if delta is None else x + delta
         hidden, x = self.norm.after(x, delta)
         tapped = [outputs[i] for i in taps] or [x[:, :, :0]]
         return Output(hidden, jnp.concatenate(tapped, axis=-1), tuple(stash))
 
-    def logits(self, hidden: Float[Array, "B N M"]) -> Float[Array, "B N V"]:
+    def logits(self, hidden: Float[Array, "B N M"], *, capped: bool = True) -> Float[Array, "B N V"]:
         """Logits of final-normed hidden states (the target's own, or a draft head's), in their dtype.
 
         Rows times the vocabulary is the largest array of a round. What reads it computes in float32, inside
         its own fusion: no float32 copy is ever stored.
+
+        Args:
+            hidden: The states.
+            capped: Whether the family's cap bounds them.
         """
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return einsum("bnm,vm->bnv", hidden, table[...])
+        logits, cap = einsum("bnm,vm->bnv", hidden, table[...]), self.config.logit_softcap
+        if not capped or cap is None:
+            return logits
+        return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)

@@ -32,6 +32,7 @@ def qkv_rotary(
     sin: Float32[Array, "B N half"],
     *,
     eps: float,
+    v_weight: Float[Array, "E"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
     """Split a fused projection, normalise the heads of queries and keys, and rotate them.
@@ -41,20 +42,23 @@ def qkv_rotary(
 
         qkv  [q q q q k v]  [q q q q k v]  ...
 
-    A query or key x with a weight becomes `rms_norm(x, weight, eps=eps)` of that operation, rounded to the
-    dtype of x. Rotary is half-split and in float32: element i < E/2 pairs with element i + E/2,
+    What has a weight becomes `rms_norm(x, weight, eps=eps)` of that operation, rounded to the dtype of x.
+    Rotary of queries and keys is half-split and in float32: with as many angles as `half`, element i < half
+    pairs with element j = i + half,
 
-        x[i], x[i + E/2]  ->  x[i] * cos[i] - x[i + E/2] * sin[i],  x[i + E/2] * cos[i] + x[i] * sin[i]
+        x[i], x[j]  ->  x[i] * cos[i] - x[j] * sin[i],  x[j] * cos[i] + x[i] * sin[i]
 
-    and is rounded once. Values are copied. (Rotary: Su et al., arXiv 2104.09864; half-split as in GPT-NeoX.)
+    and is rounded once. Elements behind the first 2 * half are left as they are. Values are not rotated.
+    (Rotary: Su et al., arXiv 2104.09864; half-split as in GPT-NeoX.)
 
     Args:
         qkv: in float32, bfloat16 or float16.
         q_weight: of any floating dtype; None leaves the queries as they are.
         k_weight: likewise for the keys.
-        cos: cosines of each node's angles, half = E / 2.
+        cos: cosines of each node's angles, half of them at most E / 2.
         sin: their sines.
         eps: of the norms; static.
+        v_weight: as `q_weight`, for the values.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Returns:
@@ -65,12 +69,19 @@ def qkv_rotary(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    arrays = qkv, q_weight, k_weight, cos, sin
+    arrays = qkv, q_weight, k_weight, cos, sin, v_weight
     _check(*arrays)
     return choose("qkv_rotary", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, eps=eps)
 
 
-def _check(qkv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array) -> None:
+def _check(
+    qkv: Array,
+    q_weight: Array | None,
+    k_weight: Array | None,
+    cos: Array,
+    sin: Array,
+    v_weight: Array | None,
+) -> None:
     """Raise one ValueError that lists everything wrong with the static side of a call."""
     if qkv.ndim != 5:
         raise ValueError(f"qkv_rotary: qkv must be [B, N, G, R + 2, E], got {qkv.shape}")
@@ -82,10 +93,14 @@ def _check(qkv: Array, q_weight: Array | None, k_weight: Array | None, cos: Arra
         wrong.append(f"qkv has {heads} heads in a group: no key or no value")
     if size % 2:
         wrong.append(f"heads of {size} elements do not split into halves")
-    angles = (batch, nodes, size // 2)
+    half = cos.shape[-1] if cos.ndim else 0
+    if not 1 <= half <= size // 2:
+        wrong.append(f"cos has {half} angles; heads of {size} elements make 1 to {size // 2} pairs")
+    angles = (batch, nodes, half)
     for name, array, shape, dtype in (
         ("q_weight", q_weight, (size,), jnp.floating),
         ("k_weight", k_weight, (size,), jnp.floating),
+        ("v_weight", v_weight, (size,), jnp.floating),
         ("cos", cos, angles, jnp.float32),
         ("sin", sin, angles, jnp.float32),
     ):

@@ -2,10 +2,11 @@
 
 A group's heads are two programs, so that even one node makes 2 * G:
 
-    program (row, g, 0)  =  its key, a tile of one head, and its value, which is copied
+    program (row, g, 0)  =  its key, a tile of one head, and its value, which is not rotated
     program (row, g, 1)  =  its R query heads, a tile, if there are any
 
-Halves of heads are loaded as tiles of their own: rotary pairs their elements in place.
+Pairs of elements are loaded as two tiles: rotary works in place. Elements that have no partner in rotary make
+pairs with one another, of angle 0.
 
 Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
 """
@@ -57,6 +58,7 @@ def qkv_rotary(
     k_weight: Float[Array, "E"] | None,
     cos: Float32[Array, "B N half"],
     sin: Float32[Array, "B N half"],
+    v_weight: Float[Array, "E"] | None = None,
     *,
     eps: float,
     interpret: bool = False,
@@ -75,7 +77,7 @@ def qkv_rotary(
         name="qkv_rotary",
     )
     angles = cos.reshape(rows, -1), sin.reshape(rows, -1)
-    k, v, *q = launch(qkv.reshape(rows, groups, heads, size), q_weight, k_weight, *angles)
+    k, v, *q = launch(qkv.reshape(rows, groups, heads, size), q_weight, k_weight, *angles, v_weight)
     shape = (batch, nodes, groups)
     queries = q[0] if q else jnp.zeros((0,), qkv.dtype)
     return queries.reshape(*shape, ratio, size), k.reshape(*shape, size), v.reshape(*shape, size)
@@ -88,6 +90,7 @@ def _qkv_rotary(
     k_weight_ref: Any,
     cos_ref: Any,
     sin_ref: Any,
+    v_weight_ref: Any,
     k_ref: Any,
     v_ref: Any,
     q_ref: Any = None,
@@ -100,7 +103,12 @@ def _qkv_rotary(
     def _() -> None:
         lane = jnp.arange(v_ref.shape[3], dtype=jnp.int32)
         value = plgpu.load(qkv_ref.at[row, g, ratio + 1, lane])
+        weight = None if v_weight_ref is None else plgpu.load(v_weight_ref.at[lane])
         _turn(eps, (row, g), ratio, qkv_ref, k_weight_ref, cos_ref, sin_ref, k_ref)
+        if weight is not None:
+            wide = value.astype(jnp.float32)
+            scale = jax.lax.rsqrt(jnp.sum(wide * wide) * (1 / len(lane)) + eps)
+            value = _weighted(wide * scale, weight, value.dtype)
         plgpu.store(v_ref.at[row, g, 0, lane], value)
 
     if q_ref is not None:
@@ -113,29 +121,39 @@ def _qkv_rotary(
 def _turn(
     eps: float,
     group: tuple[Array, Array],
-    first: int,
+    first_head: int,
     qkv_ref: Any,
     weight_ref: Any,
     cos_ref: Any,
     sin_ref: Any,
     out_ref: Any,
 ) -> None:
-    """Norm and rotary of one row's group into the heads of `out_ref`, from head `first` of `qkv_ref` on."""
-    (row, g), half, count = group, cos_ref.shape[1], out_ref.shape[2]
+    """Norm and rotary of one row's group, of the heads from `first_head` on, into those of `out_ref`."""
+    (row, g), half, count, distance = group, out_ref.shape[3] // 2, out_ref.shape[2], cos_ref.shape[1]
     tile = pl.next_power_of_2(count), half
     # Every index is of the whole tile, so that all loads have its layout, and nothing passes from one
     # layout to another through shared memory.
     head, lane = (jax.lax.broadcasted_iota(jnp.int32, tile, axis) for axis in (0, 1))
     real = None if tile[0] == count else head < count
 
-    def halves(ref: Any, *index: Array, **mask: Any) -> tuple[Array, Array]:
-        return plgpu.load(ref.at[*index, lane], **mask), plgpu.load(ref.at[*index, half + lane], **mask)
+    # The pairs (i, i + distance), then those of what is not rotated, which lie half a head apart.
+    first, second, turned = lane, half + lane, None
+    if distance < half:
+        turned = lane < distance
+        first = jnp.where(turned, lane, lane + distance)
+        second = jnp.where(turned, lane + distance, lane + half)
+
+    def pairs(ref: Any, *index: Array, **mask: Any) -> tuple[Array, Array]:
+        return plgpu.load(ref.at[*index, first], **mask), plgpu.load(ref.at[*index, second], **mask)
 
     # All loads come first: none waits for the sums of squares.
     mask = {} if real is None else {"mask": real, "other": 0.0}
-    a, b = halves(qkv_ref, row, g, first + head, **mask)
-    weights = None if weight_ref is None else halves(weight_ref)
-    cos, sin = plgpu.load(cos_ref.at[row, lane]), plgpu.load(sin_ref.at[row, lane])
+    a, b = pairs(qkv_ref, row, g, first_head + head, **mask)
+    weights = None if weight_ref is None else pairs(weight_ref)
+    cos, sin = (
+        plgpu.load(ref.at[row, lane], mask=turned, other=None if turned is None else still)
+        for ref, still in ((cos_ref, 1.0), (sin_ref, 0.0))
+    )
 
     dtype = a.dtype
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -143,8 +161,14 @@ def _turn(
         squares = jnp.sum(a * a + b * b, axis=1, keepdims=True)
         scale = jax.lax.rsqrt(squares * (0.5 / half) + eps)
         a, b = (
-            ((x * scale).astype(dtype) * weight.astype(dtype)).astype(jnp.float32)
+            _weighted(x * scale, weight, dtype).astype(jnp.float32)
             for x, weight in zip((a, b), weights, strict=True)
         )
-    for start, turned in ((0, a * cos - b * sin), (half, b * cos + a * sin)):
-        plgpu.store(out_ref.at[row, g, head, start + lane], turned.astype(dtype), mask=real)
+    for place, value in ((first, a * cos - b * sin), (second, b * cos + a * sin)):
+        plgpu.store(out_ref.at[row, g, head, place], value.astype(dtype), mask=real)
+
+
+def _weighted(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
+    """The end of a norm: see `rms_norm` for what is rounded when."""
+    wide = jnp.promote_types(dtype, weight.dtype)
+    return (x.astype(wide) * weight.astype(wide)).astype(dtype)

@@ -15,18 +15,22 @@ def qkv_rotary(
     k_weight: Float[Array, "E"] | None,
     cos: Float32[Array, "B N half"],
     sin: Float32[Array, "B N half"],
+    v_weight: Float[Array, "E"] | None = None,
     *,
     eps: float,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
     """See `api.qkv_rotary`, which checks the shapes."""
 
-    def turn(x: Array, weight: Array | None) -> Array:
-        if weight is not None:
-            x, _ = rms_norm(x, weight, None, eps=eps)
+    half = cos.shape[-1]
+
+    def norm(x: Array, weight: Array | None) -> Array:
+        return x if weight is None else rms_norm(x, weight, None, eps=eps)[0]
+
+    def turn(x: Array) -> Array:
         heads = range(2, x.ndim - 1)
         c, s = jnp.expand_dims(cos, heads), jnp.expand_dims(sin, heads)
-        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(x.dtype)
+        a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+        return jnp.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1).astype(x.dtype)
 
     q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-    return turn(q, q_weight), turn(k, k_weight), v
+    return turn(norm(q, q_weight)), turn(norm(k, k_weight)), norm(v, v_weight)

@@ -38,8 +38,9 @@ def rms_norm(
         y = total / sqrt(mean(total^2) + eps)                         in float32
         normed = y * weight                                           in the dtype of x
 
-    `y` and `weight` are cast before they are multiplied, as Qwen3's norm does it. (The norm: Zhang and
-    Sennrich, arXiv 1910.07467.)
+    With a weight of the dtype of `x`, `y` is rounded to it before they are multiplied, as Qwen3's norm does
+    it; with a wider one the product is rounded, as most others do. (The norm: Zhang and Sennrich, arXiv
+    1910.07467.)
 
     Args:
         x: rows of M elements, in float32, bfloat16 or float16.

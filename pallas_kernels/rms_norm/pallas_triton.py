@@ -78,4 +78,6 @@ def _rms_norm(block: int, eps: float, x_ref: Any, weight_ref: Any, delta_ref: An
         plgpu.store(out_refs[1].at[row, lane], total, mask=real)
     y = total.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.sum(y * y) * (1 / size) + eps)
-    plgpu.store(out_refs[0].at[row, lane], y.astype(total.dtype) * weight.astype(total.dtype), mask=real)
+    dtype = jnp.promote_types(total.dtype, weight.dtype)
+    normed = (y.astype(dtype) * weight.astype(dtype)).astype(total.dtype)
+    plgpu.store(out_refs[0].at[row, lane], normed, mask=real)

@@ -19,5 +19,6 @@ def rms_norm(
     total = x if delta is None else x + delta
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    weight = jnp.expand_dims(weight.astype(x.dtype), range(x.ndim - 1))
-    return y.astype(x.dtype) * weight, total
+    weight = jnp.expand_dims(weight, range(x.ndim - 1))
+    dtype = jnp.promote_types(x.dtype, weight.dtype)
+    return (y.astype(dtype) * weight.astype(dtype)).astype(x.dtype), total

@@ -26,6 +26,7 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
+from tests.decode.tiny import with_windows
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -286,7 +287,7 @@ class TestWork:
         assert counted["commit"] == work.Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
 
     def test_tied_embeddings_are_read_once_and_windows_bound_the_context(self):
-        target = dataclasses.replace(TINY.target, tie_word_embeddings=True, windows=(8, None))
+        target = dataclasses.replace(with_windows(TINY.target, 8, None), tie_word_embeddings=True)
         counted = work.round_work(target, None, batch=1, context=100, budget=1, itemsize=4)
         read = 2 * self.LAYER + 64 + self.LM_HEAD
         assert counted["verify"].bytes == 4 * (read + 64 + (8 + 100) * 2 * 2 * 16)

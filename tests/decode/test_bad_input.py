@@ -7,9 +7,18 @@ import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
 from jetspec_jax.engine import Engine, TreeSettings
-from tests.decode.tiny import TINY, finish, head_config, random_head, random_target, serve, word_tokenizer
+from tests.decode.tiny import (
+    TINY,
+    finish,
+    head_config,
+    random_head,
+    random_target,
+    serve,
+    with_windows,
+    word_tokenizer,
+)
 
-CONFIG = dataclasses.replace(TINY, windows=(None,))
+CONFIG = with_windows(TINY, None)
 LIMIT = CONFIG.max_position_embeddings
 GOOD = [1, 2, 3]
 SHORT = SamplingParams(max_tokens=4)

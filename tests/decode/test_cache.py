@@ -141,7 +141,7 @@ def test_stores_are_written_in_place(program, bucket):
         is_last = jax.ShapeDtypeStruct((), bool)
         lowered = prefill.lower(TINY, decoder.proposer, None, weights, state, number, chunk, number, is_last)
     text = lowered.compile().as_text()
-    kv, size = TINY.num_kv_heads, TINY.head_dim
+    kv, size = TINY.layers[0].num_kv_heads, TINY.layers[0].head_dim
     store = rf"f32\[(37,16,{kv},{size}|592,{kv},{size}|592,{kv * size})\]"
     assert re.search(store, text)
     assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []

@@ -7,9 +7,9 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
 from tests.decode.compilations import compilations
-from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
-CONFIG = dataclasses.replace(TINY, windows=(None,))
+CONFIG = with_windows(TINY, None)
 
 
 @pytest.fixture(scope="module")

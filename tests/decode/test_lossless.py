@@ -18,7 +18,7 @@ from jetspec_jax.engine import Engine, TreeSettings
 from jetspec_jax.tree import accept, build_tree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, first_difference, gap_of_difference, gaps
-from tests.decode.tiny import SLIDING, random_head, random_target, serve, word_tokenizer
+from tests.decode.tiny import SLIDING, random_head, random_target, serve, with_windows, word_tokenizer
 
 ORACLE = OracleProposer(SLIDING.vocab_size)
 MOST_TOKENS = 32
@@ -279,7 +279,7 @@ def _accept(tree, choices):
 def test_the_windows_matter():
     # The sliding draws above say something only if a window hides what lies before it.
     target = random_target(SLIDING, 0)
-    full = dataclasses.replace(target, config=dataclasses.replace(SLIDING, windows=(None,) * 2))
+    full = dataclasses.replace(target, config=with_windows(SLIDING, None, None))
     tokens = np.random.default_rng(0).integers(0, 64, (1, 24))
     difference = np.abs(np.asarray(logits(target, tokens) - logits(full, tokens))).max(-1)[0]
     assert difference[:8].max() < 1e-5 < 1e-2 < difference[8:].min()

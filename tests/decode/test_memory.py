@@ -23,7 +23,7 @@ from jetspec_jax.engine import Engine, TreeSettings, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
-from tests.decode.tiny import TINY, head_config, random_head, random_target
+from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
@@ -81,7 +81,7 @@ def test_stores_are_counted_as_they_are_allocated():
     parts = needs(engine.decoder, engine.size)
     assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state)
     tokens = 3 * 3 * 64  # whole pages
-    row = 2 * TINY.num_kv_heads * TINY.head_dim * 4
+    row = TINY.layers[0].kv_size * 4
     assert array_bytes((engine.state.stores, engine.state.proposer)) == tokens * row * (TINY.num_layers + 1)
     assert list(parts) == ["stores of 3 x 130 tokens", "workspace for 3 x 16 nodes", "margin"]
 
@@ -97,7 +97,7 @@ def test_weights_are_counted_as_they_are_loaded():
     [
         (1, 64, 128, {"vocab_size": 8192}),  # logits
         (2, 128, 2048, {}),  # scores
-        (1, 256, 128, {"intermediate_size": 2048}),  # activations
+        (1, 256, 128, {"layers": with_mlp(TINY, 2048).layers}),  # activations
     ],
 )
 def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, changes):

@@ -10,14 +10,14 @@ from scipy import stats
 
 from jetspec_jax import SamplingParams, generate_tree, logits
 from jetspec_jax.choice import choose, perturb
+from jetspec_jax.config import Rope
 from jetspec_jax.sampling import Sampling
 from tests.decode.tiny import TINY, random_head, random_target
 
 # So few tokens that every pair of them can be counted.
 VOCAB = 8
-SMALL = dataclasses.replace(
-    TINY, vocab_size=VOCAB, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, windows=(None,)
-)
+LAYER = dataclasses.replace(TINY.layers[0], num_heads=2, num_kv_heads=1, head_dim=8, rope=Rope(5e5, 8))
+SMALL = dataclasses.replace(TINY, vocab_size=VOCAB, hidden_size=16, layers=(LAYER,))
 PROMPT = [1, 2, 3]
 
 jitted_choose = jax.jit(choose, static_argnames="max_depth")

@@ -1,7 +1,5 @@
 """Traced rounds: decoding's own tokens, and figures that plain forwards confirm."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -11,11 +9,11 @@ from jetspec_jax.engine import TreeSettings
 from jetspec_jax.forward import next_token_logits
 from jetspec_jax.trace import trace_rounds
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-CONFIG = dataclasses.replace(TINY, windows=(None,))
+CONFIG = with_windows(TINY, None)
 ORACLE = OracleProposer(CONFIG.vocab_size)
 SETTINGS = TreeSettings(budget=16, width=3)
 # From 33 to 64 tokens the forwards that check share one program.

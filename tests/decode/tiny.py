@@ -10,29 +10,42 @@ import tokenizers
 import transformers
 
 from jetspec_jax import Head, Target
-from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope
 from jetspec_jax.models import abstract, weights_of
 
 # Head size times heads is not the hidden size, and theta is not the usual one: neither may be assumed.
-TINY = ModelConfig(
-    model_type="qwen3",
+TINY = ModelConfig.uniform(
+    "qwen3",
+    2,
     vocab_size=64,
     hidden_size=32,
-    intermediate_size=48,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    rms_norm_eps=1e-6,
-    rope_theta=5e5,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-    windows=(None, None),
+    mlp_size=48,
+    rope=Rope(5e5, 16),
 )
-SLIDING = dataclasses.replace(TINY, windows=(8, None), tie_word_embeddings=True)
+
+
+def with_windows(config, *windows):
+    """The same model with as many of its first layer, and these windows."""
+    layers = tuple(dataclasses.replace(config.layers[0], window=window) for window in windows)
+    return dataclasses.replace(config, layers=layers)
+
+
+def with_mlp(config, size):
+    """The same model with feed-forward blocks of another size."""
+    layers = tuple(dataclasses.replace(layer, mlp_size=size) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers)
+
+
+SLIDING = dataclasses.replace(with_windows(TINY, 8, None), tie_word_embeddings=True)
 
 
 def head_config(target, block_size=8, causal=True):
-    layers = dataclasses.replace(target, windows=(None,), tie_word_embeddings=False)
+    layers = dataclasses.replace(with_windows(target, None), tie_word_embeddings=False)
     return DraftHeadConfig(
         layers, block_size, target.num_layers, (0, target.num_layers - 1), target.vocab_size - 1, causal
     )

@@ -35,17 +35,18 @@ class Case:
     k_weight: np.ndarray | None
     cos: np.ndarray
     sin: np.ndarray
+    v_weight: np.ndarray | None = None
 
     def args(self):
         """The operation's positional arguments."""
-        return astuple(self)
+        return astuple(self)[:-1]
 
 
-def make_case(shape, dtype=jnp.float32, weight_dtype=None):
+def make_case(shape, dtype=jnp.float32, weight_dtype=None, half=None):
     """Random heads at random angles."""
     batch, nodes, groups, ratio, size = shape
     rng = np.random.default_rng(0)
-    angles = rng.uniform(-4, 4, (batch, nodes, size // 2))
+    angles = rng.uniform(-4, 4, (batch, nodes, half or size // 2))
     weights = 1 + 0.5 * rng.standard_normal((2, size))
     return Case(
         (2 * rng.standard_normal((batch, nodes, groups, ratio + 2, size))).astype(dtype),
@@ -66,22 +67,24 @@ def only(norms, case):
 
 def oracle(case):
     """The definition, a pair of elements as one complex number."""
-    qkv, q_weight, k_weight, cos, sin = (
-        None if x is None else np.asarray(x, np.float64) for x in case.args()
+    qkv, q_weight, k_weight, cos, sin, v_weight = (
+        None if x is None else np.asarray(x, np.float64) for x in astuple(case)
     )
     turn = (cos + 1j * sin)[:, :, None, :]
     half = cos.shape[-1]
 
+    def norm(x, weight):
+        return x if weight is None else x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
+
     def head(x, weight):
-        if weight is not None:
-            x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
-        x = (x[..., :half] + 1j * x[..., half:]) * turn
-        return np.concatenate([x.real, x.imag], axis=-1)
+        x = norm(x, weight)
+        turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+        return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
     heads = np.moveaxis(qkv, 3, 0)
     queries = [head(q, q_weight) for q in heads[:-2]]
     q = np.stack(queries, axis=3) if queries else qkv[:, :, :, :0]
-    return q, head(heads[-2], k_weight), heads[-1]
+    return q, head(heads[-2], k_weight), norm(heads[-1], v_weight)
 
 
 class QkvRotarySuite:
@@ -95,11 +98,11 @@ class QkvRotarySuite:
         """One function per class, so that tests share their compilations."""
         return jax.jit(partial(qkv_rotary, eps=EPS, implementation=cls.implementation))
 
-    def run(self, *args):
-        return self.jitted()(*args)
+    def run(self, *args, **settings):
+        return self.jitted()(*args, **settings)
 
     def check(self, case):
-        out = self.run(*case.args())
+        out = self.run(*case.args(), v_weight=case.v_weight)
         for one, expected in zip(out, oracle(case), strict=True):
             assert one.shape == expected.shape
             assert one.dtype == case.qkv.dtype
@@ -108,7 +111,8 @@ class QkvRotarySuite:
             np.testing.assert_allclose(
                 one / scale, expected / scale, rtol=0, atol=TOLERANCE[case.qkv.dtype.type]
             )
-        np.testing.assert_array_equal(out[2], case.qkv[:, :, :, -1])
+        if case.v_weight is None:
+            np.testing.assert_array_equal(out[2], case.qkv[:, :, :, -1])
 
     @pytest.mark.parametrize(("shape", "dtype"), CASES)
     def test_oracle(self, shape, dtype):
@@ -119,13 +123,31 @@ class QkvRotarySuite:
         """Of one of the two or neither, and in the third dtype."""
         self.check(only(norms, make_case((2, 3, 2, 4, 16), jnp.float16)))
 
-    def test_weights_are_cast(self):
-        """They are rounded to the dtype of the heads before they multiply."""
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_values_with_a_norm(self, dtype):
+        case = make_case((2, 3, 2, 4, 16), dtype)
+        self.check(replace(case, v_weight=case.k_weight[::-1].copy()))
+
+    @pytest.mark.parametrize("half", [1, 4, 12])
+    def test_a_part_of_each_head_turns(self, half):
+        self.check(make_case((2, 3, 2, 3, 32), jnp.float32, half=half))
+        self.check(only("", make_case((1, 2, 2, 0, 32), jnp.bfloat16, half=half)))
+
+    def test_wide_weights(self):
+        """They multiply before anything is rounded: one by 1 + 2^-12 may change a bfloat16, not only by 1."""
         case = make_case((2, 3, 3, 5, 16), jnp.bfloat16, jnp.float32)
-        q_weight, k_weight = (x.astype(jnp.bfloat16) for x in (case.q_weight, case.k_weight))
-        cast = replace(case, q_weight=q_weight, k_weight=k_weight)
-        for one, other in zip(self.run(*case.args()), self.run(*cast.args()), strict=True):
-            np.testing.assert_array_equal(one, other)
+        ones, wide = np.ones(16, np.float32), np.full(16, 1 + 2**-9, np.float32)
+        cos, sin = np.ones_like(case.cos), np.zeros_like(case.sin)
+        exact = oracle(replace(case, q_weight=wide, k_weight=wide, cos=cos, sin=sin))
+        q, k, v = self.run(case.qkv, wide, wide, cos, sin, v_weight=wide)
+        for one, expected in zip((q, k), exact[:2], strict=True):
+            rounded = np.asarray(expected, np.float32).astype(jnp.bfloat16)
+            np.testing.assert_array_equal(np.asarray(one), rounded)
+        one = np.asarray(self.run(case.qkv, ones, ones, cos, sin)[1])
+        assert np.any(np.asarray(k) != one)
+        rounded = self.run(case.qkv, *(wide.astype(jnp.bfloat16),) * 2, cos, sin)[1]
+        np.testing.assert_array_equal(rounded, one)
+        assert np.asarray(v).dtype == jnp.bfloat16
 
     def test_no_angle(self):
         """A rotation by nothing leaves every bit, and one by half a turn every bit but the signs."""

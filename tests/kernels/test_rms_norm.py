@@ -85,13 +85,19 @@ class RmsNormSuite:
     def test_oracle(self, shape, dtype):
         self.check(*make_case(shape, dtype))
 
-    def test_weight_is_cast(self):
-        """It is rounded to the dtype of x before it multiplies."""
+    def test_a_wide_weight(self):
+        """It multiplies before anything is rounded; one of the dtype of x, after."""
         x, weight, delta = make_case((5, 128), jnp.bfloat16, jnp.float32)
-        (normed, _), _ = self.run(x, weight, delta)
-        assert normed.dtype == jnp.bfloat16
-        (expected, _), _ = self.run(x, weight.astype(jnp.bfloat16), delta)
-        np.testing.assert_array_equal(normed, expected)
+        (_, total), (normed, _) = self.run(x, weight, delta)
+        x = np.asarray(x)
+        exact = oracle(np.asarray(x), weight)
+        assert normed.dtype == total.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(normed, np.float64), exact, rtol=2**-8)
+        ones = np.ones_like(weight).astype(jnp.bfloat16)
+        _, (y, _) = self.run(x, ones, delta)
+        _, (narrow, _) = self.run(x, weight.astype(jnp.bfloat16), delta)
+        np.testing.assert_array_equal(narrow, np.asarray(y) * weight.astype(jnp.bfloat16))
+        assert np.any(np.asarray(narrow) != np.asarray(normed))
 
     @DTYPES
     def test_large_and_small(self, dtype):

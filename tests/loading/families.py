@@ -20,7 +20,7 @@ class Experts(nnx.Module):
     """The weights of a layer's experts."""
 
     def __init__(self, config, rngs, dtype, experts):
-        m, i = config.hidden_size, config.intermediate_size
+        m, i = config.hidden_size, config.layers[0].mlp_size
         self.gate_up_proj = param(rngs, (experts, m, 2, i), ("experts", "embed", "gate_up", "mlp"), dtype)
         self.down_proj = param(rngs, (experts, i, m), ("experts", "mlp", "embed"), dtype)
 

@@ -4,7 +4,9 @@ import pytest
 
 from jetspec_jax.config import (
     MODEL_TYPES,
+    LayerConfig,
     ModelConfig,
+    Rope,
     check_head_fits,
     default_tap_layers,
     is_draft_head,
@@ -60,26 +62,23 @@ def test_every_model_type_has_a_family():
 
 class TestTarget:
     def test_both_dialects(self):
+        layer = LayerConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(1e6, 8), mlp_size=20)
         expected = ModelConfig(
             model_type="qwen3",
             vocab_size=19,
             hidden_size=12,
-            intermediate_size=20,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
             rms_norm_eps=1e-6,
-            rope_theta=1e6,
             max_position_embeddings=128,
             tie_word_embeddings=False,
-            windows=(None, None, None),
+            layers=(layer,) * 3,
         )
         assert parse_model_config(V4) == parse_model_config(V5) == expected
         assert expected.num_layers == 3
 
     def test_published(self):
         config = parse_model_config(QWEN3_8B)
-        assert (config.num_layers, config.head_dim, config.rope_theta) == (36, 128, 1e6)
+        assert config.num_layers == 36
+        assert config.layers[0].rope == Rope(1e6, 128)
         assert config.windows == (None,) * 36
 
     @pytest.mark.parametrize(("tied", "expected"), [(True, True), (False, False), (None, False)])
@@ -87,7 +86,7 @@ class TestTarget:
         raw = without(V5, "tie_word_embeddings") | ({} if tied is None else {"tie_word_embeddings": tied})
         assert parse_model_config(raw).tie_word_embeddings is expected
 
-    @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", None])
+    @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_moe", None])
     def test_unknown_model_type(self, model_type):
         with pytest.raises(ValueError, match=rf"unknown model_type {model_type!r}; supported: qwen3"):
             parse_model_config({**V4, "model_type": model_type})

@@ -51,7 +51,7 @@ width = 2
 def folder(tmp_path_factory):
     """A random target with the demo's tokenizer and chat template, prompts, and a recipe."""
     folder = tmp_path_factory.mktemp("commands")
-    raw = {**decoder_json(TINY, 2, TINY.intermediate_size), "vocab_size": 4096, "eos_token_id": 0}
+    raw = {**decoder_json(TINY, 2, TINY.layers[0].mlp_size), "vocab_size": 4096, "eos_token_id": 0}
     files = {name: (DEMO_TARGET / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
     weights = weights_of(build(parse_model_config(raw), rngs=nnx.Rngs(0)))
     save_checkpoint(folder / "target", raw, weights, extra_files=files)

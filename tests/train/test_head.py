@@ -13,7 +13,7 @@ from jetspec_jax import SamplingParams, generate_tree, load_draft_head, load_tar
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.safetensors_io import save_checkpoint
-from tests.decode.tiny import TINY, random_target, random_weights
+from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
 from tests.train.tiny_head import (
     RECIPE,
     changed,
@@ -50,7 +50,7 @@ def target_folder(tmp_path_factory):
     config = dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size, tie_word_embeddings=True)
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
-        **decoder_json(config, config.num_layers, config.intermediate_size),
+        **decoder_json(config, config.num_layers, config.layers[0].mlp_size),
         "tie_word_embeddings": True,
     }
     assert parse_model_config(raw) == config
@@ -173,8 +173,8 @@ def test_another_recipe_is_refused_and_all_that_differs_is_named(run, data, tmp_
     more = write_documents(tmp_path / "more", count=44)
     with pytest.raises(ValueError, match=r"data\.count: 40 there, 44 here"):
         train_head(tmp_path, RECIPE, target, more, Deadline())
-    wide = random_target(dataclasses.replace(TINY, intermediate_size=64), 0)
-    with pytest.raises(ValueError, match=r"target\.intermediate_size: 48 there, 64 here"):
+    wide = random_target(with_mlp(TINY, 64), 0)
+    with pytest.raises(ValueError, match=r"target\.layers\.0\.mlp_size: 48 there, 64 here"):
         train_head(tmp_path, RECIPE, wide, data, Deadline())
     with pytest.raises(Begun):
         train_head(tmp_path, RECIPE, target, data, Deadline())

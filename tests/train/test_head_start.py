@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.safetensors_io import save_checkpoint
-from tests.decode.tiny import TINY, random_target, word_tokenizer
+from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.tiny_head import MASK
 from train.head_recipe import HeadShape
 from train.head_start import begin_head
@@ -49,12 +49,12 @@ def test_what_the_recipe_leaves_open_is_the_target_s_or_the_published_heads(targ
     begun = begin_head(target, HeadShape(layers=1, mask_token=MASK), None, 0)
     config = begun.config
     assert (config.block_size, config.causal, config.mask_token_id) == (16, True, MASK)
-    assert config.layers.intermediate_size == TINY.intermediate_size
-    assert config.layers.rope_theta == TINY.rope_theta
+    assert config.layers.layers[0].mlp_size == TINY.layers[0].mlp_size
+    assert config.layers.layers[0].rope == TINY.layers[0].rope
     given = begin_head(target, shape(causal=False, intermediate_size=24), None, 0).config
-    assert (given.causal, given.layers.intermediate_size, given.tap_layers) == (False, 24, (0, 1))
+    assert (given.causal, given.layers.layers[0].mlp_size, given.tap_layers) == (False, 24, (0, 1))
     # An early layer, a late one, and those between: as many taps as layers, all of them the target's.
-    deep = dataclasses.replace(target, config=dataclasses.replace(TINY, windows=(None,) * 36))
+    deep = dataclasses.replace(target, config=with_windows(TINY, *(None,) * 36))
     five = begin_head(deep, HeadShape(mask_token=MASK), None, 0).config
     assert (five.layers.num_layers, five.tap_layers) == (5, (1, 9, 17, 25, 33))
 

@@ -1,0 +1,31 @@
+"""A Hugging Face ``config.json``, read and validated into frozen dataclasses.
+
+Both dialects are read: the older one (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and the one that
+transformers 5 writes (``rope_parameters``, ``dtype``). One file reads the keys of one family.
+"""
+
+from jetspec_jax.config.draft_head import check_head_fits, default_tap_layers, parse_draft_head_config
+from jetspec_jax.config.fields import read_json
+from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Rope
+from jetspec_jax.config.target import (
+    MODEL_TYPES,
+    is_draft_head,
+    parse_eos_token_ids,
+    parse_model_config,
+)
+
+__all__ = [
+    "MODEL_TYPES",
+    "DraftHeadConfig",
+    "Experts",
+    "LayerConfig",
+    "ModelConfig",
+    "Rope",
+    "check_head_fits",
+    "default_tap_layers",
+    "is_draft_head",
+    "parse_draft_head_config",
+    "parse_eos_token_ids",
+    "parse_model_config",
+    "read_json",
+]

@@ -1,0 +1,222 @@
+"""The keys of a JSON object, read one by one, so that in the end every one has been accounted for."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+# Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
+INERT_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",  # names code in the repository, which is never fetched nor run
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+# Keys that change the maths. They are read here only to be refused, unless they hold the one harmless value.
+HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "tie_encoder_decoder": (None, False),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, naming the file when it is not one.
+
+    Raises:
+        ValueError: The file is not a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the JSON, or of its UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw
+
+
+class Fields:
+    """A JSON object whose keys are *used*, *known to be inert*, or *known to change the maths*.
+
+    A key that is none of these is an error in the end (`done`), because a key that is skipped in silence
+    gives wrong text without a word. Whatever is read counts as used; keys that change the maths in most
+    families (`HARMLESS_ONLY`) are checked in the end unless the family has read them.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
+        """Reads nothing yet.
+
+        Args:
+            raw: The object.
+            where: What error messages call it.
+            ignored: Unknown keys that the caller vouches for.
+        """
+        self.raw, self.where, self.ignored = raw, where, ignored
+        self.used: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there, and not null."""
+        return self.raw.get(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of any kind; null counts as absent."""
+        self.used.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def inert(self, *keys: str) -> None:
+        """Says that keys of this family have no effect on a forward pass."""
+        self.used.update(keys)
+
+    def only(self, key: str, *harmless: Any, default: Any = None) -> None:
+        """Refuses a key that changes the maths, unless it has a harmless value.
+
+        Args:
+            key: The key.
+            *harmless: Values that are supported.
+            default: What it means when the key is absent or null.
+
+        Raises:
+            ValueError: It holds another.
+        """
+        value = self.get(key, default)
+        if value not in harmless and key not in self.ignored:
+            raise ValueError(
+                f"{self.where}: {key}={value!r} changes the model and is not supported; "
+                f"supported: {harmless[-1]!r}"
+            )
+
+    def integer(self, *keys: str, least: int = 1) -> int:
+        """An integer, under the first of several names that is there.
+
+        Raises:
+            ValueError: It is none, or too small, or two names disagree.
+        """
+        value = self.one_of(*keys)
+        if not is_int(value) or value < least:
+            raise self.error(keys[0], f"an integer of at least {least}", value)
+        return value
+
+    def positive(self, *keys: str) -> float:
+        """A positive finite number, likewise.
+
+        Raises:
+            ValueError: As for `integer`.
+        """
+        value = self.one_of(*keys)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(keys[0], "a positive number", value)
+        return float(value)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """A boolean; the string "false" must not count as true.
+
+        Raises:
+            ValueError: It is none.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false", value)
+        return value
+
+    def choice(self, key: str, values: Collection[str]) -> str:
+        """One of some words.
+
+        Raises:
+            ValueError: It is none of them.
+        """
+        value = self.get(key)
+        if not isinstance(value, str) or value not in values:
+            raise self.error(key, f"one of {', '.join(values)}", value)
+        return value
+
+    def list(self, key: str, length: int, name: str = "layers") -> list[Any] | None:
+        """A list with an entry for each of ``length`` things called ``name``; None if it is not there.
+
+        Raises:
+            ValueError: It is no list, or of another length.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.error(key, "a list", value)
+        if len(value) != length:
+            raise ValueError(f"{self.where}: {len(value)} {key} for {length} {name}")
+        return value
+
+    def object(self, key: str) -> "Fields | None":
+        """The fields of an object below this one; None if it is not there. The caller must say `done`.
+
+        Raises:
+            ValueError: It is no object.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object", value)
+        return Fields(value, f"{self.where}: {key}", self.ignored)
+
+    def one_of(self, *keys: str) -> Any:
+        """The value under the first of several names that is there.
+
+        Raises:
+            ValueError: Two names are there and disagree.
+        """
+        found = {key: value for key in keys if (value := self.get(key)) is not None}
+        values = list(found.values())
+        if any(value != values[0] for value in values[1:]):
+            raise ValueError(f"{self.where}: {' and '.join(found)} mean the same and differ: {values}")
+        return values[0] if values else None
+
+    def error(self, key: str, wanted: str, value: Any) -> ValueError:
+        """What is said of a value that is not what it should be."""
+        return ValueError(f"{self.where}: {key} must be {wanted}, not {value!r}")
+
+    def done(self, *, top: bool = False) -> None:
+        """Refuses what nobody has read.
+
+        Args:
+            top: Whether this is a model's own object, which may hold inert keys, and harmless ones.
+
+        Raises:
+            ValueError: There are unknown keys, or keys that change the maths.
+        """
+        if top:
+            for key, harmless in HARMLESS_ONLY.items():
+                if key in self.raw and key not in self.used:
+                    self.only(key, *harmless, default=harmless[0])
+        known = self.used | (INERT_KEYS if top else set())
+        if unknown := sorted(set(self.raw) - known - set(self.ignored)):
+            raise ValueError(
+                f"{self.where}: unknown keys {unknown}; if none of them changes the model's output, "
+                f"pass ignore_config_keys={unknown}"
+            )
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether a JSON value is an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,207 @@
+"""What the forward pass of a decoder needs to know, as frozen records: nothing here is read from a file."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.expert_choice import Routing
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Rotary angles of positions divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3:
+    """Rotary angles of Llama 3: wavelengths beyond a part of the original context are stretched.
+
+    Attributes:
+        factor: By how much.
+        low_freq_factor: Wavelengths beyond the context divided by this are stretched whole.
+        high_freq_factor: Wavelengths below the context divided by this are not.
+        original_context: Tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary angles of YaRN (Peng et al., arXiv 2309.00071): a ramp between stretched and not, by rotations.
+
+    Attributes:
+        factor: By how much.
+        beta_fast: Elements that turn more often than this in the original context keep their frequency.
+        beta_slow: Elements that turn less often are stretched whole.
+        original_context: Tokens.
+        truncate: Whether the ramp's ends are rounded to whole elements.
+        attention_factor: What cosines and sines are multiplied with.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context: int
+    truncate: bool
+    attention_factor: float
+
+
+Scaling = Linear | Llama3 | Yarn
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer; `jetspec_jax.models.rotary` makes angles of it.
+
+    Attributes:
+        theta: Base of the frequencies.
+        size: Elements of a head that it pairs, the first ones: i with i + size / 2.
+        turning: How many of the pairs turn, the first ones; None is all of them.
+        scaling: What is done for contexts beyond the original one.
+    """
+
+    theta: float
+    size: int
+    turning: int | None = None
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        count: How many there are.
+        size: Features of each.
+        routing: How a token's are chosen and weighted.
+        activation: Between their two products.
+        biases: Whether both products have one.
+    """
+
+    count: int
+    size: int
+    routing: Routing
+    activation: Activation = SILU
+    biases: bool = False
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """A decoder layer.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Heads of keys and values.
+        head_dim: Elements of a head.
+        rope: The rotary embedding.
+        window: Tokens that a query sees, its own included; None is all.
+        mlp_size: Features of the dense feed-forward block; 0 where there is none.
+        activation: Between that block's two products.
+        experts: The routed experts, if there are any.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    mlp_size: int = 0
+    activation: Activation = SILU
+    experts: Experts | None = None
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder.
+
+    Attributes:
+        model_type: The family, as Hugging Face names it.
+        layers: Its layers; they may differ.
+        embedding_scale: What embeddings are multiplied with, once it is rounded to their dtype.
+        logit_softcap: c makes logits ``c * tanh(logits / c)``; None leaves them.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layers: tuple[LayerConfig, ...]
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @classmethod
+    def uniform(
+        cls,
+        model_type: str,
+        num_layers: int,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        rms_norm_eps: float,
+        max_position_embeddings: int,
+        tie_word_embeddings: bool = False,
+        **layer: Any,
+    ) -> "ModelConfig":
+        """A decoder whose layers are all the same; ``layer`` are the arguments of `LayerConfig`."""
+        return cls(
+            model_type=model_type,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            rms_norm_eps=rms_norm_eps,
+            max_position_embeddings=max_position_embeddings,
+            tie_word_embeddings=tie_word_embeddings,
+            layers=(LayerConfig(**layer),) * num_layers,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's window."""
+        return tuple(layer.window for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class DraftHeadConfig:
+    """A draft head: decoder layers of the target's width plus what it reads of the target.
+
+    Attributes:
+        layers: Geometry of the head's own decoder layers.
+        block_size: Draft slots, the anchor's included; the head drafts ``block_size - 1`` tokens deep.
+        num_target_layers: Depth of the target that the head was trained on.
+        tap_layers: Target layers (0-based) whose outputs are the head's taps.
+        mask_token_id: Token whose embedding fills the slots after the anchor.
+        causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
+        scaled_embeddings: Whether the slots' embeddings are scaled as the target's own inputs are.
+        capped_logits: Whether draft logits pass through the target's cap.
+    """
+
+    layers: ModelConfig
+    block_size: int
+    num_target_layers: int
+    tap_layers: tuple[int, ...]
+    mask_token_id: int
+    causal: bool
+    scaled_embeddings: bool = True
+    capped_logits: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Largest depth of a token tree drafted by this head."""
+        return self.block_size - 1

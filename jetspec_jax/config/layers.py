@@ -1,0 +1,59 @@
+"""What the configs of several families say in the same words."""
+
+from typing import Any
+
+from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.rope import FULL, SLIDING
+
+
+def read_decoder(fields: Fields) -> dict[str, Any]:
+    """The arguments of `ModelConfig` that every family names alike, but for its layers.
+
+    Raises:
+        ValueError: One of them is missing or out of its range.
+    """
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "rms_norm_eps": fields.positive("rms_norm_eps"),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+    }
+
+
+def read_heads(fields: Fields) -> dict[str, Any]:
+    """Query heads, KV heads and their size, as arguments of `LayerConfig`.
+
+    Raises:
+        ValueError: One of them is missing or out of its range, or they do not go together.
+    """
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads")
+    head_dim = fields.integer("head_dim")
+    check_heads(fields.where, heads, kv_heads, head_dim)
+    return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Checks that heads go together.
+
+    Raises:
+        ValueError: Query heads cannot share KV heads evenly, or elements of a head make no pairs.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"{where}: {heads} attention heads are no multiple of {kv_heads} KV heads")
+    if head_dim % 2:
+        raise ValueError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
+
+
+def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+    """Of each layer whether it slides; None where the config does not say.
+
+    Raises:
+        ValueError: It is no list of as many types, or one is neither full nor sliding attention.
+    """
+    kinds = fields.list("layer_types", num_layers)
+    if kinds is None:
+        return None
+    if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+        raise ValueError(f"{fields.where}: unsupported layer types {unknown} in layer_types")
+    return kinds

@@ -1,0 +1,59 @@
+"""The config of Qwen3-MoE (``model_type`` "qwen3_moe"): Qwen3 with routed experts in most or all layers."""
+
+from jetspec_jax.config.fields import Fields, is_int
+from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
+from jetspec_jax.config.layers import read_decoder, read_heads
+from jetspec_jax.config.rope import read_rope
+from pallas_kernels.expert_choice import Routing
+
+
+def read(fields: Fields) -> ModelConfig:
+    """Reads the keys of a Qwen3-MoE config.
+
+    Raises:
+        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
+    """
+    fields.only("hidden_act", "silu", default="silu")
+    fields.inert("router_aux_loss_coef", "output_router_logits", "max_window_layers")
+    decoder, heads = read_decoder(fields), read_heads(fields)
+    experts = Experts(
+        count=fields.integer("num_experts", "num_local_experts"),
+        size=fields.integer("moe_intermediate_size"),
+        routing=Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
+    )
+    if experts.routing.top_k > experts.count:
+        raise ValueError(
+            f"{fields.where}: num_experts_per_tok {experts.routing.top_k} of {experts.count} experts"
+        )
+    # Unlike Qwen3, all layers slide or none does.
+    slides = fields.flag("use_sliding_window")
+    fields.inert("sliding_window")
+    shared = {
+        **heads,
+        "rope": read_rope(fields, heads["head_dim"]),
+        "window": fields.integer("sliding_window") if slides else None,
+    }
+    num_layers = fields.integer("num_hidden_layers")
+    routed = _routed_layers(fields, num_layers)
+    fields.inert("intermediate_size")
+    dense = fields.integer("intermediate_size") if len(routed) < num_layers else 0
+    return ModelConfig(
+        model_type="qwen3_moe",
+        **decoder,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        layers=tuple(
+            LayerConfig(**shared, experts=experts)
+            if layer in routed
+            else LayerConfig(**shared, mlp_size=dense)
+            for layer in range(num_layers)
+        ),
+    )
+
+
+def _routed_layers(fields: Fields, num_layers: int) -> set[int]:
+    """Every so many-th layer has experts, counted from 1, unless it is listed as dense."""
+    step = fields.integer("decoder_sparse_step") if "decoder_sparse_step" in fields else 1
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in dense):
+        raise fields.error("mlp_only_layers", "a list of layers", dense)
+    return {layer for layer in range(num_layers) if (layer + 1) % step == 0} - set(dense)

@@ -1,0 +1,104 @@
+"""The rotary embedding of a config, in the older dialect (``rope_theta``, ``rope_scaling``) or the newer one.
+
+The newer one has ``rope_parameters``: one object, or one for each type of layer.
+"""
+
+import math
+from collections.abc import Collection
+
+from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_rope(
+    fields: Fields, head_dim: int, types: Collection[str] = ("default",), *, partial: bool = False
+) -> Rope:
+    """The one rotary embedding of a model, from either dialect or both.
+
+    A file without a base is refused rather than given a default: families differ in it, and so do readers.
+
+    Args:
+        fields: The config.
+        head_dim: Elements of a head.
+        types: The rope types that the family may have.
+        partial: Whether a part of a head may turn.
+
+    Raises:
+        ValueError: The type or a setting is not supported, or there is no base, or there are two.
+    """
+    bases = {fields.positive("rope_theta")} if "rope_theta" in fields else set()
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        if (own := fields.object(name)) is not None:
+            if "rope_theta" in own:
+                bases.add(own.positive("rope_theta"))
+            found.append((own, _kind(own, types, fields.where, name)))
+    if not bases:
+        raise ValueError(f"{fields.where}: neither rope_theta nor rope_parameters.rope_theta is there")
+    if len(bases) > 1:
+        raise ValueError(f"{fields.where}: rope_theta is given twice and differs: {sorted(bases)}")
+    (theta,) = bases
+    ropes = {_rope(own, kind, head_dim, theta, partial) for own, kind in found}
+    # An object that says "default" beside one that says more adds nothing.
+    ropes = {rope for rope in ropes if rope != Rope(theta, head_dim)} or {Rope(theta, head_dim)}
+    if len(ropes) > 1:
+        raise ValueError(f"{fields.where}: rope_parameters and rope_scaling differ")
+    return ropes.pop()
+
+
+def read_layer_rope(
+    fields: Fields, head_dim: int, types: Collection[str] = ("default",), *, partial: bool = False
+) -> Rope:
+    """The rotary embedding of one type of layer, from its own object of the newer dialect.
+
+    The arguments and errors are those of `read_rope`; the base is in the object.
+    """
+    kind = _kind(fields, types, fields.where, "rope_parameters")
+    return _rope(fields, kind, head_dim, fields.positive("rope_theta"), partial)
+
+
+def _kind(own: Fields, types: Collection[str], where: str, name: str) -> str:
+    kind = own.get("rope_type", own.get("type", "default"))
+    if kind not in types:
+        raise ValueError(f"{where}: unsupported rope type {kind!r} in {name}; supported: {', '.join(types)}")
+    return kind
+
+
+def _rope(own: Fields, kind: str, head_dim: int, theta: float, partial: bool) -> Rope:
+    """One object as a record; whatever it holds beside is refused."""
+    where, _, name = own.where.rpartition(": ")
+    own.inert("rope_theta", "rope_type", "type")
+    size, turning, scaling = head_dim, None, None
+    share = own.positive("partial_rotary_factor") if "partial_rotary_factor" in own else 1.0
+    if kind == "proportional":
+        turning = int(share * head_dim // 2)
+    elif share != 1.0:
+        if not partial:
+            raise ValueError(f"{where}: unsupported settings partial_rotary_factor {share} in {name}")
+        size = int(head_dim * share)
+    if kind in ("linear", "llama3", "yarn"):
+        scaling = _scaling(own, kind)
+    if surplus := sorted(set(own.raw) - own.used):
+        raise ValueError(f"{where}: unsupported settings {surplus} of rope type {kind!r} in {name}")
+    return Rope(theta, size, turning, scaling)
+
+
+def _scaling(own: Fields, kind: str) -> Scaling:
+    factor = own.positive("factor")
+    if kind == "linear":
+        return Linear(factor)
+    original = own.integer("original_max_position_embeddings")
+    if kind == "llama3":
+        return Llama3(factor, own.positive("low_freq_factor"), own.positive("high_freq_factor"), original)
+    # Source of the usual attention factor: YaRN, section 3.4, as all its implementations have it.
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return Yarn(
+        factor,
+        own.positive("beta_fast") if "beta_fast" in own else 32.0,
+        own.positive("beta_slow") if "beta_slow" in own else 1.0,
+        original,
+        own.flag("truncate", default=True),
+        own.positive("attention_factor") if "attention_factor" in own else usual,
+    )

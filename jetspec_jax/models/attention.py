@@ -1,0 +1,79 @@
+"""Grouped-query attention, as Qwen3 has it; families whose attention does more add it in a subclass."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
+from jetspec_jax.models.rotary import rotary
+from pallas_kernels.qkv_rotary import qkv_rotary
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with per-head norms of queries and keys, before rotary.
+
+    Queries, keys and values come from one product: at a few rows a product costs its weights' way from
+    memory, and three small ones cannot keep the memory busy. The fused weight is grouped by key/value head
+    (its query heads, its key, its value), so that it can still be split over devices by heads.
+
+    Attributes:
+        NORM: Of queries and keys; None for families that have none.
+    """
+
+    NORM: ClassVar[type[RMSNorm] | None] = RMSNorm
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s attention."""
+        own = config.layers[layer]
+        m, h, g, e = config.hidden_size, own.num_heads, own.num_kv_heads, own.head_dim
+        self.qkv_proj = param(rngs, (m, g, h // g + 2, e), ("embed", "kv_heads", "qkv", "head_dim"), dtype)
+        self.o_proj = param(rngs, (h, e, m), ("heads", "head_dim", "embed"), dtype)
+        if self.NORM is not None:
+            self.q_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
+            self.k_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
+        self.layer, self.rope, self.eps = layer, own.rope, config.rms_norm_eps
+        self.scale, self.window = e**-0.5, own.window
+
+    def __call__(
+        self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
+    ) -> tuple[Float[Array, "B N M"], KV]:
+        """The attention's output and the block's own keys and values."""
+        q, kv = self.finish(self.project(x), positions)
+        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        out = attend(self.layer, q, kv, scale=self.scale, window=self.window, sinks=self.sink_logits())
+        return self.output(out, x), kv
+
+    def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
+        """Queries, keys and values in one product."""
+        return einsum("bnm,mgre->bngre", x, self.qkv_proj[...])
+
+    def finish(
+        self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"]
+    ) -> tuple[Float[Array, "B N G R E"], KV]:
+        """Normed and rotated queries, as many as were projected, and what a store keeps of the rows."""
+        cos, sin = rotary(positions, self.rope)
+        q, k, v = qkv_rotary(
+            projected,
+            None if self.NORM is None else self.q_norm.scale(projected.dtype),
+            None if self.NORM is None else self.k_norm.scale(projected.dtype),
+            cos,
+            sin,
+            eps=self.eps,
+            v_weight=self.value_scale(),
+        )
+        return q, KV(k, v)
+
+    def value_scale(self) -> Float[Array, "E"] | None:
+        """The weight of a norm of the values; None for no norm."""
+        return None
+
+    def sink_logits(self) -> Float[Array, "H"] | None:
+        """Logits that join each head's softmax; None for none."""
+        return None
+
+    def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """What the heads' outputs, of the layer's input ``x``, add to the residual stream."""
+        return einsum("bnhe,hem->bnm", out, self.o_proj[...])

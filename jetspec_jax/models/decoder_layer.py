@@ -1,0 +1,61 @@
+"""The pre-norm decoder layer, as most families have it; others replace its parts or the whole of it."""
+
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.attention import Attention
+from jetspec_jax.models.feed_forward import MLP, ExpertMLP
+from jetspec_jax.models.layers import KV, Attend, RMSNorm
+
+
+class DecoderLayer(nnx.Module):
+    """A pre-norm decoder layer; Qwen3's and the draft head's are the same.
+
+    Attributes:
+        NORM: Its norms.
+        ATTENTION: Its attention.
+    """
+
+    NORM: ClassVar[type[RMSNorm]] = RMSNorm
+    ATTENTION: ClassVar[type[Attention]] = Attention
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``."""
+        m, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
+        self.self_attn = self.ATTENTION(config, layer, rngs=rngs, dtype=dtype)
+        self.post_attention_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
+        self.mlp = self.feed_forward(config, layer, rngs=rngs, dtype=dtype)
+
+    def feed_forward(
+        self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Makes the layer's feed-forward block: experts where it has any, else a dense one."""
+        own = config.layers[layer]
+        if own.experts is not None:
+            return ExpertMLP(config.hidden_size, own.experts, rngs=rngs, dtype=dtype)
+        return MLP(config.hidden_size, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
+
+    def __call__(
+        self,
+        x: Float[Array, "B N M"],
+        delta: Float[Array, "B N M"] | None,
+        positions: Int[Array, "B N"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
+        """Runs the layer over a residual stream of ``x + delta``.
+
+        The sum is left to whoever reads the stream next, which is always a norm: it adds and normalises in
+        one pass. ``delta`` is None before the first layer, and after layers that leave nothing to add.
+
+        Returns:
+            The stream after this layer, again as two terms, and the block's own keys and values.
+        """
+        normed, x = self.input_layernorm.after(x, delta)
+        attended, kv = self.self_attn(normed, positions, attend)
+        normed, x = self.post_attention_layernorm.after(x, attended)
+        return x, self.mlp(normed), kv

@@ -1,0 +1,85 @@
+"""Feed-forward blocks: dense, and of routed experts.
+
+Shapes: B sequences, N tokens, T tokens of all sequences, M model.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jetspec_jax.config.geometry import Experts
+from jetspec_jax.models.layers import einsum, param
+from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.expert_mlp import expert_mlp
+from pallas_kernels.silu_gate import silu_gate
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        activation: Activation = SILU,
+    ):
+        """Makes a block of ``size`` features."""
+        m, f = hidden_size, size
+        self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
+        self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """Applies the block to every token."""
+        gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
+        return einsum("bnf,fm->bnm", silu_gate(gate_up), self.down_proj[...])
+
+
+class RoutedExperts(nnx.Module):
+    """Gated blocks of which every token passes some. The one layout in memory, however files store them."""
+
+    def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes the experts."""
+        m, e, f = hidden_size, experts.count, experts.size
+        self.gate_up_proj = param(rngs, (e, m, 2, f), ("expert", "embed", "gate_up", "mlp"), dtype)
+        self.down_proj = param(rngs, (e, f, m), ("expert", "mlp", "embed"), dtype)
+        if experts.biases:
+            self.gate_up_bias = param(rngs, (e, 2, f), ("expert", "gate_up", "mlp"), dtype)
+            self.down_bias = param(rngs, (e, m), ("expert", "embed"), dtype)
+        self.config = experts
+
+    def __call__(self, rows: Float[Array, "T M"], choice: Choice) -> Float[Array, "T M"]:
+        """The weighted sum of what each row's experts make of it."""
+        biases = self.config.biases
+        return expert_mlp(
+            rows,
+            self.gate_up_proj[...].astype(rows.dtype),
+            self.down_proj[...].astype(rows.dtype),
+            *choice,
+            activation=self.config.activation,
+            gate_up_bias=self.gate_up_bias[...] if biases else None,
+            down_bias=self.down_bias[...] if biases else None,
+        )
+
+
+class ExpertMLP(nnx.Module):
+    """A router, and the experts that it chooses: the feed-forward block of a mixture of experts."""
+
+    def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes the router and the experts."""
+        self.router = param(rngs, (hidden_size, experts.count), ("embed", "expert"), dtype)
+        self.experts = RoutedExperts(hidden_size, experts, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """Applies the experts to every token."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self.experts(rows, self.choose(rows)).reshape(x.shape)
+
+    def choose(self, rows: Float[Array, "T M"]) -> Choice:
+        """Each row's experts, by logits that stay in float32: where they are rounded, near ones tie."""
+        logits = einsum("tm,me->te", rows, self.router[...], wide=True)
+        return expert_choice(logits, routing=self.experts.config.routing)

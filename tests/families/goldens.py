@@ -1,0 +1,24 @@
+"""What transformers makes of tiny models, stored: see tests/parity/make_goldens.py."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jetspec_jax import load_target
+
+FOLDER = Path(__file__).parent / "goldens"
+NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
+
+# Longer than the windows of 8, by three of them.
+IDS = np.random.default_rng(0).integers(0, 64, (2, 33)).astype(np.int32)
+TOLERANCE = 1e-4
+
+
+def golden_target(name):
+    """A family's tiny target, in float32."""
+    return load_target(FOLDER / name, dtype="float32")
+
+
+def golden_logits(name):
+    """What transformers makes of `IDS`."""
+    return np.load(FOLDER / name / "logits.npy")

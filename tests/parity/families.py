@@ -1,0 +1,74 @@
+"""Tiny models of transformers, one for each family, with every parameter and buffer random.
+
+Heads are no hidden / heads wide, contexts are longer than windows, several experts serve a token. Values are
+rounded to bfloat16, so that a file of half the size holds them exactly.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+
+VOCAB = 64
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of transformers.
+
+    Attributes:
+        config: Makes its config.
+        model: Its class, or what makes a model with logits of a config.
+        louder: By part of a name, what its values are multiplied with: so that clamps are reached.
+    """
+
+    config: Callable[[], transformers.PretrainedConfig]
+    model: Callable[..., torch.nn.Module]
+    louder: dict[str, float] = field(default_factory=dict)
+
+    def build(self) -> torch.nn.Module:
+        """The model, in float32, ready to be asked."""
+        model = self.model._from_config(
+            self.config(), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if "inv_freq" not in name and "embed_scale" not in name:
+                    tensor.copy_(self._values(name, tensor))
+        return model
+
+    def _values(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Random values that follow from the tensor's name: norms about 1, all else about 0."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = 0.2 * torch.randn(like.shape, generator=generator)
+        near_one = "norm" in name or name.endswith(("scale", "layer_scalar"))
+        factor = next((own for part, own in self.louder.items() if part in name), 1.0)
+        return factor * (1 + noise if near_one else noise).bfloat16().float()
+
+
+FAMILIES = {
+    "qwen3_moe": Family(
+        lambda: transformers.Qwen3MoeConfig(
+            **COMMON,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+        transformers.Qwen3MoeForCausalLM,
+    ),
+}
