@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.models.layout import parse_layout
-from jetspec_jax.mxfp4 import packed_shapes, widen
+from jetspec_jax.models.layout import Layout, parse_layout
+from jetspec_jax.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Key:
             parameter's first axis, and ``layout`` and ``part`` are about what that index picks.
         form: Which way of storing the parameter this belongs to, if files differ in that. A file holds all
             tensors of one form and none of another; the form of the table's first line is what is written.
-        scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is that of the values, and
-            its first axis is one of the parameter's.
+        scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is then that of the values,
+            of three axes or more, and the file's last axis is one of them: the blocks lie along it.
     """
 
     name: str
@@ -50,9 +50,12 @@ class Key:
             ValueError: The layout is not valid, or not one of MXFP4 blocks, or the indices of the name are
                 not those of the path.
         """
-        merged = parse_layout(self.layout).merged if self.layout else (1,)
-        if self.scales and merged[:1] != (1,):
-            raise ValueError(f"{self.name}: layout {self.layout!r} merges the first axis of MXFP4 blocks")
+        layout = parse_layout(self.layout) if self.layout else Layout((), ())
+        if self.scales and (len(layout.order) < 3 or layout.merged[-1] != 1):
+            raise ValueError(
+                f"{self.name}: MXFP4 blocks need a layout of three axes or more, with the last one of the "
+                f"file unmerged, not {self.layout!r}"
+            )
         wanted = self.path.count("{}") + self.expert
         for name in self.names:
             if name.count("{}") != wanted:
@@ -112,12 +115,16 @@ class Key:
             ValueError: An MXFP4 scale is not a number.
         """
         view = self._view(parameter)
-        if not self.scales:
-            view[...] = tensors[0].reshape(view.shape)
-            return
-        # Row by row of the first axis, which is an expert: in float32 all of them would be 8 times the file.
-        for row, blocks, scales in zip(view, *tensors, strict=True):
-            row[...] = widen(blocks, scales).reshape(row.shape)
+        tiles = parse_layout(self.layout).tiles(view) if self.layout and view.ndim > 1 else [...]
+        if self.scales:
+            blocks = tensors[0].reshape(*view.shape[:-1], -1, BLOCK_BYTES)
+            scales = tensors[1].reshape(*view.shape[:-1], -1)
+            for tile in tiles:
+                view[tile] = widen(blocks[tile], scales[tile], view.dtype)
+        else:
+            tensor = tensors[0].reshape(view.shape)
+            for tile in tiles:
+                view[tile] = tensor[tile]
 
     def to_file(self, parameter: np.ndarray) -> np.ndarray:
         """The file's tensor for a parameter: the inverse of `from_file`. MXFP4 is not written."""

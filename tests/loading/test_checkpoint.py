@@ -297,11 +297,37 @@ class TestFiles:
             load_target(folder)
         assert str(path) in str(info.value)
 
-    def test_corrupt(self, folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
-        with pytest.raises(ValueError, match="not a readable safetensors file"):
+    @pytest.mark.parametrize(
+        "start",
+        [
+            b"\xff" * 16,
+            (10**6).to_bytes(8, "little"),  # a header that is longer than the file
+            (16).to_bytes(8, "little") + b"no header at all",
+            b"version https://git-lfs.github.com/spec/v1",  # what is checked out without the large files
+        ],
+        ids=["bytes", "header length", "header", "pointer"],
+    )
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_corrupt(self, tmp_path, tensors, start, sharded):
+        folder = write(tmp_path / "target", V4, *(halves(tensors) if sharded else [tensors]))
+        path = max(folder.glob("*.safetensors"))
+        path.write_bytes(start + path.read_bytes()[len(start) :])
+        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
             load_target(folder)
+        assert str(path) in str(info.value)
+
+    def test_a_tensor_beyond_the_end(self, folder):
+        """A header that is valid but for one tensor's place."""
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + size])
+        header["lm_head.weight"]["data_offsets"][1] += 4
+        changed = json.dumps(header).encode()
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
+            load_target(folder)
+        assert str(path) in str(info.value)
 
     def test_no_weights(self, folder):
         (folder / "model.safetensors").unlink()

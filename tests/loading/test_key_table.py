@@ -24,6 +24,11 @@ class TestLayout:
             ("m->() m", (3,), (1, 3)),
             ("c k -> c () k", (3, 4), (3, 1, 4)),
             ("-> ()", (), (1,)),
+            ("m g e -> (g e) m", (70, 2, 33), (66, 70)),
+            ("m i -> i m", (40, 100), (100, 40)),
+            ("h e m -> m (h e)", (3, 7, 65), (65, 21)),
+            ("e m two i -> e (two i) m", (2, 3, 2, 90), (2, 180, 3)),
+            ("e m i -> e m i", (70, 2, 3), (70, 2, 3)),
         ],
     )
     def test_there_and_back(self, layout, shape, stored):
@@ -98,7 +103,7 @@ class TestKey:
         np.testing.assert_array_equal(again, parameter * filled)
 
     def test_another_prefix(self):
-        key = Key("model.a.{}", "a.{}", form="mxfp4", scales="model.b.{}", layout="i j -> i j")
+        key = Key("model.a.{}", "a.{}", form="mxfp4", scales="model.b.{}", layout="e i j -> e j i")
         moved = key.under("language_model.model.", instead_of="model.")
         assert moved.names == ("language_model.model.a.{}", "language_model.model.b.{}")
         assert dataclasses.replace(moved, name=key.name, scales=key.scales) == key
@@ -112,8 +117,10 @@ class TestKey:
             (("layers.{}.a", "layers.{}.b", "", ..., True), "1 indices, and layers.{}.b needs 2"),
             (("layers.{}.{}.a", "layers.{}.b"), "2 indices, and layers.{}.b needs 1"),
             (("layers.a", "layers.{}.b"), "0 indices, and layers.{}.b needs 1"),
-            (("a", "b", "i j -> (i j)", ..., False, "", "c"), "merges the first axis of MXFP4"),
-            (("a.{}", "b.{}", "i j -> i j", ..., False, "", "c"), "c has 0 indices, and b.{} needs 1"),
+            (("a", "b", "e i j -> e (i j)", ..., False, "", "c"), "with the last one of the file unmerged"),
+            (("a", "b", "i j -> j i", ..., False, "", "c"), "need a layout of three axes"),
+            (("a", "b", "", ..., False, "", "c"), "need a layout of three axes"),
+            (("a.{}", "b.{}", "e i j -> e i j", ..., False, "", "c"), "c has 0 indices, and b.{} needs 1"),
         ],
     )
     def test_what_could_never_fit(self, key, complaint):

@@ -9,7 +9,7 @@ from jetspec_jax.safetensors_io import read_weights, save_checkpoint
 from tests.loading.families import EXPERTS, Packed, random_experts
 from tests.loading.published import V4, write
 
-RAW = {**V4, "num_hidden_layers": 1, "max_window_layers": 1, "hidden_size": 64, "intermediate_size": 32}
+RAW = {**V4, "num_hidden_layers": 1, "max_window_layers": 1, "hidden_size": 64, "intermediate_size": 96}
 CONFIG = parse_model_config(RAW)
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 DOWN = "model.layers.0.mlp.experts.down_proj"
@@ -35,7 +35,7 @@ def random_packed(*rows, seed=0):
 def tensors(monkeypatch):
     monkeypatch.setitem(FAMILIES, "qwen3", Packed)
     packed = dict(random_experts(RAW)[3])
-    for seed, (name, rows) in enumerate(((GATE_UP, (EXPERTS, 64, 2)), (DOWN, (EXPERTS, 64, 1)))):
+    for seed, (name, rows) in enumerate(((GATE_UP, (EXPERTS, 192, 2)), (DOWN, (EXPERTS, 64, 3)))):
         packed[f"{name}_blocks"], packed[f"{name}_scales"] = random_packed(*rows, seed=seed)
     return packed
 
@@ -54,9 +54,10 @@ class TestWiden:
         assert widened.shape == (253, 512)
         expected = [[value_of(n // 2, n % 2, scale) for n in range(512)] for scale in range(253)]
         np.testing.assert_array_equal(widened, np.array(expected))
-        # What is zero keeps its sign, and bfloat16 holds all of it.
-        np.testing.assert_array_equal(np.signbit(widened), np.signbit(expected))
-        np.testing.assert_array_equal(widened.astype(ml_dtypes.bfloat16).astype(np.float32), widened)
+        np.testing.assert_array_equal(np.signbit(widened), np.signbit(expected))  # of zeros, too
+        halves = widen(blocks, scales, np.dtype(ml_dtypes.bfloat16))
+        assert halves.dtype == ml_dtypes.bfloat16
+        assert halves.astype(np.float32).tobytes() == widened.tobytes()
 
     @pytest.mark.parametrize("rows", [(1,), (5, 3), (2, 3, 4)])
     def test_shapes(self, rows):
@@ -101,8 +102,8 @@ class TestCheckpoint:
     def test_shapes_that_do_not_match(self, tmp_path, tensors):
         tensors[f"{GATE_UP}_scales"] = tensors[f"{GATE_UP}_scales"][:, :, :1].copy()
         assert refused(tmp_path / "it", tensors) == [
-            f"  misshapen: {GATE_UP}_blocks is [3, 64, 2, 16] and {GATE_UP}_scales is [3, 64, 1], expected "
-            "[3, 64, 2, 16] and [3, 64, 2]"
+            f"  misshapen: {GATE_UP}_blocks is [3, 192, 2, 16] and {GATE_UP}_scales is [3, 192, 1], "
+            "expected [3, 192, 2, 16] and [3, 192, 2]"
         ]
 
     def test_other_types(self, tmp_path, tensors):
@@ -119,7 +120,7 @@ class TestCheckpoint:
         assert refused(tmp_path / "it", tensors) == [f"  missing: {DOWN}_scales"]
 
     def test_both_forms(self, tmp_path, tensors):
-        tensors[DOWN] = np.zeros((EXPERTS, 32, 64), np.float32)
+        tensors[DOWN] = np.zeros((EXPERTS, 96, 64), np.float32)
         assert refused(tmp_path / "it", tensors) == [
             f"  stored twice: layers.0.mlp.experts.down_proj, as {DOWN} and as {DOWN}_blocks"
         ]
