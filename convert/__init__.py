@@ -8,9 +8,11 @@ parameters in the pytree of this library, in chunks that a mesh of devices reads
     weights/          an Orbax checkpoint (zarr3 in OCDBT) of the parameters
 
 Both directions keep every bit: names, shapes, types and values. What a conversion leaves out is what no
-parameter is made of, and it is listed: a ``lm_head.weight`` that a target with tied embeddings stores all the
-same, the ``rotary_emb.inv_freq`` buffers of older exporters, and files that are neither configs, weights nor
-the tokenizer's. So a folder that was converted there and back holds exactly the tensors of the key tables.
+parameter is made of, and it is listed: towers for images, heads that predict further tokens, a
+``lm_head.weight`` that a target with tied embeddings stores all the same, the ``rotary_emb.inv_freq`` buffers
+of older exporters, and files that are neither configs, weights nor the tokenizer's. So a folder that was
+converted there and back holds exactly the tensors of the key tables, in their first form and under their
+first prefix: experts that were fused may be written one by one, and what was MXFP4 is bfloat16.
 The library's functions are `to_orbax`, `to_huggingface` and `verify`; `convert.orbax_io` reads and writes the
 Orbax folders.
 """

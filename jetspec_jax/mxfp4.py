@@ -8,7 +8,6 @@ Source: OCP Microscaling Formats (MX) specification 1.0, and the layout of the p
 """
 
 import math
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,6 @@ BLOCK = 32
 BLOCK_BYTES = BLOCK // 2
 
 _FLOAT32, _BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-_UPPER = int(sys.byteorder == "little")
 
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -60,5 +58,5 @@ def widen(
     values = values.reshape(*scales.shape[:-1], -1)
     if dtype != _BFLOAT16:
         return values.astype(dtype, copy=False)
-    # Nothing is lost with a float32's lower half, and leaving it out is faster than a conversion.
-    return values.view(np.uint16)[..., _UPPER::2].view(dtype)
+    # A float32's lower half, which comes first, is 0 here: leaving it out is faster than a conversion.
+    return values.view(np.uint16)[..., 1::2].view(dtype)

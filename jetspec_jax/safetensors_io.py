@@ -85,7 +85,7 @@ def read_parameters(
     with contextlib.ExitStack() as stack:
         tensors, plan = _open(folder, config, stack)
         for reason, names in plan.unused.items():
-            _log.info("%s: %d tensors are not read: %s", folder, len(names), reason)
+            _log.info("%s: tensors left unread: %d, %s", folder, len(names), reason)
         if dtype is None:
             dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
         else:

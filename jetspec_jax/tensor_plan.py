@@ -29,7 +29,7 @@ ParameterPath = tuple[str | int, ...]
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
 TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
 
-# More names than this that differ in their numbers only are one line of an error.
+# More lines than this that differ in their numbers only are one line of an error.
 MAX_ALIKE = 8
 
 
@@ -121,7 +121,7 @@ def make_plan(
 
     Raises:
         ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is not read (all
-            are listed).
+            are listed, but for those that are like many others).
     """
     missing, other, sources, known = [], [], [], set()
     for parameter in expected_parameters(config, stored):
@@ -137,8 +137,10 @@ def make_plan(
             other += _unfit(key, parameter.shape, stored)
         sources.append(Source(parameter, parameter.forms[taken]))
     unused, surplus = _unused(sorted(stored.keys() - known), config)
-    if wrong := [*wrong, *_listed("missing", sorted(missing)), *_listed("surplus", surplus), *other]:
-        raise ValueError(f"{where} does not hold the tensors of its config:\n  " + "\n  ".join(wrong))
+    absent = [f"missing: {name}" for name in sorted(missing)]
+    if wrong := [*wrong, *absent, *(f"surplus: {name}" for name in surplus), *other]:
+        lines = "\n  ".join(_shortened(wrong))
+        raise ValueError(f"{where} does not hold the tensors of its config:\n  {lines}")
     return Plan(sources, unused)
 
 
@@ -211,15 +213,12 @@ def _unused(
     return dict(unused), surplus
 
 
-def _listed(complaint: str, names: Iterable[str]) -> list[str]:
-    """Lines about names; of many that differ in their numbers only, the first and how many more."""
+def _shortened(lines: Iterable[str]) -> list[str]:
+    """The lines; of many that differ in their numbers only, the first and how many more there are."""
     alike = defaultdict(list)
-    for name in names:
-        alike[re.sub(r"\d+", "*", name)].append(name)
-    lines = []
-    for pattern, group in alike.items():
-        if len(group) > MAX_ALIKE:
-            lines.append(f"{complaint}: {group[0]} and {len(group) - 1} more of {pattern}")
-        else:
-            lines += [f"{complaint}: {name}" for name in group]
-    return lines
+    for line in lines:
+        alike[re.sub(r"\d+", "*", line)].append(line)
+    shown = []
+    for group in alike.values():
+        shown += group if len(group) <= MAX_ALIKE else [f"{group[0]}, and {len(group) - 1} more like it"]
+    return shown

@@ -30,7 +30,8 @@ class Key:
         expert: Whether each expert has a tensor of its own. Then the name's last ``{}`` is an index of the
             parameter's first axis, and ``layout`` and ``part`` are about what that index picks.
         form: Which way of storing the parameter this belongs to, if files differ in that. A file holds all
-            tensors of one form and none of another; the form of the table's first line is what is written.
+            tensors of one form and none of another, and forms share none. That of the table's first line for
+            a parameter is what is written.
         scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is then that of the values,
             of three axes or more, and the file's last axis is one of them: the blocks lie along it.
     """
@@ -158,6 +159,15 @@ class Skip:
     pattern: str
     reason: str
     extra_layers: bool = False
+
+    def __post_init__(self):
+        """Refuses a pattern that says nothing of a layer's index.
+
+        Raises:
+            ValueError: Extra layers are meant, and the pattern has no group.
+        """
+        if self.extra_layers and not re.compile(self.pattern).groups:
+            raise ValueError(f"{self.pattern!r} has no group for the layer's index")
 
     def matches(self, name: str, num_layers: int) -> bool:
         """Whether a tensor of this name is skipped in a model of so many layers."""

@@ -139,6 +139,10 @@ class TestSkip:
         assert not skip.matches("model.visuals.weight", 3)
         assert not skip.matches("x.model.visual.weight", 3)
 
+    def test_no_index_of_a_layer(self):
+        with pytest.raises(ValueError, match="no group for the layer's index"):
+            Skip(r"model\.mtp\..*", "layers that predict further tokens", extra_layers=True)
+
     def test_layers_that_the_config_does_not_count(self):
         skip = Skip(r"model\.layers\.(\d+)\..*", "layers that predict further tokens", extra_layers=True)
         assert [skip.matches(f"model.layers.{i}.norm.weight", 3) for i in (0, 2, 3, 12)] == [

@@ -117,9 +117,18 @@ class TestForms:
         with pytest.raises(ValueError, match="does not hold the tensors") as info:
             read_weights(write(tmp_path / "it", raw, experts[3]), parse_model_config(raw))
         assert str(info.value).splitlines()[1:] == [
-            f"  missing: model.layers.0.mlp.experts.0.{name}_proj.weight and 11 more of "
-            f"model.layers.*.mlp.experts.*.{name}_proj.weight"
+            f"  missing: model.layers.0.mlp.experts.0.{name}_proj.weight, and 11 more like it"
             for name in ("down", "gate", "up")
+        ]
+        transposed = {
+            name: tensor.T.copy() if "up" in name else tensor
+            for name, tensor in one_by_one(*random_experts(raw)).items()
+        }
+        with pytest.raises(ValueError, match="does not hold the tensors") as info:
+            read_weights(write(tmp_path / "transposed", raw, transposed), parse_model_config(raw))
+        assert str(info.value).splitlines()[1:] == [
+            "  misshapen: model.layers.0.mlp.experts.0.up_proj.weight is [12, 20], expected [20, 12], "
+            "and 11 more like it"
         ]
 
     def test_one_experts_type(self, tmp_path, family, experts):
@@ -180,8 +189,8 @@ class TestUnused:
         with caplog.at_level(logging.INFO, logger="jetspec_jax"):
             assert_are(read_weights(folder, CONFIG), experts)
         assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-            ("INFO", f"{folder}: 2 tensors are not read: layers that predict further tokens"),
-            ("INFO", f"{folder}: 2 tensors are not read: vision tower"),
+            ("INFO", f"{folder}: tensors left unread: 2, layers that predict further tokens"),
+            ("INFO", f"{folder}: tensors left unread: 2, vision tower"),
         ]
         assert unused_tensors(folder, CONFIG) == {
             "layers that predict further tokens": sorted(self.EXTRA[2:]),
