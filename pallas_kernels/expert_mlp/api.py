@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.expert_mlp import reference
+from pallas_kernels.expert_mlp import pallas_triton, reference
 
 _IMPLEMENTATIONS = {  # the preferred first
+    "pallas_triton": Implementation(pallas_triton.expert_mlp, pallas_triton.unsupported),
     "xla": Implementation(reference.expert_mlp, lambda *args: None),
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

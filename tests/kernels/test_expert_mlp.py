@@ -10,7 +10,9 @@ import pytest
 from jax.test_util import check_grads
 
 from pallas_kernels.activation import GELU_TANH, SILU, Activation
-from pallas_kernels.expert_mlp import expert_mlp, implementations, reference
+from pallas_kernels.expert_mlp import api, expert_mlp, implementations, pallas_triton, reference
+from pallas_kernels.expert_mlp.config import Config, config_for
+from tests.kernels.lowering import KERNEL, lower_for_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -173,8 +175,12 @@ class TestXla(ExpertMLPSuite):
         check_grads(jax.jit(loss), floats, order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
-def test_choice():
-    assert implementations() == ("xla",)
+class TestPallasTritonInterpreted(ExpertMLPSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        stand_in(api, partial(pallas_triton.expert_mlp, interpret=True))
 
 
 @pytest.mark.usefixtures("no_type_checks")

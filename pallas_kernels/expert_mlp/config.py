@@ -1,0 +1,91 @@
+"""Tile sizes and launch settings of the Triton kernels: a rule of the sizes, apart from what they compute."""
+
+from dataclasses import dataclass
+
+# Programs that keep the largest GPUs busy: two for each of their processors, about.
+_PROGRAMS = 256
+_ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
+_COLUMNS = (128, 64, 32)
+# Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
+_TILE_BYTES = 80 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the kernels cut their work up. No setting changes a result by more than rounding.
+
+    Attributes:
+        block_rows: Rows of one expert that a program computes at a time.
+        block_features: Hidden features of a program of the first product; it reads as many columns of the gate
+            and of the other half.
+        block_model: Columns of a program of the second product.
+        block_depth: Terms of both products' sums that are loaded in one step.
+        num_warps: Warps of a program.
+        num_stages: Steps of tiles on their way at once.
+    """
+
+    block_rows: int
+    block_features: int
+    block_model: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: naming every setting that is out of its range.
+        """
+        wrong = [
+            f"{name} must be a power of two of at least {least}, not {value}"
+            for name, value, least in (
+                ("block_rows", self.block_rows, 16),
+                ("block_features", self.block_features, 16),
+                ("block_model", self.block_model, 16),
+                ("block_depth", self.block_depth, 16),
+                ("num_warps", self.num_warps, 1),
+            )
+            if value < least or value & (value - 1)
+        ]
+        if self.num_stages < 1:
+            wrong.append(f"num_stages must be at least 1, not {self.num_stages}")
+        if wrong:
+            raise ValueError("Config: " + "; ".join(wrong))
+
+
+def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int) -> Config:
+    """The configuration of a call.
+
+    An expert's rows should fit into one block, for every block reads the expert's weights again: it has half as
+    many again as an expert gets of tokens that choose at random. Few experts are cut into narrow columns, so
+    that there are programs enough.
+
+    Args:
+        tokens: T.
+        top_k: K.
+        experts: E.
+        size: M.
+        features: I.
+        itemsize: bytes of an element.
+    """
+    mean = tokens * top_k / experts
+    groups = min(tokens * top_k, experts)
+    # Float32 has no tensor cores here: a large block would spill.
+    rows = next((rows for rows in _ROWS if rows >= 1.5 * mean), _ROWS[-1]) if itemsize == 2 else _ROWS[0]
+
+    def columns(total: int, widest: int) -> int:
+        fit = [width for width in _COLUMNS if width <= widest and groups * -(-total // width) >= _PROGRAMS]
+        return fit[0] if fit else _COLUMNS[-1]
+
+    block_features, block_model = columns(features, 64), columns(size, 128)
+    depth = 128 // itemsize
+    stage = depth * (rows + max(2 * block_features, block_model)) * itemsize
+    return Config(
+        block_rows=rows,
+        block_features=block_features,
+        block_model=block_model,
+        block_depth=depth,
+        num_warps=8 if rows == _ROWS[-1] else 4,
+        num_stages=max(2, min(4, _TILE_BYTES // stage)),
+    )

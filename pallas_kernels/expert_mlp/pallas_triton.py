@@ -1,0 +1,279 @@
+"""Experts on Pallas's Triton backend: two launches, nothing sorted, every weight read once.
+
+At a tree's few rows the experts' weights are all that takes time, so they set the programs:
+
+    program (c, g)  =  columns c of the expert of group g, for all rows of that expert
+
+Groups are experts; or, where there are fewer rows than experts, rows, of which the first of each expert does the
+work of all. A program finds its rows by itself, in the ids of all tokens, and has nothing to do if there are
+none. Its rows are gathered and multiplied a block at a time; as a rule they are one block.
+
+The first launch makes `hidden`, the second weighted outputs of every row; both leave rows without an expert as
+they are, and the sum over a token's experts skips them.
+
+Shapes: T tokens, K experts of each, R = T * K rows, E experts, M model, I features of an expert.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.activation import Activation, kernel_swish
+from pallas_kernels.dispatch import gpu_problem
+from pallas_kernels.expert_mlp.config import Config, config_for
+
+# Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
+_TABLE = 8192
+
+
+def unsupported(*_: object) -> str | None:
+    """Why the kernels cannot run a call here; None if they can."""
+    return gpu_problem()
+
+
+def expert_mlp(
+    x: Float[Array, "T M"],
+    gate_up: Float[Array, "E M 2 I"],
+    down: Float[Array, "E I M"],
+    experts: Int32[Array, "T K"],
+    weights: Float32[Array, "T K"],
+    gate_up_bias: Float[Array, "E 2 I"] | None,
+    down_bias: Float[Array, "E M"] | None,
+    *,
+    activation: Activation,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T M"]:
+    """See `api.expert_mlp`. `config` overrides the rule's; `interpret` runs without a GPU."""
+    (tokens, top_k), (num_experts, features, size) = experts.shape, down.shape
+    if config is None:
+        config = config_for(
+            tokens=tokens,
+            top_k=top_k,
+            experts=num_experts,
+            size=size,
+            features=features,
+            itemsize=x.dtype.itemsize,
+        )
+    call = _Call(
+        tokens=tokens,
+        top_k=top_k,
+        experts=num_experts,
+        block_rows=config.block_rows,
+        block_depth=config.block_depth,
+        # Tensor cores would round float32 to TF32.
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+    )
+
+    def launch(name: str, kernel: Callable[..., None], columns: int, block: int, dtype: jnp.dtype) -> Any:
+        return pl.pallas_call(
+            functools.partial(kernel, call, block),
+            out_shape=jax.ShapeDtypeStruct((experts.size, columns), dtype),
+            grid=(pl.cdiv(columns, block), call.groups),
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+            interpret=interpret,
+            name=name,
+        )
+
+    hide = launch(
+        "expert_mlp_hidden",
+        functools.partial(_hidden, activation),
+        features,
+        config.block_features,
+        x.dtype,
+    )
+    hidden = hide(experts, x, gate_up, gate_up_bias)
+    output = launch("expert_mlp_output", _output, size, config.block_model, jnp.dtype(jnp.float32))
+    rows = output(experts, hidden, down, down_bias, weights.reshape(-1)).reshape(tokens, top_k, size)
+    known = (experts >= 0) & (experts < num_experts)
+    return jnp.sum(jnp.where(known[:, :, None], rows, 0), axis=1).astype(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The static side of a launch."""
+
+    tokens: int  # T
+    top_k: int  # K
+    experts: int  # E
+    block_rows: int
+    block_depth: int
+    precision: jax.lax.Precision | None
+
+    @property
+    def groups(self) -> int:
+        """Programs for the same columns."""
+        return min(self.tokens * self.top_k, self.experts)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are looked at together."""
+        return min(pl.next_power_of_2(self.tokens), _TABLE // self.block_rows)
+
+
+def _hidden(
+    activation: Activation,
+    call: _Call,
+    block: int,
+    experts_ref: Any,
+    x_ref: Any,
+    gate_up_ref: Any,
+    bias_ref: Any,
+    hidden_ref: Any,
+) -> None:
+    """One program: some features of one expert's rows."""
+    features = gate_up_ref.shape[3]
+    feature, inside = _lanes(pl.program_id(0), block, features)
+
+    def compute(e: Array, row: Array, real: Array) -> None:
+        def add(i: Array, halves: tuple[Array, Array]) -> tuple[Array, ...]:
+            element, there = _lanes(i, call.block_depth, x_ref.shape[1])
+            mine = _load(x_ref, (row // call.top_k, element), real, there)
+            tiles = [_load(gate_up_ref, (e, element, half, feature), there, inside) for half in (0, 1)]
+            products = (plgpu.dot(mine, tile, precision=call.precision) for tile in tiles)
+            return tuple(half + product for half, product in zip(halves, products, strict=True))
+
+        zeros = jnp.zeros((call.block_rows, block), jnp.float32)
+        steps = pl.cdiv(x_ref.shape[1], call.block_depth)
+        halves = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
+        if bias_ref is not None:
+            biases = (plgpu.load(bias_ref.at[e, half, feature], mask=inside) for half in (0, 1))
+            halves = [
+                half + bias.astype(jnp.float32)[None, :] for half, bias in zip(halves, biases, strict=True)
+            ]
+        hidden = activation(*halves, swish=kernel_swish).astype(hidden_ref.dtype)
+        _store(hidden_ref, (row, feature), hidden, real, inside)
+
+    _for_each_block(call, experts_ref, compute)
+
+
+def _output(
+    call: _Call,
+    block: int,
+    experts_ref: Any,
+    hidden_ref: Any,
+    down_ref: Any,
+    bias_ref: Any,
+    weights_ref: Any,
+    out_ref: Any,
+) -> None:
+    """One program: some columns of the weighted outputs of one expert's rows."""
+    element, inside = _lanes(pl.program_id(0), block, down_ref.shape[2])
+
+    def compute(e: Array, row: Array, real: Array) -> None:
+        def add(i: Array, out: Array) -> Array:
+            feature, there = _lanes(i, call.block_depth, down_ref.shape[1])
+            mine = _load(hidden_ref, (row, feature), real, there)
+            tile = _load(down_ref, (e, feature, element), there, inside)
+            return out + plgpu.dot(mine, tile, precision=call.precision)
+
+        weights = plgpu.load(weights_ref.at[row], mask=real, other=0.0)
+        steps = pl.cdiv(down_ref.shape[1], call.block_depth)
+        out = jax.lax.fori_loop(0, steps, add, jnp.zeros((call.block_rows, block), jnp.float32))
+        if bias_ref is not None:
+            out += plgpu.load(bias_ref.at[e, element], mask=inside).astype(jnp.float32)[None, :]
+        _store(out_ref, (row, element), out * weights[:, None], real, inside)
+
+    _for_each_block(call, experts_ref, compute)
+
+
+def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Array, Array], None]) -> None:
+    """Calls `compute` with the expert of this program, and rows of it: their numbers, and which are real."""
+    e = _expert(call, experts_ref)
+    chunks = pl.cdiv(call.tokens, call.chunk)
+    one = _rows_of(call, experts_ref, e, jnp.int32(0))
+
+    def chunk(i: Array) -> tuple[Array, Array]:
+        return one if chunks == 1 else _rows_of(call, experts_ref, e, i)
+
+    def over_chunks(add: Callable[[Array, Any], Any], start: Any) -> Any:
+        return add(jnp.int32(0), start) if chunks == 1 else jax.lax.fori_loop(0, chunks, add, start)
+
+    count = over_chunks(lambda i, total: total + jnp.sum(chunk(i)[0]), jnp.int32(0))
+    slot = jnp.arange(call.block_rows, dtype=jnp.int32)
+
+    # The second, fourth and fifth token have chosen e, so that chosen is 0 1 0 1 1 and place 0 0 1 1 2: the one
+    # with place s, and chosen, goes to slot s.
+    def rows_of_block(block: Array) -> Array:
+        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            before, rows = carry
+            chosen, row = chunk(i)
+            place = before + jnp.cumsum(chosen) - chosen - block * call.block_rows
+            here = (chosen[:, None] == 1) & (place[:, None] == slot[None, :])
+            return before + jnp.sum(chosen), rows + jnp.sum(jnp.where(here, row[:, None], 0), axis=0)
+
+        return over_chunks(add, (jnp.int32(0), jnp.zeros_like(slot)))[1]
+
+    def one_block(block: Array, _: None) -> None:
+        real = block * call.block_rows + slot < count
+        # Padding lies behind the last row, for the interpreter writes back what a mask keeps it from writing.
+        compute(e, jnp.where(real, rows_of_block(block), experts_ref.size), real)
+
+    jax.lax.fori_loop(0, pl.cdiv(count, call.block_rows), one_block, None)
+
+
+def _expert(call: _Call, experts_ref: Any) -> Array:
+    """The expert of this program; -1 if it has none."""
+    group = pl.program_id(1)
+    if call.groups == call.experts:
+        return group
+    # The group of a row: the first row of an expert stands for all.
+    row = jnp.arange(pl.next_power_of_2(call.groups), dtype=jnp.int32)
+    all_ids = plgpu.load(experts_ref.at[row // call.top_k, row % call.top_k], mask=row < group, other=-1)
+    own = plgpu.load(experts_ref.at[group // call.top_k, group % call.top_k])
+    earlier = jnp.sum((all_ids == own).astype(jnp.int32))
+    return jnp.where((earlier > 0) | (own < 0) | (own >= call.experts), -1, own)
+
+
+def _rows_of(call: _Call, experts_ref: Any, e: Array, chunk: Array) -> tuple[Array, Array]:
+    """Of each token of a chunk: 1 if it has chosen the expert, else 0; and its row then."""
+    token = chunk * call.chunk + jnp.arange(call.chunk, dtype=jnp.int32)
+    column = jnp.arange(pl.next_power_of_2(call.top_k), dtype=jnp.int32)
+    there = (token < call.tokens)[:, None] & (column < call.top_k)[None, :]
+    ids = plgpu.load(experts_ref.at[token[:, None], column[None, :]], mask=there, other=-1)
+    hit = (ids == e) & (e >= 0)
+    # By the maximum, not by a sum: were an expert named twice, no row of another token would be touched.
+    own = jnp.max(jnp.where(hit, column[None, :], -1), axis=1)
+    return (own >= 0).astype(jnp.int32), token * call.top_k + own
+
+
+def _lanes(tile: Array, block: int, size: int) -> tuple[Array, Array | None]:
+    """Indices of a tile along an axis, and which lie inside of it where not all do."""
+    lane = tile * block + jnp.arange(block, dtype=jnp.int32)
+    return lane, None if size % block == 0 else lane < size
+
+
+def _tile(
+    index: tuple[Any, ...], row_mask: Array | None, column_mask: Array | None
+) -> tuple[tuple[Any, ...], Array | None]:
+    """A matrix out of an array: the index, with its two vectors across each other, and what lies inside."""
+    rows, columns = (part for part in index if jnp.ndim(part))
+    across = tuple(
+        part if jnp.ndim(part) == 0 else part[:, None] if part is rows else part[None, :] for part in index
+    )
+    if row_mask is None and column_mask is None:
+        return across, None
+    mask = jnp.ones((rows.size, columns.size), bool)
+    mask = mask if row_mask is None else mask & row_mask[:, None]
+    return across, mask if column_mask is None else mask & column_mask[None, :]
+
+
+def _load(ref: Any, index: tuple[Any, ...], row_mask: Array | None, column_mask: Array | None) -> Array:
+    """A matrix, zero outside."""
+    across, mask = _tile(index, row_mask, column_mask)
+    return plgpu.load(ref.at[across], mask=mask, other=None if mask is None else 0.0)
+
+
+def _store(
+    ref: Any, index: tuple[Any, ...], values: Array, row_mask: Array, column_mask: Array | None
+) -> None:
+    """Writes what lies inside of a matrix."""
+    across, mask = _tile(index, row_mask, column_mask)
+    plgpu.store(ref.at[across], values, mask=mask)
