@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.expert_choice import reference
+from pallas_kernels.expert_choice import pallas_triton, reference
 from pallas_kernels.expert_choice.reference import Choice, Routing
 
 _IMPLEMENTATIONS = {  # the preferred first
-    "xla": Implementation(reference.expert_choice, lambda *args, **kwargs: None),
+    "pallas_triton": Implementation(pallas_triton.expert_choice, pallas_triton.unsupported),
+    "xla": Implementation(reference.expert_choice, lambda *args: None),
 }
 
 

@@ -8,6 +8,7 @@ _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
 _COLUMNS = (128, 64, 32)
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
+_MOST_STAGES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class Config:
 
     Attributes:
         block_rows: Rows of one expert that a program computes at a time.
-        block_features: Hidden features of a program of the first product; it reads as many columns of the gate
-            and of the other half.
+        block_features: Hidden features of a program of the first product, which reads as many columns of both
+            halves.
         block_model: Columns of a program of the second product.
         block_depth: Terms of both products' sums that are loaded in one step.
         num_warps: Warps of a program.
@@ -57,9 +58,9 @@ class Config:
 def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int) -> Config:
     """The configuration of a call.
 
-    An expert's rows should fit into one block, for every block reads the expert's weights again: it has half as
-    many again as an expert gets of tokens that choose at random. Few experts are cut into narrow columns, so
-    that there are programs enough.
+    An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
+    half as many again as an expert gets on average. Few experts are cut into narrow columns: so there are
+    enough programs.
 
     Args:
         tokens: T.
@@ -86,6 +87,6 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
         block_features=block_features,
         block_model=block_model,
         block_depth=depth,
-        num_warps=8 if rows == _ROWS[-1] else 4,
-        num_stages=max(2, min(4, _TILE_BYTES // stage)),
+        num_warps=8 if rows >= 64 else 4,
+        num_stages=max(2, min(_MOST_STAGES, _TILE_BYTES // stage)),
     )

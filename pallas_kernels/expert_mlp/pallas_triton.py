@@ -4,12 +4,12 @@ At a tree's few rows the experts' weights are all that takes time, so they set t
 
     program (c, g)  =  columns c of the expert of group g, for all rows of that expert
 
-Groups are experts; or, where there are fewer rows than experts, rows, of which the first of each expert does the
-work of all. A program finds its rows by itself, in the ids of all tokens, and has nothing to do if there are
-none. Its rows are gathered and multiplied a block at a time; as a rule they are one block.
+Groups are experts; or, where there are fewer rows than experts, rows, and the first row of an expert stands
+for all of them. A program finds its rows by itself, in the ids of all tokens, and has nothing to do if there
+are none. Its rows are gathered and multiplied a block at a time; as a rule they are one block.
 
-The first launch makes `hidden`, the second weighted outputs of every row; both leave rows without an expert as
-they are, and the sum over a token's experts skips them.
+The first launch makes `hidden`, the second the weighted outputs of every row. Neither writes rows without an
+expert, and the sum over a token's experts skips them.
 
 Shapes: T tokens, K experts of each, R = T * K rows, E experts, M model, I features of an expert.
 """
@@ -30,7 +30,7 @@ from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.expert_mlp.config import Config, config_for
 
 # Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
-_TABLE = 8192
+_TABLE = 4096
 
 
 def unsupported(*_: object) -> str | None:
@@ -199,8 +199,8 @@ def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Arr
     count = over_chunks(lambda i, total: total + jnp.sum(chunk(i)[0]), jnp.int32(0))
     slot = jnp.arange(call.block_rows, dtype=jnp.int32)
 
-    # The second, fourth and fifth token have chosen e, so that chosen is 0 1 0 1 1 and place 0 0 1 1 2: the one
-    # with place s, and chosen, goes to slot s.
+    # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2: each chosen
+    # one goes to the slot of its place.
     def rows_of_block(block: Array) -> Array:
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             before, rows = carry

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_choice import Choice, Routing, expert_choice, implementations
+from pallas_kernels.expert_choice import (
+    Choice,
+    Routing,
+    api,
+    expert_choice,
+    implementations,
+    pallas_triton,
+)
+from tests.kernels.lowering import KERNEL, lower_for_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -117,8 +125,41 @@ class TestXla(ExpertChoiceSuite):
     implementation = "xla"
 
 
-def test_choice():
-    assert implementations() == ("xla",)
+class TestPallasTritonInterpreted(ExpertChoiceSuite):
+    implementation = "pallas_triton"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, stand_in):
+        stand_in(api, partial(pallas_triton.expert_choice, interpret=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_lowers_for_cuda(rule):
+    """To one kernel, on a machine without a GPU too."""
+    routing, biased, scaled = RULES[rule]
+    experts = jax.ShapeDtypeStruct((288,), jnp.float32)
+    bias, expert_scale = experts if biased else None, experts if scaled else None
+    run = partial(pallas_triton.expert_choice, routing=routing)
+    lowered = lower_for_gpu(run, jax.ShapeDtypeStruct((64, 288), jnp.float32), bias, expert_scale)
+    assert lowered.count(KERNEL) == 1
+
+
+def test_choice(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    logits, bias, _ = map(jnp.asarray, make_case(3, 8))
+    rule = RULES["sigmoid"][0]
+    default = expert_choice(logits, routing=rule, bias=bias)
+    jax.tree.map(np.testing.assert_array_equal, tuple(default), TestXla().run(logits, rule, bias))
+    with pytest.raises(NotImplementedError, match="expert_choice: pallas_triton cannot run: no GPU here"):
+        expert_choice(logits, routing=rule, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="expert_choice has no implementation 'cuda'; available: pallas_t"):
+        expert_choice(logits, routing=rule, implementation="cuda")
+
+
+def test_unsupported_shape():
+    assert pallas_triton.unsupported_shape(jnp.zeros((2, 4096))) is None
+    assert pallas_triton.unsupported_shape(jnp.zeros((2, 4097))) == "4097 experts are more than 4096"
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -183,6 +183,72 @@ class TestPallasTritonInterpreted(ExpertMLPSuite):
         stand_in(api, partial(pallas_triton.expert_mlp, interpret=True))
 
 
+# Published sizes: T, E, K, M, I.
+PUBLISHED = [
+    Case(1, 128, 8, 2048, 768, jnp.bfloat16),
+    Case(256, 128, 8, 2048, 768, jnp.bfloat16),
+    Case(512, 128, 8, 2816, 704, jnp.bfloat16, GELU_TANH),
+    Case(16, 32, 4, 2880, 2880, jnp.bfloat16, Activation.gpt_oss(), True),
+    Case(2048, 288, 8, 4096, 1280, jnp.float32, STEP),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *PUBLISHED], ids=lambda case: f"T{case.tokens}-E{case.experts}")
+def test_lowers_for_cuda(case):
+    """To two kernels, on a machine without a GPU too."""
+    t, e, k, m, i, dtype = case[:6]
+    shapes = [
+        ((t, m), dtype),
+        ((e, m, 2, i), dtype),
+        ((e, i, m), dtype),
+        ((t, k), jnp.int32),
+        ((t, k), jnp.float32),
+    ]
+    shapes += [((e, 2, i), dtype), ((e, m), dtype)]
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    arrays[5:] = arrays[5:] if case.biases else (None, None)
+    run = partial(pallas_triton.expert_mlp, activation=case.activation)
+    assert lower_for_gpu(run, *arrays).count(KERNEL) == 2
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: f"T{case.tokens}-E{case.experts}")
+def test_configurations(case):
+    """Programs enough, blocks that hold what an expert gets on average, and tiles that fit."""
+    t, e, k, m, i, dtype = case[:6]
+    itemsize = jnp.dtype(dtype).itemsize
+    config = config_for(tokens=t, top_k=k, experts=e, size=m, features=i, itemsize=itemsize)
+    groups = min(t * k, e)
+    for total, block in ((i, config.block_features), (m, config.block_model)):
+        assert groups * -(-total // block) >= 256 or block == 32
+    if itemsize == 2:
+        assert config.block_rows >= min(128, t * k / e)
+    widest = max(2 * config.block_features, config.block_model)
+    stage = config.block_depth * (config.block_rows + widest) * itemsize
+    assert stage * max(2, config.num_stages - 1) <= 96 << 10
+
+
+def test_configurations_are_checked():
+    with pytest.raises(
+        ValueError, match="block_rows must be a power of two of at least 16, not 8; num_stages"
+    ):
+        Config(8, 64, 64, 64, num_warps=4, num_stages=0)
+
+
+def test_choice(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
+    assert implementations() == ("pallas_triton", "xla")
+    case = CASES[3]
+    arrays = make_case(case)
+    call = partial(expert_mlp, *arrays[:5], activation=case.activation)
+    np.testing.assert_array_equal(jax.jit(call)(), TestXla().run(case, arrays))
+    with pytest.raises(NotImplementedError, match="expert_mlp: pallas_triton cannot run: no GPU here"):
+        call(implementation="pallas_triton")
+    with pytest.raises(
+        ValueError, match="expert_mlp has no implementation 'cuda'; available: pallas_triton, x"
+    ):
+        call(implementation="cuda")
+
+
 @pytest.mark.usefixtures("no_type_checks")
 class TestRefusals:
     """Static mistakes are ValueErrors with or without run-time type checking."""
