@@ -20,6 +20,7 @@ from jax.profiler import ProfileData
 CLASSES: tuple[tuple[str, str], ...] = (
     ("tree attention", r"attention|flash|fmha"),
     ("tree growth", r"grow|tree_build|build_tree"),
+    ("experts", r"expert"),
     ("matmul", r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk|matmul|(\b|_)dot(\b|_)"),
     ("top-k, sort", r"top_?k|sort|select_?k|radix"),
     ("commit, scatter", r"commit|paged_write|scatter|dynamic_update_slice"),
@@ -27,7 +28,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("reduce, argmax", r"reduc|argmax"),
     ("copy, memset", r"memcpy|memset|copy|transpose"),
     ("gather", r"gather|dynamic_slice"),
-    ("element-wise", r"fusion|wrapped_|silu"),
+    ("element-wise", r"fusion|wrapped_|activation"),
 )
 OTHER = "other"
 TOP = 25

@@ -12,11 +12,11 @@ from jetspec_jax.models.layers import einsum, param
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Choice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
-from pallas_kernels.silu_gate import silu_gate
+from pallas_kernels.gated_activation import gated_activation
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+    """The gated feed-forward block: ``down(activation(gate(x), up(x)))``, gate and up in one product."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
         gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
-        return einsum("bnf,fm->bnm", silu_gate(gate_up), self.down_proj[...])
+        return einsum("bnf,fm->bnm", gated_activation(gate_up, activation=self.activation), self.down_proj[...])
 
 
 class RoutedExperts(nnx.Module):

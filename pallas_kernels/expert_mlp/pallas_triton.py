@@ -199,8 +199,8 @@ def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Arr
     count = over_chunks(lambda i, total: total + jnp.sum(chunk(i)[0]), jnp.int32(0))
     slot = jnp.arange(call.block_rows, dtype=jnp.int32)
 
-    # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2: each chosen
-    # one goes to the slot of its place.
+    # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2: those that
+    # are chosen go to the slots of their places.
     def rows_of_block(block: Array) -> Array:
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             before, rows = carry

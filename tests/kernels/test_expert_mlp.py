@@ -12,11 +12,11 @@ from jax.test_util import check_grads
 from pallas_kernels.activation import GELU_TANH, SILU, Activation
 from pallas_kernels.expert_mlp import api, expert_mlp, implementations, pallas_triton, reference
 from pallas_kernels.expert_mlp.config import Config, config_for
+from tests.kernels.activations import FORMULAS, GPT_OSS, STEP
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-OSS, STEP = Activation.gpt_oss(limit=1.5), Activation.step(0.5)  # limits that bind
 # Of a row, relative to its length. Hidden features may be rounded to either side.
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2, jnp.float16: 1.5e-3}
 
@@ -36,11 +36,11 @@ class Case(NamedTuple):
 
 CASES = [
     Case(1, 4, 1, 32, 24),
-    Case(1, 8, 2, 64, 40, jnp.bfloat16, OSS, True),
+    Case(1, 8, 2, 64, 40, jnp.bfloat16, GPT_OSS, True),
     Case(1, 128, 8, 72, 20, jnp.float16, GELU_TANH),
     Case(3, 8, 8, 32, 7, activation=STEP),
     Case(16, 128, 8, 48, 24, jnp.bfloat16),
-    Case(16, 4, 2, 33, 16, activation=OSS, biases=True),
+    Case(16, 4, 2, 33, 16, activation=GPT_OSS, biases=True),
     Case(40, 8, 8, 64, 40, activation=GELU_TANH, biases=True),  # some blocks of every expert
     Case(40, 128, 1, 32, 24, jnp.bfloat16, STEP),
     Case(300, 4, 2, 80, 130),
@@ -71,20 +71,6 @@ def make_case(case, seed=0):
     return jax.tree.map(jnp.asarray, arrays)
 
 
-def activate(activation, gate, up):
-    """The families' activations, each as it is published."""
-    sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
-    if activation == GELU_TANH:
-        return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    if activation == OSS:
-        gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
-        return (up + 1) * gate * sigmoid(1.702 * gate)
-    if activation == STEP:
-        return np.minimum(gate * sigmoid(gate), 0.5) * np.clip(up, -0.5, 0.5)
-    assert activation == SILU
-    return gate * sigmoid(gate) * up
-
-
 def oracle(case, arrays):
     """The definition."""
     dtype = arrays[0].dtype
@@ -96,7 +82,7 @@ def oracle(case, arrays):
     for (t, k), e in np.ndenumerate(experts):
         if 0 <= e < case.experts:
             halves = np.einsum("m,mgi->gi", x[t], gate_up[e]) + (biases[0][e] if case.biases else 0)
-            hidden = activate(case.activation, *halves).astype(dtype).astype(np.float64)
+            hidden = FORMULAS[case.activation](*halves).astype(dtype).astype(np.float64)
             y[t] += weights[t, k] * (hidden @ down[e] + (biases[1][e] if case.biases else 0))
     return y
 
@@ -168,7 +154,7 @@ class TestXla(ExpertMLPSuite):
             x, gate_up, down, weights, *biases = floats
             own = jnp.arange(2, dtype=jnp.int32)[None]
             return jnp.sum(
-                jnp.sin(reference.expert_mlp(x, gate_up, down, own, weights, *biases, activation=OSS))
+                jnp.sin(reference.expert_mlp(x, gate_up, down, own, weights, *biases, activation=GPT_OSS))
             )
 
         floats = x, gate_up, down, weights, gate_up_bias, down_bias
@@ -188,7 +174,7 @@ PUBLISHED = [
     Case(1, 128, 8, 2048, 768, jnp.bfloat16),
     Case(256, 128, 8, 2048, 768, jnp.bfloat16),
     Case(512, 128, 8, 2816, 704, jnp.bfloat16, GELU_TANH),
-    Case(16, 32, 4, 2880, 2880, jnp.bfloat16, Activation.gpt_oss(), True),
+    Case(16, 32, 4, 2880, 2880, jnp.bfloat16, GPT_OSS, True),
     Case(2048, 288, 8, 4096, 1280, jnp.float32, STEP),
 ]
 

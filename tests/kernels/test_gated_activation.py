@@ -1,4 +1,4 @@
-"""silu_gate against its definition in float64."""
+"""gated_activation against its definition in float64."""
 
 from functools import cache, partial
 
@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.silu_gate import api, implementations, pallas_triton, reference, silu_gate
+from pallas_kernels.gated_activation import (
+    api,
+    gated_activation,
+    implementations,
+    pallas_triton,
+    reference,
+)
+from tests.kernels.activations import FORMULAS, GPT_OSS, NAMES
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
 TOLERANCE = {jnp.float32: 5e-6, jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # one rounding, at most half a step
@@ -28,13 +36,13 @@ def make_case(shape, dtype):
     return (3 * np.random.default_rng(0).standard_normal(shape)).astype(dtype)
 
 
-def oracle(gate_up):
+def oracle(gate_up, activation):
     """The definition."""
     gate, up = np.moveaxis(np.asarray(gate_up, np.float64), -2, 0)
-    return gate * np.exp(-np.logaddexp(0, -gate)) * up
+    return FORMULAS[activation](gate, up)
 
 
-class SiluGateSuite:
+class GatedActivationSuite:
     """What every implementation must pass; a subclass names one."""
 
     implementation: str
@@ -43,50 +51,69 @@ class SiluGateSuite:
     @cache
     def jitted(cls):
         """One function per class, so that tests share their compilations."""
-        return jax.jit(partial(silu_gate, implementation=cls.implementation))
+        run = partial(gated_activation, implementation=cls.implementation)
+        return jax.jit(run, static_argnames="activation")
 
-    def run(self, gate_up):
-        return self.jitted()(gate_up)
+    def run(self, gate_up, activation=SILU):
+        return self.jitted()(gate_up, activation=activation)
 
-    def check(self, gate_up):
-        out = self.run(gate_up)
+    def check(self, gate_up, activation=SILU):
+        out = self.run(gate_up, activation)
         assert out.shape == (*gate_up.shape[:-2], gate_up.shape[-1])
         assert out.dtype == gate_up.dtype
         tolerance = TOLERANCE[gate_up.dtype.type]
         smallest = float(jnp.finfo(gate_up.dtype).smallest_normal)
         np.testing.assert_allclose(
-            np.asarray(out, np.float64), oracle(gate_up), rtol=tolerance, atol=max(smallest, 1e-30)
+            np.asarray(out, np.float64),
+            oracle(gate_up, activation),
+            rtol=tolerance,
+            atol=max(smallest, 1e-30),
         )
 
     @pytest.mark.parametrize(("shape", "dtype"), CASES)
     def test_oracle(self, shape, dtype):
         self.check(make_case(shape, dtype))
 
+    @pytest.mark.parametrize("activation", FORMULAS, ids=NAMES.get)
+    def test_activations(self, activation):
+        """Of gates that no formula nearly closes: there a rounded exponent counts for more."""
+        self.check(np.clip(make_case((2, 2, 1100), jnp.float32), -2, None), activation)
+
     @DTYPES
-    def test_large_gates(self, dtype):
+    @pytest.mark.parametrize("activation", FORMULAS, ids=NAMES.get)
+    def test_large_gates(self, activation, dtype):
         """They pass, or close completely, without an overflow on the way."""
-        gate = np.asarray([-1e4, -1e3, -100, -88, -20, 0, 20, 88, 100, 1e3, 1e4], dtype)
-        self.check(np.stack([gate, np.full_like(gate, 1.5)]))
+        gate = np.asarray([-1e4, -1e3, -100, -88, 0, 20, 88, 100, 1e3, 1e4], dtype)
+        gate = gate if activation == SILU else gate[gate != -88]  # which is nearly closed
+        self.check(np.stack([gate, np.full_like(gate, 1.5)]), activation)
+
+    def test_gradients_are_finite(self):
+        """Also of gates that are closed."""
+        gate = jnp.asarray([-1e4, -100, 0, 100, 1e4], jnp.float32)
+        gate_up = jnp.stack([gate, jnp.full_like(gate, 1.5)])
+        for activation in FORMULAS:
+            gradient = jax.jit(jax.grad(lambda x, own=activation: jnp.sum(self.run(x, own))))(gate_up)
+            assert np.isfinite(gradient).all(), NAMES[activation]
 
     def test_vmap(self):
         gate_up = make_case((1, 2, 1, 2, 2048), jnp.float32)
         np.testing.assert_allclose(jax.vmap(self.run)(gate_up), self.run(gate_up), rtol=1e-6)
 
 
-class TestXla(SiluGateSuite):
+class TestXla(GatedActivationSuite):
     implementation = "xla"
 
     def test_no_rows(self):
         self.check(make_case((0, 2, 40), jnp.float32))
 
 
-class TestPallasTritonInterpreted(SiluGateSuite):
+class TestPallasTritonInterpreted(GatedActivationSuite):
     implementation = "pallas_triton"
 
     @pytest.fixture(autouse=True)
     def interpreted(self, stand_in):
-        kernel = partial(pallas_triton.silu_gate, interpret=True)
-        stand_in(api, differentiable(kernel, reference.silu_gate))
+        kernel = partial(pallas_triton.gated_activation, interpret=True)
+        stand_in(api, differentiable(kernel, reference.gated_activation))
 
     @DTYPES
     def test_gradients(self, dtype):
@@ -97,7 +124,9 @@ class TestPallasTritonInterpreted(SiluGateSuite):
             return jnp.sum(jnp.sin(gate(gate_up).astype(jnp.float32)))
 
         run = jax.jit(jax.grad(partial(loss, self.run)))(gate_up)
-        expected = jax.jit(jax.grad(partial(loss, reference.silu_gate)))(gate_up)
+        expected = jax.jit(jax.grad(partial(loss, partial(reference.gated_activation, activation=SILU))))(
+            gate_up
+        )
         assert run.dtype == dtype
         run, expected = np.asarray(run, np.float64), np.asarray(expected, np.float64)
         np.testing.assert_allclose(run, expected, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(expected).max())
@@ -107,14 +136,16 @@ class TestPallasTritonInterpreted(SiluGateSuite):
 def test_lowers_for_cuda(shape, dtype):
     """To one kernel, on a machine without a GPU too."""
     gate_up = jax.ShapeDtypeStruct(shape, dtype)
-    assert lower_for_gpu(pallas_triton.silu_gate, gate_up).count(KERNEL) == 1
+    assert (
+        lower_for_gpu(partial(pallas_triton.gated_activation, activation=GPT_OSS), gate_up).count(KERNEL) == 1
+    )
 
 
 def test_the_kernel_is_differentiable():
     """As it is registered, that is."""
 
     def loss(gate_up):
-        return jnp.sum(api._IMPLEMENTATIONS["pallas_triton"].function(gate_up))
+        return jnp.sum(api._IMPLEMENTATIONS["pallas_triton"].function(gate_up, activation=GPT_OSS))
 
     assert lower_for_gpu(jax.value_and_grad(loss), jnp.ones((3, 2, 40))).count(KERNEL) == 1
 
@@ -123,13 +154,15 @@ def test_choice(monkeypatch):
     gate_up = jnp.asarray(make_case((3, 2, 40), jnp.float32))
     monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
     assert implementations() == ("pallas_triton", "xla")
-    np.testing.assert_array_equal(silu_gate(gate_up), reference.silu_gate(gate_up))
-    with pytest.raises(NotImplementedError, match="silu_gate: pallas_triton cannot run: no GPU here"):
-        silu_gate(gate_up, implementation="pallas_triton")
+    np.testing.assert_array_equal(
+        gated_activation(gate_up), reference.gated_activation(gate_up, activation=SILU)
+    )
+    with pytest.raises(NotImplementedError, match="gated_activation: pallas_triton cannot run: no GPU here"):
+        gated_activation(gate_up, implementation="pallas_triton")
     with pytest.raises(
-        ValueError, match="silu_gate has no implementation 'cuda'; available: pallas_triton, x"
+        ValueError, match="gated_activation has no implementation 'cuda'; available: pallas_triton, x"
     ):
-        silu_gate(gate_up, implementation="cuda")
+        gated_activation(gate_up, implementation="cuda")
 
 
 def test_unsupported_shape():
@@ -141,6 +174,10 @@ def test_unsupported_shape():
 class TestRefusals:
     """Static mistakes are ValueErrors with or without run-time type checking."""
 
+    def test_activations(self):
+        with pytest.raises(ValueError, match="Activation: limits must be gate or swish, not 'up'"):
+            Activation(limit=7.0, limits="up")
+
     @pytest.mark.parametrize(
         ("gate_up", "message"),
         [
@@ -151,5 +188,5 @@ class TestRefusals:
         ],
     )
     def test_arrays(self, gate_up, message):
-        with pytest.raises(ValueError, match=f"silu_gate: {message}"):
-            silu_gate(gate_up)
+        with pytest.raises(ValueError, match=f"gated_activation: {message}"):
+            gated_activation(gate_up)

@@ -6,34 +6,35 @@ Shapes: F features of the block.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.differentiable import differentiable
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.silu_gate import pallas_triton, reference
+from pallas_kernels.gated_activation import pallas_triton, reference
 
 _IMPLEMENTATIONS = {  # the preferred first
     "pallas_triton": Implementation(
-        differentiable(pallas_triton.silu_gate, reference.silu_gate), pallas_triton.unsupported
+        differentiable(pallas_triton.gated_activation, reference.gated_activation), pallas_triton.unsupported
     ),
-    "xla": Implementation(reference.silu_gate, lambda *args: None),
+    "xla": Implementation(reference.gated_activation, lambda *args: None),
 }
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def implementations() -> tuple[str, ...]:
-    """Names that `silu_gate(implementation=...)` accepts, the preferred first."""
+    """Names that `gated_activation(implementation=...)` accepts, the preferred first."""
     return tuple(_IMPLEMENTATIONS)
 
 
-def silu_gate(
-    gate_up: Float[Array, "*rows 2 F"], *, implementation: str | None = None
+def gated_activation(
+    gate_up: Float[Array, "*rows 2 F"], *, activation: Activation = SILU, implementation: str | None = None
 ) -> Float[Array, "*rows F"]:
-    """The gate's SiLU times the other half: `silu(gate_up[..., 0, :]) * gate_up[..., 1, :]`.
+    """What a gated block makes of its halves: `activation(gate_up[..., 0, :], gate_up[..., 1, :])`.
 
-    SiLU(x) = x / (1 + exp(-x)). All of it is float32 and rounded once, to the dtype of the input. (Gated
-    blocks: Shazeer, arXiv 2002.05202.)
+    All of it is float32 and rounded once, to the dtype of the input.
 
     Args:
         gate_up: the fused projection, the gate before the other half; in float32, bfloat16 or float16.
+        activation: the formula.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:
@@ -49,5 +50,6 @@ def silu_gate(
             f"gate_up holds {gate_up.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}"
         )
     if wrong:
-        raise ValueError("silu_gate: " + "; ".join(wrong))
-    return choose("silu_gate", _IMPLEMENTATIONS, implementation, gate_up)(gate_up)
+        raise ValueError("gated_activation: " + "; ".join(wrong))
+    run = choose("gated_activation", _IMPLEMENTATIONS, implementation, gate_up)
+    return run(gate_up, activation=activation)
