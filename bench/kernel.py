@@ -1,5 +1,7 @@
 """``python -m bench kernel``: one layer's tree attention: first whether it is right, then how fast it is.
 
+`--operation experts` does the same for a mixture of experts (`experts.py`).
+
 Every registered shape is compared with the XLA reference in float32: many block sizes, prefixes of many
 lengths, random trees, and NaN wherever nobody may read. Nothing is timed unless all of it agrees. Then a
 layer is timed beside the reference and its floor: the bytes that it must move at the bandwidth that this very
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import experts
 from bench.floors import measure_ceilings
 from bench.kernel_cases import attend_by, ragged_call
 from bench.kernel_check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
@@ -40,9 +43,13 @@ def add_command(commands: Any) -> None:
         "kernel", help="one layer's tree attention, and its floor", description=__doc__
     )
     parser.set_defaults(run=run)
-    names = [shape.name for shape in SHAPES]
+    names = ", ".join(shape.name for shape in SHAPES)
     add = parser.add_argument
-    add("--shapes", nargs="+", default=names, help=f"of {', '.join(names)} (default: all)")
+    add(
+        "--operation", default="tree_attention", choices=["tree_attention", "experts"], help="what to measure"
+    )
+    others = ", ".join(shape.name for shape in experts.SHAPES)
+    add("--shapes", nargs="+", help=f"of {names} (default: all); of experts: {others}")
     add("--rows", type=int, nargs="+", help="of a block (default: each shape's, and some more to compare)")
     add("--prefixes", type=int, nargs="+", help="committed tokens (default: each shape's)")
     add("--batch", type=int, default=1, help="sequences of a timed call (default: 1)")
@@ -50,6 +57,8 @@ def add_command(commands: Any) -> None:
         "--dtypes", nargs="+", default=list(TOLERANCES), help="to compare; the first is timed (default: both)"
     )
     add("--implementation", default="pallas_triton", help=f"of {', '.join(implementations())}")
+    beside = f"of {', '.join(experts.BASELINES)}: what experts are timed beside (default: the first two)"
+    add("--baselines", nargs="*", default=list(experts.BASELINES[:2]), help=beside)
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
     add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
@@ -62,6 +71,8 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
+    if arguments.operation == "experts":
+        return experts.run(arguments)
     shapes = _shapes(arguments)
     arguments.json = arguments.json or Path(f"results/{'tuning' if arguments.tune else 'kernel'}.json")
     check_report(arguments)
@@ -130,6 +141,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         ValueError: An argument is out of its range, or the implementation does not run here.
     """
     known = {shape.name: shape for shape in SHAPES}
+    arguments.shapes = arguments.shapes or list(known)
     for option, given, names in (
         ("shapes", arguments.shapes, known),
         ("dtypes", arguments.dtypes, TOLERANCES),

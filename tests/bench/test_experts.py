@@ -1,0 +1,167 @@
+"""``python -m bench kernel --operation experts`` on tiny shapes: wrong kernels are caught, reports add up."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import expert_cases, expert_check, expert_speed, experts
+from bench.__main__ import main
+from bench.expert_cases import expert_work, experts_by, random_choices, random_layer, touched
+from bench.floors import Ceilings
+from pallas_kernels.activation import Activation
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import api as choice_api
+from pallas_kernels.expert_choice import reference as choice_reference
+from pallas_kernels.expert_mlp import api, reference
+from pallas_kernels.expert_mlp.shapes import Shape
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+PLAIN = Shape("plain", 8, 32, 24, Routing(2), tokens=(1, 4))
+OSS = Shape("oss", 4, 32, 16, Routing(2), Activation.gpt_oss(), biases=True, tokens=(3,))
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(experts, "SHAPES", (PLAIN, OSS))
+    monkeypatch.setattr(experts, "DEFAULT_SHAPES", ("plain",))
+    monkeypatch.setattr(experts, "measure_ceilings", lambda *_: Ceilings(1e9, 2e9, 1e10))
+
+
+def run(path, arguments):
+    return main(["kernel", "--operation", "experts", *arguments.split(), "--json", str(path)])
+
+
+class TestCommand:
+    def test_report(self, tmp_path, capsys):
+        path = tmp_path / "out" / "experts.json"
+        assert (
+            run(path, "--implementation xla --baselines ragged_dot --dtypes float32 --repeats 1 --seed 3")
+            == 0
+        )
+        report = json.loads(path.read_text())
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert [row["tokens"] for row in report["rows"]] == [1, 1, 4, 4]
+        assert len(report["checks"]) == 4
+        for row in report["rows"]:
+            assert row["us"] == row["wall_us"] > 0  # there is no GPU
+            assert set(row["others"]) == ({"ragged_dot"} if row["operation"] == "expert_mlp" else set())
+        first = report["rows"][0]
+        assert first["experts"] == 2
+        assert first["bytes"] == 4 * (2 * 3 * 32 * 24 + 2 * 32)
+        assert first["operations"] == 6 * 2 * 32 * 24
+        assert first["floor_us"] == pytest.approx(max(first["bytes"] / 2e9, first["operations"] / 1e10) * 1e6)
+        assert first["times_floor"] == pytest.approx(first["us"] / first["floor_us"])
+        shown = capsys.readouterr().out
+        assert "expert_mlp, plain" in shown
+        assert "expert_choice, plain" in shown
+        assert "(seed 3)" in shown
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ("--shapes qwen3-8b", "--shapes must be one of plain, oss, not 'qwen3-8b'"),
+            ("--implementation cuda", "--implementation must be one of pallas_triton, xla, not 'cuda'"),
+            ("--baselines cublas", "--baselines must be one of xla, ragged_dot, tokamax, not 'cublas'"),
+            (
+                "--implementation xla --prefixes 64",
+                "--operation experts has no --prefixes, --batch and --tune",
+            ),
+            ("--implementation xla --rows 0", "--repeats and --rows must be at least 1"),
+            ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),
+            ("--implementation xla --baselines tokamax", "tokamax: No module named 'tokamax'"),
+        ],
+    )
+    def test_refusals(self, arguments, message, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(experts, "time_shape", lambda *_: pytest.fail("timed"))
+        assert run(tmp_path / "e.json", arguments) == 2
+        assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("operation", ["expert_mlp", "expert_choice"])
+    def test_a_wrong_kernel_is_not_timed(self, operation, tmp_path, monkeypatch, capsys):
+        def wrong_mlp(*arrays, activation):
+            return reference.expert_mlp(*arrays, activation=activation).at[0, 0].add(0.1)
+
+        def wrong_choice(*arrays, routing):
+            experts, weights = choice_reference.expert_choice(*arrays, routing=routing)
+            return choice_reference.Choice(experts[:, ::-1], weights)
+
+        own, other = (wrong_mlp, choice_reference.expert_choice)
+        if operation == "expert_choice":
+            own, other = reference.expert_mlp, wrong_choice
+        for module, function in ((api, own), (choice_api, other)):
+            stand_in = Implementation(function, lambda *args: None)
+            monkeypatch.setitem(module._IMPLEMENTATIONS, "pallas_triton", stand_in)
+        monkeypatch.setattr(experts, "time_shape", lambda *_: pytest.fail("timed"))
+        assert run(tmp_path / "e.json", "--dtypes float32 --rows 4 --baselines --seed 0") == 1
+        shown = capsys.readouterr().err
+        assert f"pallas_triton is wrong: {operation} of plain, float32, 4 tokens: relative error" in shown
+        assert "1 of 2 comparisons failed, with --seed 0; plain was not timed" in shown
+
+
+class TestCases:
+    def test_choices_never_name_the_last_expert_nor_one_twice(self):
+        choice = random_choices(np.random.default_rng(0), PLAIN, 20, 4)
+        assert choice.experts.shape == (20, 4, 2)
+        assert int(choice.experts.max()) == 6
+        assert (choice.experts[:, :, 0] != choice.experts[:, :, 1]).all()
+        np.testing.assert_allclose(choice.weights.sum(axis=-1), 1, rtol=1e-6)
+        assert 2 < touched(choice) < 7
+
+    def test_ragged_dot_is_the_same_operation(self):
+        layer = jax.tree.map(lambda leaf: leaf.at[-1].set(0.0), random_layer(OSS, jnp.dtype("float32")))
+        choice = jax.tree.map(lambda leaf: leaf[0], random_choices(np.random.default_rng(0), OSS, 1, 5))
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 32), np.float32))
+        ragged, own = (jax.jit(experts_by(OSS, name))(layer, x, choice) for name in ("ragged_dot", "xla"))
+        np.testing.assert_allclose(ragged, own, rtol=1e-4, atol=1e-6)
+
+    def test_the_last_expert_is_nan(self):
+        layer = random_layer(OSS, jnp.dtype("bfloat16"))
+        for leaf in layer:
+            assert np.isnan(leaf[-1]).all()
+            assert np.isfinite(leaf[:-1]).all()
+
+    def test_calls_of_a_chain_wait_for_each_other(self):
+        """Each is given what the one before it made."""
+        choices = random_choices(np.random.default_rng(0), PLAIN, 4, 3)
+        layer = random_layer(PLAIN, jnp.dtype("float32"))
+        seen = expert_cases.chain_experts(
+            lambda _, x, own: x + own.weights[0, 0], layer, jnp.zeros((3, 2)), choices
+        )
+        np.testing.assert_allclose(seen, np.full((3, 2), choices.weights[:, 0, 0].sum()), rtol=1e-6)
+
+    def test_work(self):
+        work = expert_work(OSS, 3, 2.5, 2)
+        assert work.bytes == 2 * (2.5 * (3 * 32 * 16 + 2 * 16 + 32) + 2 * 3 * 32)
+        assert work.operations == 3 * 2 * 6 * 32 * 16
+
+
+def test_gpu_times_are_of_kernels(monkeypatch):
+    """A router's kernel is counted alone, everything else with all that runs."""
+    asked = []
+
+    def micros(programs, name):
+        asked.append((len(programs), name))
+        return [{"a": 2.0, "b": 0.5} for _ in programs]
+
+    monkeypatch.setattr(expert_speed, "on_gpu", lambda: True)
+    monkeypatch.setattr(expert_speed, "kernel_micros", micros)
+    keys = [
+        ("expert_mlp", 1, "pallas_triton"),
+        ("expert_choice", 1, "pallas_triton"),
+        ("expert_choice", 1, "xla"),
+    ]
+    jobs = [(partial(jnp.add, 1), (jnp.zeros(3),))] * 3
+    times = expert_speed._times(keys, jobs, 4, 1, "title")
+    assert asked == [(1, "expert_choice"), (2, None)]
+    assert all(times[key].micros == 2.5 and times[key].wall > 0 for key in keys)
+
+
+def test_what_does_not_run_is_a_problem():
+    error, problem = expert_check._judge(ValueError("too large"), [np.ones((2, 3))] * 2, 1e-5)
+    assert (error, problem) == (float("inf"), "does not run: too large")
