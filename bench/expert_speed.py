@@ -24,7 +24,7 @@ from bench.floors import Ceilings
 from bench.kernel_programs import Program, compile_together, kernel_micros
 from bench.kernel_speed import on_gpu
 from bench.timing import median
-from pallas_kernels.expert_mlp.config import config_for
+from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.expert_mlp.shapes import Shape
 
 # Calls of a chain: together they read more than any cache holds.
@@ -37,6 +37,18 @@ class Time(NamedTuple):
     micros: float
     wall: float
     kernels: dict[str, float]
+
+
+def config_of(shape: Shape, tokens: int, itemsize: int) -> Config:
+    """What the kernels' own rule makes of a call."""
+    return config_for(
+        tokens=tokens,
+        top_k=shape.routing.top_k,
+        experts=shape.experts,
+        size=shape.size,
+        features=shape.features,
+        itemsize=itemsize,
+    )
 
 
 def time_shape(
@@ -78,18 +90,10 @@ def time_shape(
         }
         if operation == "expert_mlp":
             work = expert_work(shape, count, reads[count], itemsize)
-            config = config_for(
-                tokens=count,
-                top_k=shape.routing.top_k,
-                experts=shape.experts,
-                size=shape.size,
-                features=shape.features,
-                itemsize=itemsize,
-            )
             row |= {"experts": reads[count], **work._asdict()}
             row["floor_us"] = 1e6 * work.seconds(ceilings.bandwidth, ceilings.matmul)
             row["times_floor"] = own.micros / row["floor_us"]
-            row["config"] = asdict(config) if name == "pallas_triton" else None
+            row["config"] = asdict(config_of(shape, count, itemsize)) if name == "pallas_triton" else None
         rows.append(row)
     return rows
 

@@ -16,6 +16,7 @@ from bench.expert_cases import GROUPED, Layer, experts_by, random_layer
 from bench.expert_check import check_choices, check_experts
 from bench.expert_report import notes_of, plot_experts, tables_of, title_of
 from bench.expert_speed import time_shape
+from bench.expert_tune import tune_experts
 from bench.floors import Ceilings, measure_ceilings
 from bench.kernel_check import TOLERANCES
 from bench.kernel_speed import on_gpu
@@ -32,10 +33,12 @@ _PATHS = ("run", "json", "plot", "table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares, measures, prints the tables, and writes the JSON and the plot."""
+    """Compares, measures, prints the tables, and writes the JSON and the plot; or tunes."""
     shapes = _shapes(arguments)
-    arguments.json = arguments.json or Path("results/experts.json")
+    arguments.json = arguments.json or Path(f"results/experts{'-tuning' if arguments.tune else ''}.json")
     check_report(arguments)
+    if arguments.tune:
+        return tune_experts(shapes, arguments.rows, arguments.dtypes[0], arguments.json)
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     dtype, names = arguments.dtypes[0], list(dict.fromkeys([arguments.implementation, *arguments.baselines]))
     ceilings: Ceilings | None = None
@@ -103,8 +106,8 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         for name in given:
             if name not in names:
                 raise ValueError(f"--{option} must be one of {', '.join(names)}, not {name!r}")
-    if arguments.prefixes or arguments.tune or arguments.batch != 1:
-        raise ValueError("--operation experts has no --prefixes, --batch and --tune")
+    if arguments.prefixes or arguments.batch != 1:
+        raise ValueError("--operation experts has no --prefixes and no --batch")
     if arguments.repeats < 1 or min(arguments.rows or [1]) < 1:
         raise ValueError("--repeats and --rows must be at least 1")
     tiny = Shape("tiny", 4, 32, 16, Routing(2))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import expert_cases, expert_check, expert_speed, experts
+from bench import expert_cases, expert_check, expert_speed, expert_tune, experts
 from bench.__main__ import main
 from bench.expert_cases import expert_work, experts_by, random_choices, random_layer, touched
 from bench.floors import Ceilings
@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.expert_choice import Routing
 from pallas_kernels.expert_choice import api as choice_api
 from pallas_kernels.expert_choice import reference as choice_reference
-from pallas_kernels.expert_mlp import api, reference
+from pallas_kernels.expert_mlp import api, pallas_triton, reference
 from pallas_kernels.expert_mlp.shapes import Shape
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -41,13 +41,16 @@ class TestCommand:
     def test_report(self, tmp_path, capsys):
         path = tmp_path / "out" / "experts.json"
         assert (
-            run(path, "--implementation xla --baselines ragged_dot --dtypes float32 --repeats 1 --seed 3")
+            run(
+                path,
+                "--implementation xla --baselines ragged_dot --dtypes float32 --rows 1 --repeats 1 --seed 3",
+            )
             == 0
         )
         report = json.loads(path.read_text())
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-        assert [row["tokens"] for row in report["rows"]] == [1, 1, 4, 4]
-        assert len(report["checks"]) == 4
+        assert [row["tokens"] for row in report["rows"]] == [1, 1]
+        assert len(report["checks"]) == 2
         for row in report["rows"]:
             assert row["us"] == row["wall_us"] > 0  # there is no GPU
             assert set(row["others"]) == ({"ragged_dot"} if row["operation"] == "expert_mlp" else set())
@@ -70,7 +73,7 @@ class TestCommand:
             ("--baselines cublas", "--baselines must be one of xla, ragged_dot, tokamax, not 'cublas'"),
             (
                 "--implementation xla --prefixes 64",
-                "--operation experts has no --prefixes, --batch and --tune",
+                "--operation experts has no --prefixes and no --batch",
             ),
             ("--implementation xla --rows 0", "--repeats and --rows must be at least 1"),
             ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),
@@ -165,3 +168,28 @@ def test_gpu_times_are_of_kernels(monkeypatch):
 def test_what_does_not_run_is_a_problem():
     error, problem = expert_check._judge(ValueError("too large"), [np.ones((2, 3))] * 2, 1e-5)
     assert (error, problem) == (float("inf"), "does not run: too large")
+
+
+def test_tuning(tmp_path, monkeypatch, capsys):
+    """The fastest of each launch is found; what does not run is passed over."""
+    configs = expert_tune.candidates(expert_speed.config_of(PLAIN, 4, 2), 2)
+    assert len(set(configs)) == len(configs) > 20
+    monkeypatch.setattr(expert_tune, "candidates", lambda *_: configs[:3])
+
+    def run(x, *arrays, activation, config):
+        if config == configs[0]:
+            raise NotImplementedError("too large")
+        return x
+
+    def micros(programs, name):
+        return [{"expert_mlp_hidden": 3.0 - i, "expert_mlp_output": 1.0 + i} for i, _ in enumerate(programs)]
+
+    monkeypatch.setattr(pallas_triton, "expert_mlp", run)
+    monkeypatch.setattr(expert_tune, "kernel_micros", micros)
+    path = tmp_path / "tuning.json"
+    assert expert_tune.tune_experts([PLAIN], [4], "bfloat16", path) == 0
+    hidden, output = json.loads(path.read_text())["rows"]
+    assert hidden["micros"] == [None, 3.0, 2.0]
+    assert output["micros"] == [None, 1.0, 2.0]
+    assert (hidden["best"], output["best"]) == (hidden["configs"][2], output["configs"][1])
+    assert "fastest configurations of expert_mlp" in capsys.readouterr().out
