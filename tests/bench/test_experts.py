@@ -192,4 +192,6 @@ def test_tuning(tmp_path, monkeypatch, capsys):
     assert hidden["micros"] == [None, 3.0, 2.0]
     assert output["micros"] == [None, 1.0, 2.0]
     assert (hidden["best"], output["best"]) == (hidden["configs"][2], output["configs"][1])
-    assert "fastest configurations of expert_mlp" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "fastest configurations of expert_mlp" in shown
+    assert "expert_mlp_output" in shown
