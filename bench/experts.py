@@ -97,6 +97,8 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     """
     known = {shape.name: shape for shape in SHAPES}
     arguments.shapes = arguments.shapes or list(DEFAULT_SHAPES)
+    if arguments.baselines is None:
+        arguments.baselines = list(BASELINES[:2])
     for option, given, names in (
         ("shapes", arguments.shapes, known),
         ("dtypes", arguments.dtypes, TOLERANCES),
@@ -106,8 +108,8 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         for name in given:
             if name not in names:
                 raise ValueError(f"--{option} must be one of {', '.join(names)}, not {name!r}")
-    if arguments.prefixes or arguments.batch != 1:
-        raise ValueError("--operation experts has no --prefixes and no --batch")
+    if arguments.prefixes or arguments.batch != 1 or arguments.again:
+        raise ValueError("--operation experts has no --prefixes, --batch and --again")
     if arguments.repeats < 1 or min(arguments.rows or [1]) < 1:
         raise ValueError("--repeats and --rows must be at least 1")
     tiny = Shape("tiny", 4, 32, 16, Routing(2))

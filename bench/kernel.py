@@ -58,7 +58,7 @@ def add_command(commands: Any) -> None:
     )
     add("--implementation", default="pallas_triton", help=f"of {', '.join(implementations())}")
     beside = f"of {', '.join(experts.BASELINES)}: what experts are timed beside (default: the first two)"
-    add("--baselines", nargs="*", default=list(experts.BASELINES[:2]), help=beside)
+    add("--baselines", nargs="*", help=beside)
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
     add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
@@ -142,6 +142,8 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     """
     known = {shape.name: shape for shape in SHAPES}
     arguments.shapes = arguments.shapes or list(known)
+    if arguments.baselines is not None:
+        raise ValueError("--baselines is for --operation experts: tree attention is timed beside xla")
     for option, given, names in (
         ("shapes", arguments.shapes, known),
         ("dtypes", arguments.dtypes, TOLERANCES),

@@ -73,7 +73,7 @@ class TestCommand:
             ("--baselines cublas", "--baselines must be one of xla, ragged_dot, tokamax, not 'cublas'"),
             (
                 "--implementation xla --prefixes 64",
-                "--operation experts has no --prefixes and no --batch",
+                "--operation experts has no --prefixes, --batch and --again",
             ),
             ("--implementation xla --rows 0", "--repeats and --rows must be at least 1"),
             ("--implementation pallas_triton", "pallas_triton: expert_mlp: pallas_triton cannot run: no GPU"),

@@ -98,6 +98,7 @@ class TestReport:
             ("--prefixes 8 -1", "--prefixes must be at least 1, not -1"),
             ("--batch 0", "--batch must be at least 1"),
             ("--repeats 0", "--repeats must be at least 1"),
+            ("--baselines xla", "--baselines is for --operation experts"),
         ],
     )
     @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU runs pallas_triton")
