@@ -36,7 +36,9 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
         gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
-        return einsum("bnf,fm->bnm", gated_activation(gate_up, activation=self.activation), self.down_proj[...])
+        return einsum(
+            "bnf,fm->bnm", gated_activation(gate_up, activation=self.activation), self.down_proj[...]
+        )
 
 
 class RoutedExperts(nnx.Module):
