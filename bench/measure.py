@@ -14,6 +14,7 @@ from bench.phases import PHASES, repeat
 from bench.scene import Scene, Stores, join, split
 from bench.shapes import Shape
 from bench.timing import compile_seconds, median, seconds_of
+from bench.touched import experts_touched
 from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
 from jetspec_jax.tree import bucket_for
 
@@ -99,6 +100,7 @@ class Measured:
         tokens_per_round: Mean tokens committed, over slots and rounds.
         phase_seconds: Of one run of each phase.
         compile_seconds: Of each program, tracing included.
+        experts_touched: Different experts that a round's first tree reads, of each layer that has any.
         temporary_bytes: What the rounds' program allocates beside its arguments and results.
         kernels: What ran on a GPU during a dispatch; None unless it was recorded.
     """
@@ -107,6 +109,7 @@ class Measured:
     tokens_per_round: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
+    experts_touched: dict[int, int] = field(default_factory=dict)
     temporary_bytes: int | None = None
     kernels: list[Kernel] | None = None
 
@@ -142,6 +145,9 @@ class Runner:
         memory = program.memory_analysis()
         self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
         self._program = program
+        if any(layer.experts is not None for layer in self._decoder.target.layers):
+            found = experts_touched(self._decoder, self._weights, join(self._stores(), self._state))
+            self.measured.experts_touched = {layer: int(count) for layer, count in found.items()}
         self.decode()
 
     def decode(self) -> float:

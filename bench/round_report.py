@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from bench.floors import Ceilings
@@ -45,6 +46,7 @@ def row_of(
         context=case.context,
         budget=case.budget,
         itemsize=itemsize,
+        touched=found.experts_touched,
     )
     floors = {
         phase: {**work._asdict(), "ms": 1e3 * work.seconds(ceilings.bandwidth, ceilings.matmul)}
@@ -69,6 +71,7 @@ def row_of(
         # The acceptance length from which on a tree beats plain decoding.
         "times_plain": median(found.seconds) / median(plain.seconds),
         "tokens_per_round": found.tokens_per_round,
+        "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
         **host_work(found.tokens_per_round),
         "compile_seconds": found.compile_seconds,
         "temporary_bytes": found.temporary_bytes,

@@ -1,8 +1,14 @@
 """Shapes that people run, by name: a target and a draft head whose weights need not exist."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope, default_tap_layers
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    Rope,
+    default_tap_layers,
+    parse_model_config,
+)
 
 
 class Shape(NamedTuple):
@@ -31,6 +37,21 @@ def _qwen3(
     own = ModelConfig.uniform("qwen3", 5, **geometry)
     # The mask token is one of the ids that Qwen3's tokenizer leaves free.
     return Shape(target, _head(own, layers, block_size=16, mask_token_id=151669))
+
+
+def _published(raw: dict[str, Any], **head: Any) -> Shape:
+    """A target by its published config, with a head of five Qwen3-style layers."""
+    target = parse_model_config(raw)
+    own = ModelConfig.uniform(
+        "qwen3",
+        5,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=target.max_position_embeddings,
+        **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope": Rope(1e6, 128), **head},
+    )
+    return Shape(target, _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1))
 
 
 def _head(
@@ -64,6 +85,30 @@ def _tiny() -> Shape:
     return Shape(target, _head(own, 2, block_size=8, mask_token_id=511))
 
 
+# As published, less what no forward pass depends on.
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
 SHAPES = {
     "tiny": _tiny(),
     "qwen3-0.6b": _qwen3(layers=28, hidden=1024, intermediate=3072, heads=16, tied=True),
@@ -72,6 +117,7 @@ SHAPES = {
     "qwen3-8b": _qwen3(layers=36, hidden=4096, intermediate=12288, heads=32),
     "qwen3-14b": _qwen3(layers=40, hidden=5120, intermediate=17408, heads=40),
     "qwen3-32b": _qwen3(layers=64, hidden=5120, intermediate=25600, heads=64),
+    "qwen3-30b-a3b": _published(QWEN3_30B_A3B, num_kv_heads=4, mlp_size=6144),
 }
 
 

@@ -1,7 +1,8 @@
 """What a round cannot do without: the bytes that it must read and the operations that it must compute.
 
 Every phase that runs a model reads that model's parameters once, the keys and values of the context once for
-each slot, and of the embedding table only the rows of its tokens. Logits, masks, norms and what is kept
+each slot, of the embedding table only the rows of its tokens, and of routed experts those that its tokens
+choose. Logits, masks, norms and what is kept
 between two kernels are left out: a lower bound may be too low, never too high.
 
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
@@ -9,6 +10,7 @@ Shapes: B slots, S committed tokens, N nodes, D draft depth.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,8 @@ from jetspec_jax.models import abstract, weights_of
 
 # Parameters of a draft head that make features of taps: the commit's work, not the draft's.
 FEATURES = frozenset({"fc", "hidden_norm"})
+# The parameters of routed experts, without their router.
+EXPERTS = frozenset({"experts"})
 
 
 class Work(NamedTuple):
@@ -39,6 +43,7 @@ def round_work(
     context: int,
     budget: int,
     itemsize: int,
+    touched: Mapping[int, int] | None = None,
 ) -> dict[str, Work]:
     """The work of the phases of a round that run a model; a plain step only verifies and commits.
 
@@ -49,14 +54,17 @@ def round_work(
         context: S, of every slot.
         budget: Nodes of a slot's tree.
         itemsize: Bytes of a parameter and of an element of the stores.
+        touched: For each layer with routed experts, how many of them the nodes choose.
     """
     lm_head = target.vocab_size * target.hidden_size
     body = parameters(target) - lm_head * (1 if target.tie_word_embeddings else 2)
     rows = batch * budget
+    own, chosen = _experts(target, touched or {})
+    body -= parameters(target, EXPERTS)
     work = {
         "verify": Work(
-            itemsize * (body + lm_head + rows * target.hidden_size + batch * _kv(target, context)),
-            2 * rows * (body + lm_head) + rows * _scores(target, context),
+            itemsize * (body + chosen + lm_head + rows * target.hidden_size + batch * _kv(target, context)),
+            2 * rows * (body + own + lm_head) + rows * _scores(target, context),
         ),
         # Of each slot's path at least the root is written.
         "commit": Work(itemsize * batch * _kv(target, 1), 0),
@@ -87,6 +95,17 @@ def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | No
 def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights_of(abstract(config)))
     return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}
+
+
+def _experts(config: ModelConfig, touched: Mapping[int, int]) -> tuple[int, int]:
+    """Parameters of the experts that serve one token in all layers, and of those that are touched."""
+    serving = read = 0
+    for index, layer in enumerate(config.layers):
+        if layer.experts is not None:
+            each = 3 * config.hidden_size * layer.experts.size
+            serving += layer.experts.routing.top_k * each
+            read += touched[index] * each
+    return serving, read
 
 
 def _kv(config: ModelConfig, tokens: int) -> int:

@@ -1,0 +1,57 @@
+"""How many experts a round really reads: those that the nodes of its tree choose."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.block import Block
+from jetspec_jax.cache import attend_over
+from jetspec_jax.models import bind
+from jetspec_jax.models.feed_forward import RoutedExperts
+from pallas_kernels.expert_choice import Choice
+
+
+class _Noting(nnx.Module):
+    """A layer's experts, which also tell how many of them were chosen."""
+
+    def __init__(self, experts: RoutedExperts, note: Callable[[Int[Array, ""]], None]):
+        self.experts, self.note = experts, note
+
+    @property
+    def config(self):
+        """Theirs: a router reads it."""
+        return self.experts.config
+
+    def __call__(self, rows: Float[Array, "T M"], choice: Choice) -> Float[Array, "T M"]:
+        chosen = jnp.bincount(choice.experts.reshape(-1), length=self.config.count)
+        self.note(jnp.sum(chosen > 0, dtype=jnp.int32))
+        return self.experts(rows, choice)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def experts_touched(
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
+) -> dict[int, Int[Array, ""]]:
+    """Different experts that the target's forward over a round's tree reads, by layer.
+
+    Args:
+        decoder: The decoder.
+        weights: Its parameters.
+        state: Where the round begins.
+    """
+    tree = decoder.build(state, decoder.draft(weights, state))
+    target, block = bind(decoder.target, weights.target), Block.of_tree(tree, max_depth=decoder.depth)
+    found: dict[int, Int[Array, ""]] = {}
+    for index, layer in enumerate(target.layers):
+        for _, module in list(nnx.iter_modules(layer)):
+            for name, child in list(vars(module).items()):
+                if isinstance(child, RoutedExperts):
+                    setattr(module, name, _Noting(child, functools.partial(found.__setitem__, index)))
+    attend = attend_over(state.stores, state.slots, block, implementation=decoder.implementation)
+    target(block.tokens, block.positions(state.slots.lengths), attend)
+    return found

@@ -1,0 +1,62 @@
+"""The floor of a round of a mixture of experts: the experts that its nodes choose, and no others."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from bench.measure import Case, Plan, measure
+from bench.scene import random_weights
+from bench.shapes import Shape
+from bench.work import EXPERTS, parameters, round_work
+from jetspec_jax import SamplingParams
+from jetspec_jax.config import Experts, LayerConfig
+from jetspec_jax.state import DecodeWeights
+from pallas_kernels.expert_choice import Routing
+from tests.decode.tiny import TINY, head_config
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+DENSE = TINY.layers[0]
+ROUTED = dataclasses.replace(DENSE, mlp_size=0, experts=Experts(16, 24, Routing(3)))
+TARGET = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(ROUTED, DENSE, ROUTED))
+ONE_EXPERT = 3 * TINY.hidden_size * 24
+
+
+def test_what_the_nodes_choose_is_counted():
+    shape = Shape(TARGET, head_config(TARGET))
+    float32 = jnp.dtype(jnp.float32)
+    weights = DecodeWeights(*(random_weights(own, float32, seed) for seed, own in enumerate(shape)))
+    plan = Plan(
+        SamplingParams(), width=3, rounds=2, repeats=1, implementation=None, phases=False, profile=False
+    )
+    cases = [Case(4, 20, 1), Case(4, 20, 16)]
+    found = measure(cases, shape, weights, plan, lambda _: None)
+    anchors, trees = (found[case].experts_touched for case in cases)
+    assert list(anchors) == list(trees) == [0, 2]
+    for layer in (0, 2):
+        assert 3 <= anchors[layer] <= 4 * 3
+        assert anchors[layer] < trees[layer] <= 16
+
+
+def test_the_floor_reads_them_once_and_computes_those_of_every_row():
+    given = {"batch": 1, "context": 10, "budget": 16, "itemsize": 2}
+    assert parameters(TARGET, EXPERTS) == 2 * 16 * ONE_EXPERT
+    without = round_work(TARGET, None, **given, touched={0: 0, 2: 0})["verify"]
+    some = round_work(TARGET, None, **given, touched={0: 5, 2: 7})["verify"]
+    assert some.bytes - without.bytes == 2 * 12 * ONE_EXPERT
+    assert some.operations == without.operations
+    layers = (dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, routing=Routing(4))),)
+    more = dataclasses.replace(TARGET, layers=(*layers, DENSE, ROUTED))
+    assert round_work(more, None, **given, touched={0: 5, 2: 7})["verify"].operations == (
+        some.operations + 2 * 16 * ONE_EXPERT
+    )
+
+
+def test_a_layer_that_differs_counts_as_it_is():
+    wide = dataclasses.replace(DENSE, num_kv_heads=4, window=8)
+    config = dataclasses.replace(TINY, layers=(DENSE, wide))
+    assert isinstance(wide, LayerConfig)
+    one = round_work(TINY, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
+    other = round_work(config, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
+    assert other.bytes - one.bytes == wide.kv_size - DENSE.kv_size
