@@ -10,20 +10,10 @@ from jetspec_jax.block import Block
 from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from tests.families.goldens import IDS, NAMES, TOLERANCE, golden_logits, golden_target
+from tests.families.goldens import IDS, TOLERANCE, golden_logits
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 PAGE = 4
-
-
-@pytest.fixture(scope="module", params=NAMES)
-def family(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def target(family):
-    return golden_target(family)
 
 
 def close(ours, theirs):
@@ -36,7 +26,7 @@ def test_logits_are_those_of_transformers(family, target):
     close(logits(target, IDS), theirs)
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 33, (5,) * 6 + (3,), (20, 13), (33,)])
+@pytest.mark.parametrize("sizes", [(1,) * 33, (20, 13)])
 def test_in_parts(target, sizes):
     """A prompt in chunks, or token by token, over stores: the same logits as at once."""
     close(in_parts(target, sizes), logits(target, IDS))
@@ -65,7 +55,7 @@ def in_parts(target, sizes):
     return jnp.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("prefix", [0, 3, 25])
+@pytest.mark.parametrize("prefix", [3, 25])
 def test_trees_node_by_node(target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""
     rng = np.random.default_rng(prefix)
