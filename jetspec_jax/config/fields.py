@@ -77,8 +77,11 @@ class Fields:
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there, and not null."""
-        return self.raw.get(key) is not None
+        """Whether the key is there, and not null; a null that is asked for counts as used."""
+        if self.raw.get(key) is None:
+            self.used.add(key)
+            return False
+        return True
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of any kind; null counts as absent."""
@@ -89,6 +92,23 @@ class Fields:
     def inert(self, *keys: str) -> None:
         """Says that keys of this family have no effect on a forward pass."""
         self.used.update(keys)
+
+    def assume(self, **values: Any) -> None:
+        """Gives keys that files of this family leave out the values that all their readers give them."""
+        self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
+
+    def newer(self, key: str, *replaced: str) -> bool:
+        """Whether the config has a key of the newer dialect, and so none of the older ones that it replaced.
+
+        Raises:
+            ValueError: It has both.
+        """
+        if key not in self:
+            return False
+        if both := [old for old in replaced if old in self]:
+            raise ValueError(f"{self.where}: {key} takes the place of {', '.join(both)}, and both are there")
+        self.inert(*replaced)
+        return True
 
     def only(self, key: str, *harmless: Any, default: Any = None) -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.

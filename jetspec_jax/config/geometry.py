@@ -101,6 +101,8 @@ class LayerConfig:
         head_dim: Elements of a head.
         rope: The rotary embedding.
         window: Tokens that a query sees, its own included; None is all.
+        attention_scale: What products of queries and keys are multiplied with; None is head_dim^-0.5.
+        keys_as_values: Whether the projected keys are also the values, before both are normed.
         mlp_size: Features of the dense feed-forward block; 0 where there is none.
         activation: Between that block's two products.
         experts: The routed experts, if there are any.
@@ -111,6 +113,8 @@ class LayerConfig:
     head_dim: int
     rope: Rope
     window: int | None = None
+    attention_scale: float | None = None
+    keys_as_values: bool = False
     mlp_size: int = 0
     activation: Activation = SILU
     experts: Experts | None = None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.geometry import Experts
 from jetspec_jax.config.rope import FULL, SLIDING
 
 
@@ -43,6 +44,16 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"{where}: {heads} attention heads are no multiple of {kv_heads} KV heads")
     if head_dim % 2:
         raise ValueError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
+
+
+def check_top_k(where: str, experts: Experts) -> None:
+    """Checks that there are as many experts as a token is to pass.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    if experts.routing.top_k > experts.count:
+        raise ValueError(f"{where}: num_experts_per_tok {experts.routing.top_k} of {experts.count} experts")
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:

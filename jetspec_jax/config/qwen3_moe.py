@@ -2,7 +2,7 @@
 
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
-from jetspec_jax.config.layers import read_decoder, read_heads
+from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads
 from jetspec_jax.config.rope import read_rope
 from pallas_kernels.expert_choice import Routing
 
@@ -21,10 +21,7 @@ def read(fields: Fields) -> ModelConfig:
         size=fields.integer("moe_intermediate_size"),
         routing=Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
     )
-    if experts.routing.top_k > experts.count:
-        raise ValueError(
-            f"{fields.where}: num_experts_per_tok {experts.routing.top_k} of {experts.count} experts"
-        )
+    check_top_k(fields.where, experts)
     # Unlike Qwen3, all layers slide or none does.
     slides = fields.flag("use_sliding_window")
     fields.inert("sliding_window")

@@ -4,7 +4,7 @@ The newer one has ``rope_parameters``: one object, or one for each type of layer
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
@@ -46,6 +46,30 @@ def read_rope(
     if len(ropes) > 1:
         raise ValueError(f"{fields.where}: rope_parameters and rope_scaling differ")
     return ropes.pop()
+
+
+def read_layer_ropes(
+    fields: Fields, head_dims: Mapping[str, int], types: Collection[str] = ("default",)
+) -> dict[str, Rope]:
+    """The rotary embedding of each type of layer, from the objects of the newer dialect.
+
+    Args:
+        fields: The config.
+        head_dims: Elements of a head, for each type of layer.
+        types: The rope types that the family may have.
+
+    Raises:
+        ValueError: As for `read_rope`, or a type of layer has none.
+    """
+    ropes, found = fields.object("rope_parameters"), {}
+    for kind, head_dim in head_dims.items():
+        own = None if ropes is None else ropes.object(kind)
+        if own is None:
+            raise ValueError(f"{fields.where}: rope_parameters has no {kind}")
+        found[kind] = read_layer_rope(own, head_dim, types)
+    if ropes is not None:
+        ropes.done()
+    return found
 
 
 def read_layer_rope(

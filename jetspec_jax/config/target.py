@@ -1,21 +1,39 @@
 """The ``config.json`` of a target, by its family."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jetspec_jax.config import qwen3, qwen3_moe
+from jetspec_jax.config import gemma3, qwen3, qwen3_moe
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
 #: Reads a family's keys.
 Read = Callable[[Fields], ModelConfig]
 
+
+class Wrapper(NamedTuple):
+    """A model of several modalities, whose config has that of its text model below ``text_config``.
+
+    Attributes:
+        text_type: The model type of its text model.
+        inert: Keys of its own that say nothing about text: other modalities, and their tokens.
+    """
+
+    text_type: str
+    inert: tuple[str, ...]
+
+
 #: The families whose configs are read; `jetspec_jax.models` has a class for each.
 READERS: Mapping[str, Read] = {
     "qwen3": qwen3.read,
     "qwen3_moe": qwen3_moe.read,
+    "gemma3_text": gemma3.read,
 }
-MODEL_TYPES = tuple(READERS)
+#: The models that hold one of them among others, of which text is all that is used.
+WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma3": Wrapper("gemma3_text", gemma3.WRAPPER_KEYS),
+}
+MODEL_TYPES = (*READERS, *WRAPPERS)
 
 
 def is_draft_head(raw: Mapping[str, Any]) -> bool:
@@ -39,23 +57,33 @@ def parse_model_config(
     if is_draft_head(raw):
         raise ValueError(f"{where} describes a draft head; load it with load_draft_head")
     fields = Fields(raw, where, ignore_config_keys)
-    config = check_model_type(fields)(fields)
+    model_type = fields.get("model_type")
+    if model_type in WRAPPERS:
+        config = _read_wrapped(fields, WRAPPERS[model_type])
+    elif model_type in READERS:
+        config = READERS[model_type](fields)
+    else:
+        raise ValueError(f"{where}: unknown model_type {model_type!r}; supported: {', '.join(MODEL_TYPES)}")
     fields.done(top=True)
     return config
 
 
-def check_model_type(fields: Fields) -> Read:
-    """What reads a config of its model type.
+def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
+    """The text model of a wrapper's config; errors name where in it they are.
 
     Raises:
-        ValueError: The type is unknown.
+        ValueError: There is none, it is of another type, or it and the wrapper disagree.
     """
-    model_type = fields.get("model_type")
-    if model_type not in READERS:
-        raise ValueError(
-            f"{fields.where}: unknown model_type {model_type!r}; supported: {', '.join(READERS)}"
-        )
-    return READERS[model_type]
+    text = fields.object("text_config")
+    if text is None:
+        raise fields.error("text_config", "an object", None)
+    if (text_type := text.get("model_type", wrapper.text_type)) != wrapper.text_type:
+        raise text.error("model_type", repr(wrapper.text_type), text_type)
+    config = READERS[wrapper.text_type](text)
+    text.done(top=True)
+    fields.only("tie_word_embeddings", config.tie_word_embeddings, default=config.tie_word_embeddings)
+    fields.inert(*wrapper.inert)
+    return config
 
 
 def parse_eos_token_ids(
@@ -63,10 +91,12 @@ def parse_eos_token_ids(
 ) -> tuple[int, ...]:
     """End-of-sequence ids: those of ``generation_config.json`` where it has any, else those of the config.
 
+    A model of several modalities has them in its own config, or in that of its text model.
+
     Raises:
         ValueError: An id is no token id.
     """
-    for raw in (generation_config or {}, config):
+    for raw in (generation_config or {}, config, config.get("text_config") or {}):
         eos = raw.get("eos_token_id")
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]

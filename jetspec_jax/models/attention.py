@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
 from jetspec_jax.models.rotary import rotary
 from pallas_kernels.qkv_rotary import qkv_rotary
@@ -28,14 +28,22 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s attention."""
         own = config.layers[layer]
-        m, h, g, e = config.hidden_size, own.num_heads, own.num_kv_heads, own.head_dim
-        self.qkv_proj = param(rngs, (m, g, h // g + 2, e), ("embed", "kv_heads", "qkv", "head_dim"), dtype)
+        m, h, e = config.hidden_size, own.num_heads, own.head_dim
+        self.make_projection(m, own, rngs=rngs, dtype=dtype)
         self.o_proj = param(rngs, (h, e, m), ("heads", "head_dim", "embed"), dtype)
         if self.NORM is not None:
             self.q_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
             self.k_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
         self.layer, self.rope, self.eps = layer, own.rope, config.rms_norm_eps
-        self.scale, self.window = e**-0.5, own.window
+        self.scale = e**-0.5 if own.attention_scale is None else own.attention_scale
+        self.window = own.window
+
+    def make_projection(self, m: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        """Makes the weight of `project`."""
+        g, heads = own.num_kv_heads, own.num_heads // own.num_kv_heads + 2
+        self.qkv_proj = param(
+            rngs, (m, g, heads, own.head_dim), ("embed", "kv_heads", "qkv", "head_dim"), dtype
+        )
 
     def __call__(
         self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend

@@ -59,3 +59,34 @@ class DecoderLayer(nnx.Module):
         attended, kv = self.self_attn(normed, positions, attend)
         normed, x = self.post_attention_layernorm.after(x, attended)
         return x, self.mlp(normed), kv
+
+
+class SandwichLayer(DecoderLayer):
+    """A layer that also norms what its blocks add to the residual stream: Gemma's, from the second on.
+
+    ``post_attention_layernorm`` is then the norm of what attention adds; the one after it has another name.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``."""
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        m, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_feedforward_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
+        self.post_feedforward_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B N M"],
+        delta: Float[Array, "B N M"] | None,
+        positions: Int[Array, "B N"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
+        """Runs the layer; see `DecoderLayer`."""
+        normed, x = self.input_layernorm.after(x, delta)
+        attended, kv = self.self_attn(normed, positions, attend)
+        normed, x = self.pre_feedforward_layernorm.after(x, self.post_attention_layernorm(attended))
+        return x, self.post_feedforward_layernorm(self.feed(normed, x)), kv
+
+    def feed(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """What the feed-forward blocks make of the normed stream, or of the stream as it is."""
+        return self.mlp(normed)

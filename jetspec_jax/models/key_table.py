@@ -175,6 +175,13 @@ class Skip:
         return bool(match) and not (self.extra_layers and int(match[1]) < num_layers)
 
 
+#: What lies before and behind the layers.
+ENDS = (
+    Key("model.embed_tokens.weight", "embed_tokens"),
+    Key("model.norm.weight", "norm.weight"),
+    Key("lm_head.weight", "lm_head"),
+)
+
 LAYER_KEYS = (
     *(
         Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", layout, part)
@@ -197,4 +204,10 @@ LAYER_KEYS = (
             "post_attention_layernorm",
         )
     ),
+)
+
+#: The norms that a `SandwichLayer` has besides.
+SANDWICH_KEYS = tuple(
+    Key(f"layers.{{}}.{norm}.weight", f"layers.{{}}.{norm}.weight")
+    for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 )

@@ -3,7 +3,7 @@
 The skeleton and the shared layers *are* Qwen3; what is left to say is where its checkpoints keep things.
 """
 
-from jetspec_jax.models.key_table import LAYER_KEYS, Key
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS
 from jetspec_jax.models.transformer import Transformer
 
 
@@ -11,8 +11,6 @@ class Qwen3(Transformer):
     """A Qwen3 target (``model_type`` "qwen3")."""
 
     KEYS = (
-        Key("model.embed_tokens.weight", "embed_tokens"),
-        Key("model.norm.weight", "norm.weight"),
-        Key("lm_head.weight", "lm_head"),
+        *ENDS,
         *(key.under("model.") for key in LAYER_KEYS),
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jetspec_jax.models.key_table import LAYER_KEYS, Key
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key
 from jetspec_jax.models.transformer import Transformer
 
 _GATE_UP, _DOWN = "layers.{}.mlp.experts.gate_up_proj", "layers.{}.mlp.experts.down_proj"
@@ -12,9 +12,7 @@ class Qwen3MoE(Transformer):
     """A Qwen3-MoE target (``model_type`` "qwen3_moe"). Published files hold its experts one by one."""
 
     KEYS = (
-        Key("model.embed_tokens.weight", "embed_tokens"),
-        Key("model.norm.weight", "norm.weight"),
-        Key("lm_head.weight", "lm_head"),
+        *ENDS,
         Key("model.layers.{}.mlp.gate.weight", "layers.{}.mlp.router", "m e -> e m"),
         *(key.under("model.") for key in LAYER_KEYS),
         *(

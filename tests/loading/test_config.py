@@ -15,6 +15,7 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
+from jetspec_jax.config.target import READERS, WRAPPERS
 from jetspec_jax.models import FAMILIES
 from tests.loading.published import HEAD, V4, V5, with_dflash, without
 
@@ -57,7 +58,9 @@ HEAD_8B = {
 
 
 def test_every_model_type_has_a_family():
-    assert set(MODEL_TYPES) == set(FAMILIES)
+    assert set(READERS) == set(FAMILIES)
+    assert {wrapper.text_type for wrapper in WRAPPERS.values()} <= set(READERS)
+    assert (*READERS, *WRAPPERS) == MODEL_TYPES
 
 
 class TestTarget:
@@ -269,6 +272,9 @@ class TestWindows:
         ({"eos_token_id": 2}, {"eos_token_id": 0}, (0,)),
         ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, (5, 7)),
         ({"eos_token_id": None}, {"eos_token_id": [5]}, (5,)),
+        ({"text_config": {"eos_token_id": 3}}, None, (3,)),
+        ({"text_config": {"eos_token_id": 3}, "eos_token_id": [1, 6]}, {}, (1, 6)),
+        ({"text_config": {"eos_token_id": 3}}, {"eos_token_id": 5}, (5,)),
     ],
 )
 def test_eos(config, generation, expected):

@@ -31,11 +31,15 @@ class Family:
         config: Makes its config.
         model: Its class, or what makes a model with logits of a config.
         louder: By part of a name, what its values are multiplied with: so that clamps are reached.
+        centered: Whether its norms are stored less one.
+        golden: Whether its logits are stored; others are compared live alone.
     """
 
     config: Callable[[], transformers.PretrainedConfig]
     model: Callable[..., torch.nn.Module]
     louder: dict[str, float] = field(default_factory=dict)
+    centered: bool = False
+    golden: bool = True
 
     def build(self) -> torch.nn.Module:
         """The model, in float32, ready to be asked."""
@@ -49,13 +53,21 @@ class Family:
         return model
 
     def _values(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Random values that follow from the tensor's name: norms about 1, all else about 0."""
+        """Random values that follow from the tensor's name: norms and scales about 1, all else about 0."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = 0.2 * torch.randn(like.shape, generator=generator)
-        near_one = "norm" in name or name.endswith(("scale", "layer_scalar"))
+        near_one = ("norm" in name and not self.centered) or name.endswith(("scale", "layer_scalar"))
         factor = next((own for part, own in self.louder.items() if part in name), 1.0)
         return factor * (1 + noise if near_one else noise).bfloat16().float()
 
+
+GEMMA3 = {
+    **COMMON,
+    "num_hidden_layers": 6,
+    "intermediate_size": 48,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+}
 
 FAMILIES = {
     "qwen3_moe": Family(
@@ -70,5 +82,18 @@ FAMILIES = {
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         ),
         transformers.Qwen3MoeForCausalLM,
+    ),
+    "gemma3": Family(
+        lambda: transformers.Gemma3TextConfig(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+        transformers.Gemma3ForCausalLM,
+        centered=True,
+    ),
+    "gemma3_unscaled": Family(
+        lambda: transformers.Gemma3TextConfig(
+            **GEMMA3, layer_types=["full_attention", "sliding_attention"] * 3, final_logit_softcapping=30.0
+        ),
+        transformers.Gemma3ForCausalLM,
+        centered=True,
+        golden=False,
     ),
 }

@@ -1,4 +1,4 @@
-"""Random tiny Qwen3 models of transformers, their checkpoints in both dialects, and comparison."""
+"""Random tiny Qwen3 models of transformers, their checkpoints in both dialects, trees, and comparison."""
 
 import json
 
@@ -146,3 +146,42 @@ def path_to(parents, node):
         path.append(int(node))
         node = parents[node]
     return path[::-1]
+
+
+def in_one_forward(model, prefix, tree):
+    """transformers over prefix and tree together: a 4-D ancestor mask, and depths in place of positions.
+
+    The mask stays explicit: without one, repeated positions are taken for packed sequences.
+    """
+    batch, length = prefix.shape
+    parents, depths = np.asarray(tree.parents), np.asarray(tree.depths)
+    size = length + parents.shape[1]
+    sees = np.broadcast_to(np.tri(size, dtype=bool), (batch, size, size)).copy()
+    sees[:, length:, length:] = False
+    for b in range(batch):
+        for node in range(parents.shape[1]):
+            sees[b, length + node, [length + i for i in path_to(parents[b], node)]] = True
+    positions = np.concatenate(
+        [np.broadcast_to(np.arange(length), prefix.shape), length + depths], axis=1, dtype=np.int64
+    )
+    # A window goes by positions, not by places in the sequence.
+    config = model.config.get_text_config()
+    near = positions[:, :, None] - positions[:, None, :] < (config.sliding_window or size)
+
+    def additive(mask):
+        lowest = torch.finfo(torch.float32).min
+        return torch.where(torch.from_numpy(mask[:, None]), 0.0, lowest)
+
+    mask = {"full_attention": additive(sees), "sliding_attention": additive(sees & near)}
+    theirs = oracle_logits(
+        model,
+        np.concatenate([prefix, tree.tokens], axis=1),
+        # Models whose layers are all of one type take one mask.
+        attention_mask=mask if getattr(config, "layer_types", None) else mask["sliding_attention"],
+        position_ids=torch.from_numpy(positions),
+    )
+    return theirs[:, length:]
+
+
+def valid_rows(rows, tree):
+    return np.asarray(rows)[np.asarray(tree.valid)]

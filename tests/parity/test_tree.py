@@ -1,17 +1,18 @@
 import numpy as np
 import pytest
-import torch
 
 from jetspec_jax import load_target, logits, tree_logits
 from tests.parity.oracle import (
     VOCAB,
     assert_close,
+    in_one_forward,
     oracle_logits,
     path_to,
     random_ids,
     random_model,
     random_trees,
     save_newer,
+    valid_rows,
 )
 
 pytestmark = pytest.mark.parity
@@ -36,48 +37,12 @@ def case(tmp_path, shape, prefix_length, num_nodes):
     return model, target, prefix, random_trees(seed, num_nodes)
 
 
-def in_one_forward(model, prefix, tree):
-    """transformers over prefix and tree together: a 4-D ancestor mask, and depths in place of positions.
-
-    The mask stays explicit: without one, repeated positions are taken for packed sequences.
-    """
-    batch, length = prefix.shape
-    parents, depths = np.asarray(tree.parents), np.asarray(tree.depths)
-    size = length + parents.shape[1]
-    sees = np.broadcast_to(np.tri(size, dtype=bool), (batch, size, size)).copy()
-    sees[:, length:, length:] = False
-    for b in range(batch):
-        for node in range(parents.shape[1]):
-            sees[b, length + node, [length + i for i in path_to(parents[b], node)]] = True
-    positions = np.concatenate(
-        [np.broadcast_to(np.arange(length), prefix.shape), length + depths], axis=1, dtype=np.int64
-    )
-    # A window goes by positions, not by places in the sequence.
-    near = positions[:, :, None] - positions[:, None, :] < (model.config.sliding_window or size)
-
-    def additive(mask):
-        lowest = torch.finfo(torch.float32).min
-        return torch.where(torch.from_numpy(mask[:, None]), 0.0, lowest)
-
-    theirs = oracle_logits(
-        model,
-        np.concatenate([prefix, tree.tokens], axis=1),
-        attention_mask={"full_attention": additive(sees), "sliding_attention": additive(sees & near)},
-        position_ids=torch.from_numpy(positions),
-    )
-    return theirs[:, length:]
-
-
 def paths(prefix, tree):
     """For every node its sequence, its index and the tokens of the whole text that ends there."""
     for b, count in enumerate(np.asarray(tree.num_nodes)):
         for node in range(count):
             path = path_to(np.asarray(tree.parents)[b], node)
             yield b, node, [*prefix[b].tolist(), *np.asarray(tree.tokens)[b, path].tolist()]
-
-
-def valid_rows(rows, tree):
-    return np.asarray(rows)[np.asarray(tree.valid)]
 
 
 @pytest.mark.parametrize(("shape", "prefix_length", "num_nodes"), CASES)

@@ -1,0 +1,85 @@
+"""The config of Gemma 3 (``model_type`` "gemma3_text"): layers that slide, and every sixth that does not."""
+
+from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.geometry import LayerConfig, ModelConfig, Rope
+from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types
+from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes, read_rope
+from pallas_kernels.activation import GELU_TANH
+
+#: Keys of the model of text and images (``model_type`` "gemma3") that say nothing about text.
+WRAPPER_KEYS = (
+    "vision_config",
+    "mm_tokens_per_image",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+)
+
+
+def read(fields: Fields) -> ModelConfig:
+    """Reads the keys of a Gemma 3 config.
+
+    Raises:
+        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
+    """
+    fields.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
+    fields.only("attn_logit_softcapping", None)
+    fields.only("use_bidirectional_attention", None, False)
+    fields.inert("cache_implementation")
+    # Published files of 4B and more leave out what is as in the first model of the family, 4B.
+    fields.assume(
+        vocab_size=262208,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=131072,
+    )
+    decoder, heads = read_decoder(fields), read_heads(fields)
+    kinds, ropes = _layer_types(fields), _ropes(fields, heads["head_dim"])
+    window = fields.integer("sliding_window")
+    shared = {
+        **heads,
+        "attention_scale": fields.positive("query_pre_attn_scalar") ** -0.5,
+        "mlp_size": fields.integer("intermediate_size"),
+        "activation": GELU_TANH,
+    }
+    return ModelConfig(
+        model_type="gemma3_text",
+        **decoder,
+        # No published file says so, and all are tied.
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
+        layers=tuple(
+            LayerConfig(**shared, rope=ropes[kind], window=window if kind == SLIDING else None)
+            for kind in kinds
+        ),
+        embedding_scale=decoder["hidden_size"] ** 0.5,
+        logit_softcap=fields.positive("final_logit_softcapping")
+        if "final_logit_softcapping" in fields
+        else None,
+    )
+
+
+def _layer_types(fields: Fields) -> list[str]:
+    """The list; in the older dialect, every so many-th layer is full, counted from 1."""
+    num_layers = fields.integer("num_hidden_layers")
+    # Beside the list, newer files repeat the pattern under this name, whether or not the list has it.
+    fields.inert("_sliding_window_pattern", "sliding_window_pattern")
+    if (kinds := read_layer_types(fields, num_layers)) is not None:
+        return kinds
+    fields.assume(sliding_window_pattern=6)  # left out like the sizes above
+    pattern = fields.integer("sliding_window_pattern")
+    return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
+
+
+def _ropes(fields: Fields, head_dim: int) -> dict[str, Rope]:
+    """Of each type of layer; in the older dialect only full layers are stretched."""
+    types = "default", "linear"
+    if fields.newer("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"):
+        return read_layer_ropes(fields, {FULL: head_dim, SLIDING: head_dim}, types)
+    fields.assume(rope_theta=1e6, rope_local_base_freq=1e4)  # left out like the sizes above
+    return {
+        FULL: read_rope(fields, head_dim, types),
+        SLIDING: Rope(fields.positive("rope_local_base_freq"), head_dim),
+    }

@@ -1,0 +1,40 @@
+"""Every family against its model of transformers, live: plain sequences and trees."""
+
+import numpy as np
+import pytest
+
+from jetspec_jax import load_target, logits, tree_logits
+from tests.parity.families import FAMILIES
+from tests.parity.oracle import (
+    assert_close,
+    in_one_forward,
+    oracle_logits,
+    random_ids,
+    random_trees,
+    valid_rows,
+)
+
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """A family's model, and ours of its checkpoint."""
+    model, folder = FAMILIES[request.param].build(), tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder)
+    return model, load_target(folder, dtype="float32")
+
+
+def test_logits(pair):
+    model, target = pair
+    ids = random_ids(0, 2, 40)  # five times the windows
+    assert_close(logits(target, ids), oracle_logits(model, ids))
+
+
+# A window's edge falls before the tree, and inside it.
+@pytest.mark.parametrize("prefix_length", [21, 3])
+def test_trees(pair, prefix_length):
+    model, target = pair
+    prefix, tree = random_ids(1, 2, prefix_length), random_trees(prefix_length, (48, 33))
+    ours = np.asarray(tree_logits(target, prefix, tree))
+    assert_close(valid_rows(ours, tree), valid_rows(in_one_forward(model, prefix, tree), tree))
