@@ -188,7 +188,7 @@ def test_both_dialects_in_one_file():
 
 class TestWrapper:
     def test_no_text(self):
-        with pytest.raises(ValueError, match="config.json: text_config must be an object, not None"):
+        with pytest.raises(ValueError, match=r"config.json: text_config must be an object, not None"):
             parse_model_config(without(PUBLISHED_4B, "text_config"))
 
     def test_another_text_model(self):
@@ -204,9 +204,9 @@ class TestWrapper:
         parse_model_config(raw, ignore_config_keys=["zoom", "focus"])
 
     def test_quantised(self):
-        with pytest.raises(ValueError, match="config.json: quantization_config="):
+        with pytest.raises(ValueError, match=r"config.json: quantization_config="):
             parse_model_config({**PUBLISHED_4B, "quantization_config": {"quant_method": "fp8"}})
 
     def test_tied_and_not(self):
-        with pytest.raises(ValueError, match="config.json: tie_word_embeddings=False .* supported: True"):
+        with pytest.raises(ValueError, match=r"config.json: tie_word_embeddings=False .* supported: True"):
             parse_model_config({**PUBLISHED_4B, "tie_word_embeddings": False})

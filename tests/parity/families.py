@@ -68,6 +68,23 @@ GEMMA3 = {
     "query_pre_attn_scalar": 24,
     "sliding_window": 8,
 }
+GEMMA4 = {
+    **COMMON,
+    "num_hidden_layers": 6,
+    "intermediate_size": 48,
+    "sliding_window": 8,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_EXPERTS = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 
 FAMILIES = {
     "qwen3_moe": Family(
@@ -95,5 +112,15 @@ FAMILIES = {
         transformers.Gemma3ForCausalLM,
         centered=True,
         golden=False,
+    ),
+    "gemma4": Family(
+        lambda: transformers.Gemma4TextConfig(
+            **{**GEMMA4, **GEMMA4_EXPERTS, "num_hidden_layers": 4},
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        ),
+        transformers.Gemma4ForCausalLM,
+    ),
+    "gemma4_dense": Family(
+        lambda: transformers.Gemma4TextConfig(**GEMMA4), transformers.Gemma4ForCausalLM, golden=False
     ),
 }

@@ -1,7 +1,10 @@
 """Every family against its model of transformers, live: plain sequences and trees."""
 
+import copy
+
 import numpy as np
 import pytest
+import torch
 
 from jetspec_jax import load_target, logits, tree_logits
 from tests.parity.families import FAMILIES
@@ -29,6 +32,21 @@ def test_logits(pair):
     model, target = pair
     ids = random_ids(0, 2, 40)  # five times the windows
     assert_close(logits(target, ids), oracle_logits(model, ids))
+
+
+def test_bfloat16(pair, tmp_path):
+    """Rounding is the only difference: from float32, ours is no farther than transformers' own bfloat16."""
+    model, _ = pair
+    ids = random_ids(0, 2, 40)
+    exact = oracle_logits(model, ids)
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    rounded.save_pretrained(tmp_path)
+    ours = np.asarray(logits(load_target(tmp_path, dtype="bfloat16"), ids))
+    assert deviation(ours, exact) < 1.2 * deviation(oracle_logits(rounded, ids), exact)
+
+
+def deviation(values, exact):
+    return np.sqrt(np.mean((values - exact) ** 2))
 
 
 # A window's edge falls before the tree, and inside it.

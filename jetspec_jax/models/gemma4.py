@@ -1,0 +1,151 @@
+"""Gemma 4: experts beside a dense block, wide heads in full layers whose keys are also their values.
+
+Shapes: B sequences, N tokens, T tokens of all sequences, M model, G KV heads, E head size.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from jetspec_jax.config import LayerConfig, ModelConfig
+from jetspec_jax.config.geometry import Experts
+from jetspec_jax.models.attention import Attention
+from jetspec_jax.models.decoder_layer import SandwichLayer
+from jetspec_jax.models.feed_forward import MLP, RoutedExperts
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, SANDWICH_KEYS, Key, Skip
+from jetspec_jax.models.layers import KV, Attend, WideRMSNorm, einsum, param
+from jetspec_jax.models.transformer import Transformer
+from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.rms_norm import rms_norm
+
+# What layers hold beside those of Gemma 3.
+_OWN_KEYS = tuple(
+    Key(f"layers.{{}}.{name}", f"layers.{{}}.{path or name}", layout, part)
+    for name, path, layout, part in (
+        ("layer_scalar", "", "", ...),
+        # Where keys are values.
+        ("self_attn.q_proj.weight", "self_attn.qk_proj", "m g r e -> (g r e) m", np.s_[:, :, :-1]),
+        ("self_attn.k_proj.weight", "self_attn.qk_proj", "m g e -> (g e) m", np.s_[:, :, -1]),
+        # Where there are experts.
+        ("router.proj.weight", "router.proj", "m e -> e m", ...),
+        ("router.scale", "", "", ...),
+        ("router.per_expert_scale", "", "", ...),
+        ("experts.gate_up_proj", "", "e m two i -> e (two i) m", ...),
+        ("experts.down_proj", "", "e i m -> e m i", ...),
+        ("post_feedforward_layernorm_1.weight", "", "", ...),
+        ("pre_feedforward_layernorm_2.weight", "", "", ...),
+        ("post_feedforward_layernorm_2.weight", "", "", ...),
+    )
+)
+
+
+class Gemma4Attention(Attention):
+    """Attention that norms values too, without a weight, and in full layers takes keys for values."""
+
+    NORM = WideRMSNorm
+
+    def make_projection(self, m: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        """Makes a weight of queries and keys alone where keys are values: under another name."""
+        self.head_dim, self.keys_as_values = own.head_dim, own.keys_as_values
+        if own.keys_as_values:
+            g, heads = own.num_kv_heads, own.num_heads // own.num_kv_heads + 1
+            self.qk_proj = param(
+                rngs, (m, g, heads, own.head_dim), ("embed", "kv_heads", "qkv", "head_dim"), dtype
+            )
+        else:
+            super().make_projection(m, own, rngs=rngs, dtype=dtype)
+
+    def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
+        """Queries, keys and values in one product; keys that are values stand there twice.
+
+        Afterwards they differ: keys have a norm with a weight and are rotated.
+        """
+        if not self.keys_as_values:
+            return super().project(x)
+        projected = einsum("bnm,mgre->bngre", x, self.qk_proj[...])
+        return jnp.concatenate([projected, projected[..., -1:, :]], axis=-2)
+
+    def value_scale(self) -> Float32[Array, "E"]:
+        """Ones: the norm of the values has no weight."""
+        return jnp.ones((self.head_dim,), jnp.float32)
+
+
+class Gemma4Router(nnx.Module):
+    """Chooses experts by a normed and scaled residual stream, and weights what each of them adds."""
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes the router."""
+        m, count = config.hidden_size, experts.count
+        self.proj = param(rngs, (m, count), ("embed", "expert"), dtype)
+        self.scale = nnx.Param(jnp.ones((m,), dtype), axes=("embed",))
+        self.per_expert_scale = nnx.Param(jnp.ones((count,), dtype), axes=("expert",))
+        self.routing, self.eps = experts.routing, config.rms_norm_eps
+
+    def __call__(self, rows: Float[Array, "T M"]) -> Choice:
+        """Each row's experts."""
+        scale = self.scale[...].astype(jnp.float32) * rows.shape[-1] ** -0.5
+        logits = einsum("tm,me->te", rms_norm(rows, scale, eps=self.eps)[0], self.proj[...], wide=True)
+        return expert_choice(
+            logits, routing=self.routing, expert_scale=self.per_expert_scale[...].astype(jnp.float32)
+        )
+
+
+class Gemma4Layer(SandwichLayer):
+    """A layer that may have experts beside its dense block, each with norms of its own, and is scaled."""
+
+    NORM = WideRMSNorm
+    ATTENTION = Gemma4Attention
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``."""
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        m, eps, experts = config.hidden_size, config.rms_norm_eps, config.layers[layer].experts
+        self.layer_scalar = nnx.Param(jnp.ones((1,), dtype), axes=("layer_scalar",))
+        self.routed = experts is not None
+        if experts is not None:
+            self.router = Gemma4Router(config, experts, rngs=rngs, dtype=dtype)
+            self.experts = RoutedExperts(m, experts, rngs=rngs, dtype=dtype)
+            self.post_feedforward_layernorm_1 = self.NORM(m, eps, axis="embed", dtype=dtype)
+            self.pre_feedforward_layernorm_2 = self.NORM(m, eps, axis="embed", dtype=dtype)
+            self.post_feedforward_layernorm_2 = self.NORM(m, eps, axis="embed", dtype=dtype)
+
+    def feed_forward(
+        self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> nnx.Module:
+        """Makes the dense block, which every layer has."""
+        own = config.layers[layer]
+        return MLP(config.hidden_size, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
+
+    def __call__(
+        self,
+        x: Float[Array, "B N M"],
+        delta: Float[Array, "B N M"] | None,
+        positions: Int[Array, "B N"],
+        attend: Attend,
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
+        """Runs the layer, and scales the whole stream: so nothing is left to add."""
+        x, delta, kv = super().__call__(x, delta, positions, attend)
+        return (x if delta is None else x + delta) * self.layer_scalar[...].astype(x.dtype)[0], None, kv
+
+    def feed(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """The dense block, of the normed stream, and the experts, of the stream as it is."""
+        dense = self.mlp(normed)
+        if not self.routed:
+            return dense
+        rows = x.reshape(-1, x.shape[-1])
+        routed = self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
+        routed = self.post_feedforward_layernorm_2(routed).reshape(x.shape)
+        return self.post_feedforward_layernorm_1(dense) + routed
+
+
+class Gemma4(Transformer):
+    """A Gemma 4 target (``model_type`` "gemma4_text"), alone or as a part of one for images, "gemma4"."""
+
+    LAYER = Gemma4Layer
+    PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+    SKIPPED = (
+        Skip(r"(model\.)?(vision_tower|embed_vision)\..*", "vision tower"),
+        Skip(r"(model\.)?(audio_tower|embed_audio)\..*", "audio tower"),
+    )
+    KEYS = (*ENDS, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS, *_OWN_KEYS)))

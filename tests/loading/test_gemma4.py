@@ -1,0 +1,198 @@
+"""Configs of Gemma 4: both dialects, alone or below another model's, and what is refused."""
+
+import pytest
+
+from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
+from pallas_kernels.activation import GELU_TANH
+from pallas_kernels.expert_choice import Routing
+from tests.loading.published import without
+
+COMMON = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": True,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 12,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "intermediate_size": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "max_position_embeddings": 128,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": 5,
+    "num_attention_heads": 4,
+    "num_experts": 6,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+    "top_k_experts": 3,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 19,
+    "vocab_size_per_layer_input": 19,
+}
+PUBLISHED = {**COMMON, "global_head_dim": 16, "num_global_key_value_heads": 1}
+WIDE = {"head_dim": 16, "num_key_value_heads": 1}
+SAVED = {**COMMON, "per_layer_config": {"1": WIDE, "3": WIDE}, "use_bidirectional_attention": None}
+WRAPPER = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "audio_token_id": 258881,
+    "boa_token_id": 256000,
+    "boi_token_id": 255999,
+    "dtype": "bfloat16",
+    "eoa_token_index": 258883,
+    "eoi_token_id": 258882,
+    "eos_token_id": [1, 106],
+    "image_token_id": 258880,
+    "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "transformers_version": "5.5.0",
+    "video_token_id": 258884,
+    "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+    "vision_soft_tokens_per_image": 280,
+}
+
+
+def test_both_dialects():
+    experts = Experts(count=6, size=5, routing=Routing(3), activation=GELU_TANH)
+    shared = {
+        "num_heads": 4,
+        "attention_scale": 1.0,
+        "mlp_size": 20,
+        "activation": GELU_TANH,
+        "experts": experts,
+    }
+    sliding = LayerConfig(**shared, num_kv_heads=2, head_dim=8, rope=Rope(1e4, 8), window=16)
+    # A quarter of the pairs turns, with the frequencies of a head that turns whole.
+    full = LayerConfig(
+        **shared, num_kv_heads=1, head_dim=16, rope=Rope(1e6, 16, turning=2), keys_as_values=True
+    )
+    expected = ModelConfig(
+        model_type="gemma4_text",
+        vocab_size=19,
+        hidden_size=12,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        layers=(sliding, full, sliding, full),
+        embedding_scale=12**0.5,
+        logit_softcap=30.0,
+    )
+    assert parse_model_config(PUBLISHED) == parse_model_config(SAVED) == expected
+
+
+@pytest.mark.parametrize("text", [PUBLISHED, SAVED])
+def test_below_the_config_of_a_model_of_images(text):
+    assert parse_model_config({**WRAPPER, "text_config": text}) == parse_model_config(text)
+    towers = {"audio_config": {"model_type": "gemma4_audio"}, "vision_config": None, "text_config": text}
+    assert parse_model_config({**WRAPPER, **towers}) == parse_model_config(text)
+
+
+def test_dense():
+    dense = without(PUBLISHED, "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+    config = parse_model_config(dense)
+    assert {layer.experts for layer in config.layers} == {None}
+    assert {layer.mlp_size for layer in config.layers} == {20}
+    assert parse_model_config({**PUBLISHED, "enable_moe_block": False}) == config
+
+
+def test_values_of_their_own():
+    """Then full layers have as many KV heads as the others."""
+    own = parse_model_config({**PUBLISHED, "attention_k_eq_v": False})
+    assert own.layers[1].num_kv_heads == 2
+    assert not own.layers[1].keys_as_values
+    assert own.layers[1].head_dim == 16
+    assert parse_model_config({**own_heads(), "attention_k_eq_v": False}) == own
+    # Keys for values, and no other number of them.
+    assert parse_model_config(without(PUBLISHED, "num_global_key_value_heads")).layers[1].num_kv_heads == 2
+
+
+def own_heads():
+    return {**SAVED, "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size_per_layer_input", 256),
+        ("num_kv_shared_layers", 2),
+        ("use_double_wide_mlp", True),
+        ("use_bidirectional_attention", "all"),
+        ("use_bidirectional_attention", True),
+        ("hidden_activation", "gelu"),
+        ("attention_bias", True),
+    ],
+)
+def test_changed_maths(nested, key, value):
+    raw = {**PUBLISHED, key: value}
+    where = "config.json: text_config: " if nested else "config.json: "
+    with pytest.raises(ValueError, match=f"^{where}{key}={value!r} changes the model"):
+        parse_model_config({**WRAPPER, "text_config": raw} if nested else raw)
+
+
+def test_embeddings_of_each_layer_are_what_a_file_means_that_says_nothing():
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256 changes the model"):
+        parse_model_config(without(PUBLISHED, "hidden_size_per_layer_input"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": None}, "layer_types must be a list"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "last of layer_types must be full"),
+        ({"global_head_dim": None}, "global_head_dim must be an integer"),
+        ({"global_head_dim": 15}, "head_dim 15 is odd"),
+        ({"num_global_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
+        ({"rope_parameters": None}, "rope_parameters has no sliding_attention"),
+        ({"top_k_experts": 7}, "num_experts_per_tok 7 of 6 experts"),
+        ({"num_experts": None}, "num_experts must be an integer"),
+        ({"sliding_window": None}, "sliding_window must be an integer"),
+        ({"attn_logit_softcapping": 50.0}, r"unknown keys \['attn_logit_softcapping'\]"),
+        ({"per_layer_config": {}}, "per_layer_config takes the place of global_head_dim, num_global_key"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_config({**PUBLISHED, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"1": WIDE}, "layers of full_attention differ in per_layer_config"),
+        ({"1": WIDE, "4": WIDE}, "per_layer_config: there is no layer '4'"),
+        ({"last": WIDE}, "per_layer_config: there is no layer 'last'"),
+        ({"3": {**WIDE, "skip": ["mlp"]}}, r"per_layer_config: 3: unknown keys \['skip'\]"),
+        ({"3": 16}, "3 must be an object"),
+        ({"3": {"head_dim": "16"}}, "head_dim must be an integer"),
+    ],
+)
+def test_exceptions_that_make_no_sense(layers, message):
+    with pytest.raises(ValueError, match=message):
+        parse_model_config({**SAVED, "per_layer_config": layers})
+
+
+def test_indices_with_zeros():
+    """transformers pads them, so that they are sorted."""
+    assert parse_model_config({**SAVED, "per_layer_config": {"01": WIDE, "03": WIDE}}) == parse_model_config(
+        SAVED
+    )

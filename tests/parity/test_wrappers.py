@@ -1,0 +1,53 @@
+"""Models of several modalities, as transformers saves them, used for text."""
+
+import json
+
+import pytest
+import transformers
+
+from jetspec_jax import load_target, logits
+from jetspec_jax.describe import describe
+from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, Family
+from tests.parity.oracle import assert_close, oracle_logits, random_ids
+
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+WRAPPERS = {
+    "gemma3": Family(
+        lambda: transformers.Gemma3Config(
+            text_config={**GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            vision_config={**TOWER, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        ),
+        transformers.Gemma3ForConditionalGeneration,
+        centered=True,
+    ),
+    "gemma4": Family(
+        lambda: transformers.Gemma4Config(
+            text_config={**GEMMA4, **GEMMA4_EXPERTS},
+            vision_config={**TOWER, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+            audio_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        ),
+        transformers.Gemma4ForConditionalGeneration,
+    ),
+}
+SKIPPED = {
+    "gemma3": {"vision tower", "projector of images"},
+    "gemma4": {"vision tower", "audio tower"},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_text(tmp_path, name):
+    model = WRAPPERS[name].build()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["model_type"] == name
+    target = load_target(tmp_path, dtype="float32")
+    assert target.config.model_type == raw["text_config"]["model_type"] == f"{name}_text"
+    assert target.eos_token_ids == (raw["text_config"]["eos_token_id"],)
+    assert set(describe(tmp_path)["unused_tensors"]) == SKIPPED[name]
+    ids = random_ids(0, 2, 33)
+    assert_close(logits(target, ids), oracle_logits(model, ids))
