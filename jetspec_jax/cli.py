@@ -157,7 +157,7 @@ def _table(report: dict[str, Any]) -> str:
             value = f"{value:,}"
         elif key == "unused_tensors":
             value = ", ".join(f"{count:,} ({reason})" for reason, count in value.items())
-        elif key == "file_bytes":
+        elif key in ("file_bytes", "weight_bytes_bf16"):
             value = f"{value:,} ({value / 2**20:,.1f} MiB)"
         shown[key.replace("_", " ")] = value
     width = max(map(len, shown))

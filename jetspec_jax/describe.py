@@ -1,13 +1,10 @@
 """What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target. Reads no weights."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from flax import nnx
+import jax.numpy as jnp
 
 from jetspec_jax.checkpoint import resolve
 from jetspec_jax.config import (
@@ -19,7 +16,7 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
-from jetspec_jax.models import abstract
+from jetspec_jax.memory import weight_bytes
 from jetspec_jax.safetensors_io import stored_bytes, unused_tensors
 
 
@@ -93,9 +90,11 @@ def _model(config: ModelConfig) -> dict[str, Any]:
 
 
 def _weights(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
-    shapes = jax.tree.leaves(nnx.to_pure_dict(nnx.state(abstract(config), nnx.Param)))
+    bfloat16 = weight_bytes(config, jnp.dtype(jnp.bfloat16))
     return {
-        "parameters": sum(math.prod(np.shape(leaf)) for leaf in shapes),
+        "parameters": bfloat16 // 2,
+        # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
+        "weight_bytes_bf16": bfloat16,
         "file_bytes": stored_bytes(folder, config),
         "unused_tensors": {reason: len(names) for reason, names in unused_tensors(folder, config).items()},
     }

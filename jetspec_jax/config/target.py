@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.config import gemma3, gemma4, qwen3, qwen3_moe
+from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
@@ -29,6 +29,7 @@ READERS: Mapping[str, Read] = {
     "qwen3_moe": qwen3_moe.read,
     "gemma3_text": gemma3.read,
     "gemma4_text": gemma4.read,
+    "gpt_oss": gpt_oss.read,
 }
 #: The models that hold one of them among others, of which text is all that is used.
 WRAPPERS: Mapping[str, Wrapper] = {

@@ -14,6 +14,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
+from jetspec_jax.models.gpt_oss import GptOss
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
 from jetspec_jax.models.transformer import Transformer
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Transformer]] = {
     "qwen3_moe": Qwen3MoE,
     "gemma3_text": Gemma3,
     "gemma4_text": Gemma4,
+    "gpt_oss": GptOss,
 }
 
 #: Nested dicts (and integer-keyed dicts for layers) of arrays: a module's parameters.

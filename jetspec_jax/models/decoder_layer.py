@@ -18,10 +18,12 @@ class DecoderLayer(nnx.Module):
     Attributes:
         NORM: Its norms.
         ATTENTION: Its attention.
+        EXPERTS: Its feed-forward block where that has experts.
     """
 
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
     ATTENTION: ClassVar[type[Attention]] = Attention
+    EXPERTS: ClassVar[type[ExpertMLP]] = ExpertMLP
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``."""
@@ -37,7 +39,7 @@ class DecoderLayer(nnx.Module):
         """Makes the layer's feed-forward block: experts where it has any, else a dense one."""
         own = config.layers[layer]
         if own.experts is not None:
-            return ExpertMLP(config.hidden_size, own.experts, rngs=rngs, dtype=dtype)
+            return self.EXPERTS(config.hidden_size, own.experts, rngs=rngs, dtype=dtype)
         return MLP(config.hidden_size, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
 
     def __call__(

@@ -1,11 +1,11 @@
 """Feed-forward blocks: dense, and of routed experts.
 
-Shapes: B sequences, N tokens, T tokens of all sequences, M model.
+Shapes: B sequences, N tokens, T tokens of all sequences, M model, E experts.
 """
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jetspec_jax.config.geometry import Experts
 from jetspec_jax.models.layers import einsum, param
@@ -82,6 +82,9 @@ class ExpertMLP(nnx.Module):
         return self.experts(rows, self.choose(rows)).reshape(x.shape)
 
     def choose(self, rows: Float[Array, "T M"]) -> Choice:
-        """Each row's experts, by logits that stay in float32: where they are rounded, near ones tie."""
-        logits = einsum("tm,me->te", rows, self.router[...], wide=True)
-        return expert_choice(logits, routing=self.experts.config.routing)
+        """Each row's experts."""
+        return expert_choice(self.logits(rows), routing=self.experts.config.routing)
+
+    def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
+        """What the router says, in float32: where logits are rounded, near ones tie."""
+        return einsum("tm,me->te", rows, self.router[...], wide=True)

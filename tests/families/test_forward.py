@@ -11,6 +11,7 @@ from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.families.goldens import IDS, TOLERANCE, golden_logits
+from train.attention import causal_attend
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 PAGE = 4
@@ -53,6 +54,17 @@ def in_parts(target, sizes):
         parts.append(part)
         start += size
     return jnp.concatenate(parts, axis=1)
+
+
+def test_under_training(target):
+    """The attention of training, which is another, gives what decoding's gives: windows and sinks too."""
+
+    @jax.jit
+    def forward(weights, tokens):
+        model, positions = bind(target.config, weights), Block.chain(tokens).depths
+        return model.logits(model(tokens, positions, causal_attend()).hidden)
+
+    close(forward(target.weights, jnp.asarray(IDS)), logits(target, IDS))
 
 
 @pytest.mark.parametrize("prefix", [3, 25])

@@ -123,4 +123,24 @@ FAMILIES = {
     "gemma4_dense": Family(
         lambda: transformers.Gemma4TextConfig(**GEMMA4), transformers.Gemma4ForCausalLM, golden=False
     ),
+    "gpt_oss": Family(
+        lambda: transformers.GptOssConfig(
+            **COMMON,
+            intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 15e4,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        ),
+        transformers.GptOssForCausalLM,
+        louder={"gate_up_proj": 4.0},  # the clamp is at 7
+    ),
 }

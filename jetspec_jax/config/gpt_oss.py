@@ -1,0 +1,62 @@
+"""The config of GPT-OSS (``model_type`` "gpt_oss"): experts in every layer, every other layer slides."""
+
+from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
+from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types
+from jetspec_jax.config.rope import FULL, SLIDING, read_rope
+from pallas_kernels.activation import Activation
+from pallas_kernels.expert_choice import Routing
+
+
+def read(fields: Fields) -> ModelConfig:
+    """Reads the keys of a GPT-OSS config.
+
+    Raises:
+        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
+    """
+    fields.only("hidden_act", "silu", default="silu")
+    fields.only("attention_bias", True, default=True)
+    # The last one repeats what YaRN's own settings say.
+    fields.inert("router_aux_loss_coef", "output_router_logits", "initial_context_length")
+    _check_quantization(fields)
+    decoder, heads = read_decoder(fields), read_heads(fields)
+    # Published files name no alpha, those of transformers 4 neither: all their readers have these two.
+    fields.assume(swiglu_limit=7.0, swiglu_alpha=1.702)
+    experts = Experts(
+        count=fields.integer("num_local_experts", "num_experts"),
+        size=fields.integer("intermediate_size"),
+        # The chosen logits' softmax is the softmax of all, renormalised.
+        routing=Routing(fields.integer("num_experts_per_tok", "experts_per_token")),
+        activation=Activation.gpt_oss(fields.positive("swiglu_limit"), fields.positive("swiglu_alpha")),
+        biases=True,
+    )
+    check_top_k(fields.where, experts)
+    shared = {
+        **heads,
+        "rope": read_rope(fields, heads["head_dim"], ("default", "yarn")),
+        "experts": experts,
+    }
+    num_layers = fields.integer("num_hidden_layers")
+    kinds = read_layer_types(fields, num_layers) or [(SLIDING, FULL)[i % 2] for i in range(num_layers)]
+    fields.inert("sliding_window")
+    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    return ModelConfig(
+        model_type="gpt_oss",
+        **decoder,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        layers=tuple(LayerConfig(**shared, window=window if kind == SLIDING else None) for kind in kinds),
+    )
+
+
+def _check_quantization(fields: Fields) -> None:
+    """Accepts experts in MXFP4, which the names of their tensors tell anyway; all else is refused."""
+    quantization = fields.object("quantization_config")
+    if quantization is None:
+        return
+    if (method := quantization.get("quant_method")) != "mxfp4":
+        raise ValueError(
+            f"{fields.where}: quantization_config of quant_method {method!r} is not supported; "
+            "supported: mxfp4"
+        )
+    quantization.inert("modules_to_not_convert", "dequantize")
+    quantization.done()

@@ -1,0 +1,99 @@
+"""GPT-OSS: sinks, biases everywhere, and experts in every layer, which published files hold in MXFP4.
+
+Shapes: B sequences, N tokens, T tokens of all sequences, M model, H query heads, G KV heads, E head size; of
+routers, E experts.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.config.geometry import Experts
+from jetspec_jax.models.attention import Attention
+from jetspec_jax.models.decoder_layer import DecoderLayer
+from jetspec_jax.models.feed_forward import ExpertMLP
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key
+from jetspec_jax.models.layers import WideRMSNorm, param
+from jetspec_jax.models.transformer import Transformer
+
+_ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
+_GATE_UP, _DOWN = f"{_MLP}experts.gate_up_proj", f"{_MLP}experts.down_proj"
+
+
+class GptOssAttention(Attention):
+    """Attention with biases and sinks, and without norms of queries and keys."""
+
+    NORM = None
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s attention."""
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        own = config.layers[layer]
+        h, g, e = own.num_heads, own.num_kv_heads, own.head_dim
+        self.qkv_bias = param(rngs, (g, h // g + 2, e), ("kv_heads", "qkv", "head_dim"), dtype)
+        self.o_bias = param(rngs, (config.hidden_size,), ("embed",), dtype)
+        self.sinks = param(rngs, (h,), ("heads",), dtype)
+
+    def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
+        """Queries, keys and values in one product, and their biases."""
+        return super().project(x) + self.qkv_bias[...].astype(x.dtype)[None, None]
+
+    def sink_logits(self) -> Float32[Array, "H"]:
+        """A learnt logit for every head."""
+        return self.sinks[...].astype(jnp.float32)
+
+    def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """The output projection with its bias."""
+        return super().output(out, x) + self.o_bias[...].astype(x.dtype)[None, None]
+
+
+class GptOssExperts(ExpertMLP):
+    """Experts behind a router with a bias."""
+
+    def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes the router and the experts."""
+        super().__init__(hidden_size, experts, rngs=rngs, dtype=dtype)
+        self.router_bias = param(rngs, (experts.count,), ("expert",), dtype)
+
+    def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
+        """What the router says, in float32."""
+        return super().logits(rows) + self.router_bias[...].astype(jnp.float32)[None]
+
+
+class GptOssLayer(DecoderLayer):
+    """A pre-norm layer of these."""
+
+    NORM = WideRMSNorm
+    ATTENTION = GptOssAttention
+    EXPERTS = GptOssExperts
+
+
+class GptOss(Transformer):
+    """A GPT-OSS target (``model_type`` "gpt_oss").
+
+    Transformers writes its experts with the input's axis first, published files hold them in MXFP4 with the
+    output's first. In both, and in their biases, gate and up take turns.
+    """
+
+    LAYER = GptOssLayer
+    KEYS = (
+        *ENDS,
+        *(key.under("model.") for key in LAYER_KEYS),
+        Key(f"model.{_ATTENTION}q_proj.bias", f"{_ATTENTION}qkv_bias", "g r e -> (g r e)", np.s_[:, :-2]),
+        Key(f"model.{_ATTENTION}k_proj.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", np.s_[:, -2]),
+        Key(f"model.{_ATTENTION}v_proj.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", np.s_[:, -1]),
+        Key(f"model.{_ATTENTION}o_proj.bias", f"{_ATTENTION}o_bias"),
+        Key(f"model.{_ATTENTION}sinks", f"{_ATTENTION}sinks"),
+        Key(f"model.{_MLP}router.weight", f"{_MLP}router", "m e -> e m"),
+        Key(f"model.{_MLP}router.bias", f"{_MLP}router_bias"),
+        Key(f"model.{_GATE_UP}_bias", f"{_MLP}experts.gate_up_bias", "e two i -> e (i two)"),
+        Key(f"model.{_DOWN}_bias", f"{_MLP}experts.down_bias"),
+        Key(f"model.{_GATE_UP}", _GATE_UP, "e m two i -> e m (i two)"),
+        Key(f"model.{_DOWN}", _DOWN),
+        *(
+            Key(f"model.{path}_blocks", path, layout, form="mxfp4", scales=f"model.{path}_scales")
+            for path, layout in ((_GATE_UP, "e m two i -> e (i two) m"), (_DOWN, "e i m -> e m i"))
+        ),
+    )

@@ -1,0 +1,231 @@
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jetspec_jax import load_target, logits
+from jetspec_jax.config import Experts, Rope, parse_model_config
+from jetspec_jax.config.geometry import Yarn
+from jetspec_jax.describe import describe
+from jetspec_jax.mxfp4 import widen
+from pallas_kernels.activation import Activation
+from pallas_kernels.expert_choice import Routing
+from tests.loading.published import random_tensors, without, write
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# What openai/gpt-oss-20b publishes.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+# The same as transformers 5 writes it.
+NEWER = {
+    **without(
+        GPT_OSS_20B, "experts_per_token", "initial_context_length", "quantization_config", "rope_scaling"
+    ),
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "rope_parameters": {**GPT_OSS_20B["rope_scaling"], "rope_theta": 150000.0},
+    "swiglu_alpha": 1.702,
+    "transformers_version": "5.23.0",
+}
+del NEWER["rope_theta"]
+
+TINY = {
+    **GPT_OSS_20B,
+    "eos_token_id": 3,
+    "head_dim": 8,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "experts_per_token": 2,
+    "sliding_window": 8,
+    "vocab_size": 64,
+}
+
+
+class TestConfig:
+    def test_published(self):
+        config = parse_model_config(GPT_OSS_20B)
+        assert config.windows == (128, None) * 12
+        assert not config.tie_word_embeddings
+        layer = config.layers[0]
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.mlp_size) == (64, 8, 64, 0)
+        assert layer.experts == Experts(32, 2880, Routing(4), Activation.gpt_oss(), biases=True)
+        factor = 0.1 * math.log(32) + 1
+        assert layer.rope == Rope(150000.0, 64, scaling=Yarn(32.0, 32.0, 1.0, 4096, False, factor))
+
+    def test_both_dialects(self):
+        assert parse_model_config(NEWER) == parse_model_config(GPT_OSS_20B)
+
+    @pytest.mark.parametrize(
+        "absent", ["layer_types", "swiglu_limit", "num_experts_per_tok", "attention_bias"]
+    )
+    def test_what_may_be_left_out(self, absent):
+        assert parse_model_config(without(GPT_OSS_20B, absent)) == parse_model_config(GPT_OSS_20B)
+
+    def test_what_is_read(self):
+        raw = {
+            **GPT_OSS_20B,
+            "swiglu_limit": 5.0,
+            "swiglu_alpha": 2.0,
+            "layer_types": ["full_attention"] * 24,
+        }
+        config = parse_model_config({**raw, "sliding_window": None})
+        assert config.layers[3].experts.activation == Activation.gpt_oss(5.0, 2.0)
+        assert config.windows == (None,) * 24
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"attention_bias": False}, "attention_bias=False changes the model"),
+            ({"hidden_act": "gelu"}, "hidden_act='gelu' changes the model"),
+            ({"mlp_bias": True}, "mlp_bias=True changes the model"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 changes the model"),
+            ({"experts_per_token": 2}, "num_experts_per_tok and experts_per_token mean the same and differ"),
+            ({"num_local_experts": 3}, "num_experts_per_tok 4 of 3 experts"),
+            ({"sliding_window": None}, "sliding_window must be an integer of at least 1"),
+            ({"swiglu_limit": 0.0}, "swiglu_limit must be a positive number"),
+            ({"swiglu_alpha": "1.7"}, "swiglu_alpha must be a positive number"),
+            ({"layer_types": ["full_attention"]}, "1 layer_types for 24 layers"),
+            ({"layer_types": ["linear_attention"] * 24}, "unsupported layer types"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
+            ({"quantization_config": {}}, "quant_method None is not supported"),
+            (
+                {"quantization_config": {"quant_method": "mxfp4", "group_size": 16}},
+                r"quantization_config: unknown keys \['group_size'\]",
+            ),
+            ({"rope_scaling": {"rope_type": "llama3"}}, "unsupported rope type 'llama3'"),
+            (
+                {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "mscale": 1.0}},
+                r"unsupported settings \['mscale'\] of rope type 'yarn'",
+            ),
+            ({"gating": True}, r"unknown keys \['gating'\]"),
+        ],
+    )
+    def test_refused(self, changes, complaint):
+        with pytest.raises(ValueError, match=f"config.json.*{complaint}"):
+            parse_model_config({**GPT_OSS_20B, **changes})
+
+
+def other_tensors():
+    """All tensors but the experts' matrices, by hand from the published layout."""
+    m, h, g, e, i, n = 64, 4, 2, 8, 32, 5
+    shapes = {"model.embed_tokens.weight": (64, m), "model.norm.weight": (m,), "lm_head.weight": (64, m)}
+    for layer in range(2):
+        own = {
+            "self_attn.q_proj.weight": (h * e, m),
+            "self_attn.q_proj.bias": (h * e,),
+            "self_attn.k_proj.weight": (g * e, m),
+            "self_attn.k_proj.bias": (g * e,),
+            "self_attn.v_proj.weight": (g * e, m),
+            "self_attn.v_proj.bias": (g * e,),
+            "self_attn.o_proj.weight": (m, h * e),
+            "self_attn.o_proj.bias": (m,),
+            "self_attn.sinks": (h,),
+            "mlp.router.weight": (n, m),
+            "mlp.router.bias": (n,),
+            "mlp.experts.gate_up_proj_bias": (n, 2 * i),
+            "mlp.experts.down_proj_bias": (n, m),
+            "input_layernorm.weight": (m,),
+            "post_attention_layernorm.weight": (m,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return random_tensors(shapes)
+
+
+def packed_experts():
+    """The experts' matrices in blocks of random values and their scales, around 1/16."""
+    rng, tensors = np.random.default_rng(1), {}
+    for layer in range(2):
+        for name, rows, blocks in (("gate_up_proj", 2 * 32, 64 // 32), ("down_proj", 64, 32 // 32)):
+            path = f"model.layers.{layer}.mlp.experts.{name}"
+            tensors[f"{path}_blocks"] = rng.integers(256, size=(5, rows, blocks, 16), dtype=np.uint8)
+            tensors[f"{path}_scales"] = rng.integers(122, 125, size=(5, rows, blocks), dtype=np.uint8)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt_oss") / "packed"
+    return write(folder, TINY, other_tensors() | packed_experts())
+
+
+class TestMxfp4:
+    def test_is_the_widened_model(self, tmp_path, packed):
+        tensors, experts = other_tensors(), packed_experts()
+        for name in [name.removesuffix("_blocks") for name in experts if name.endswith("_blocks")]:
+            # As transformers writes them: the input's axis first.
+            wide = widen(experts[f"{name}_blocks"], experts[f"{name}_scales"])
+            tensors[name] = np.ascontiguousarray(wide.swapaxes(1, 2))
+        raw = without(TINY, "quantization_config")
+        wide = load_target(write(tmp_path / "wide", raw, tensors), dtype="float32")
+        target = load_target(packed, dtype="float32")
+        assert target.config == wide.config
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), target.weights, wide.weights))
+        ids = np.random.default_rng(0).integers(0, 64, (2, 20))
+        out = np.asarray(logits(target, ids))
+        assert out.std() > 0.5
+        np.testing.assert_array_equal(out, logits(wide, ids))
+
+    def test_rows_that_are_no_whole_blocks(self, tmp_path):
+        raw = {**TINY, "hidden_size": 80}
+        with pytest.raises(ValueError, match="rows of 80 values are no whole blocks of 32"):
+            load_target(write(tmp_path / "it", raw, packed_experts()))
+
+    def test_bytes_in_the_file_and_widened(self, packed):
+        about = describe(packed)
+        experts = 2 * 5 * (64 * 64 + 32 * 64)  # values
+        assert about["weight_bytes_bf16"] == 2 * about["parameters"]
+        others = about["parameters"] - experts
+        # Half a byte each and a byte for 32; the rest of this file is float32.
+        expected = experts * 17 // 32 + 4 * others
+        assert expected < about["file_bytes"] < expected + 10_000
