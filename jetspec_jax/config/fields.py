@@ -172,8 +172,14 @@ class Fields:
             raise self.error(key, f"one of {', '.join(values)}", value)
         return value
 
-    def list(self, key: str, length: int, name: str = "layers") -> list[Any] | None:
+    def list(self, key: str, length: int, name: str = "layers", *, surplus: int = 0) -> list[Any] | None:
         """A list with an entry for each of ``length`` things called ``name``; None if it is not there.
+
+        Args:
+            key: The key.
+            length: How many entries are wanted.
+            name: What they are of.
+            surplus: How many more a list may have, all or none of them, which are of no use.
 
         Raises:
             ValueError: It is no list, or of another length.
@@ -183,9 +189,9 @@ class Fields:
             return None
         if not isinstance(value, list):
             raise self.error(key, "a list", value)
-        if len(value) != length:
+        if len(value) not in (length, length + surplus):
             raise ValueError(f"{self.where}: {len(value)} {key} for {length} {name}")
-        return value
+        return value[:length]
 
     def object(self, key: str) -> "Fields | None":
         """The fields of an object below this one; None if it is not there. The caller must say `done`.

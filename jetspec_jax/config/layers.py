@@ -56,13 +56,18 @@ def check_top_k(where: str, experts: Experts) -> None:
         raise ValueError(f"{where}: num_experts_per_tok {experts.routing.top_k} of {experts.count} experts")
 
 
-def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
+def read_layer_types(fields: Fields, num_layers: int, surplus: int = 0) -> list[str] | None:
     """Of each layer whether it slides; None where the config does not say.
+
+    Args:
+        fields: The config.
+        num_layers: How many layers it has.
+        surplus: How many more the list may go on with, as `Fields.list` has it.
 
     Raises:
         ValueError: It is no list of as many types, or one is neither full nor sliding attention.
     """
-    kinds = fields.list("layer_types", num_layers)
+    kinds = fields.list("layer_types", num_layers, surplus=surplus)
     if kinds is None:
         return None
     if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:

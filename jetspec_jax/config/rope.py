@@ -49,7 +49,11 @@ def read_rope(
 
 
 def read_layer_ropes(
-    fields: Fields, head_dims: Mapping[str, int], types: Collection[str] = ("default",)
+    fields: Fields,
+    head_dims: Mapping[str, int],
+    types: Collection[str] = ("default",),
+    *,
+    partial: bool = False,
 ) -> dict[str, Rope]:
     """The rotary embedding of each type of layer, from the objects of the newer dialect.
 
@@ -57,6 +61,7 @@ def read_layer_ropes(
         fields: The config.
         head_dims: Elements of a head, for each type of layer.
         types: The rope types that the family may have.
+        partial: Whether a part of a head may turn.
 
     Raises:
         ValueError: As for `read_rope`, or a type of layer has none.
@@ -66,7 +71,7 @@ def read_layer_ropes(
         own = None if ropes is None else ropes.object(kind)
         if own is None:
             raise ValueError(f"{fields.where}: rope_parameters has no {kind}")
-        found[kind] = read_layer_rope(own, head_dim, types)
+        found[kind] = read_layer_rope(own, head_dim, types, partial=partial)
     if ropes is not None:
         ropes.done()
     return found
@@ -79,7 +84,8 @@ def read_layer_rope(
 
     The arguments and errors are those of `read_rope`; the base is in the object.
     """
-    kind = _kind(fields, types, fields.where, "rope_parameters")
+    where, _, name = fields.where.rpartition(": ")
+    kind = _kind(fields, types, where, name)
     return _rope(fields, kind, head_dim, fields.positive("rope_theta"), partial)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe
+from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
@@ -30,11 +30,13 @@ READERS: Mapping[str, Read] = {
     "gemma3_text": gemma3.read,
     "gemma4_text": gemma4.read,
     "gpt_oss": gpt_oss.read,
+    "step3p5": step.read,
 }
 #: The models that hold one of them among others, of which text is all that is used.
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", gemma3.WRAPPER_KEYS),
     "gemma4": Wrapper("gemma4_text", gemma4.WRAPPER_KEYS),
+    "step3p7": Wrapper("step3p5", step.WRAPPER_KEYS),
 }
 MODEL_TYPES = (*READERS, *WRAPPERS)
 

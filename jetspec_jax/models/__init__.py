@@ -17,6 +17,7 @@ from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
+from jetspec_jax.models.step import Step
 from jetspec_jax.models.transformer import Transformer
 
 FAMILIES: dict[str, type[Transformer]] = {
@@ -25,6 +26,7 @@ FAMILIES: dict[str, type[Transformer]] = {
     "gemma3_text": Gemma3,
     "gemma4_text": Gemma4,
     "gpt_oss": GptOss,
+    "step3p5": Step,
 }
 
 #: Nested dicts (and integer-keyed dicts for layers) of arrays: a module's parameters.

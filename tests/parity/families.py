@@ -58,7 +58,7 @@ class Family:
         noise = 0.2 * torch.randn(like.shape, generator=generator)
         near_one = ("norm" in name and not self.centered) or name.endswith(("scale", "layer_scalar"))
         factor = next((own for part, own in self.louder.items() if part in name), 1.0)
-        return factor * (1 + noise if near_one else noise).bfloat16().float()
+        return (factor * (1 + noise if near_one else noise)).bfloat16().float()
 
 
 GEMMA3 = {
@@ -142,5 +142,49 @@ FAMILIES = {
         ),
         transformers.GptOssForCausalLM,
         louder={"gate_up_proj": 4.0},  # the clamp is at 7
+    ),
+    "step3p7": Family(
+        lambda: transformers.Step3p7Config(
+            text_config={
+                **COMMON,
+                "intermediate_size": 48,
+                "moe_intermediate_size": 24,
+                "share_expert_dim": 40,
+                "moe_num_experts": 8,
+                "moe_top_k": 2,
+                "moe_router_scaling_factor": 3.0,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+                "attention_other_setting": {"num_attention_heads": 6},
+                "moe_layers_enum": "1,2,3",
+                "rope_theta": [5e6, 1e4, 1e4, 5e6],
+                "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 32.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "swiglu_limits": [0.0, 0.0, 4.0, 7.0],
+                "swiglu_limits_shared": [3.0, 0.0, 0.0, 16.0],
+            },
+            vision_config={
+                "width": 16,
+                "layers": 1,
+                "heads": 2,
+                "mlp_ratio": 1.0,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        ),
+        transformers.Step3p7ForConditionalGeneration,
+        # The clamps are at 7 and 16.
+        louder={
+            "experts.gate_up_proj": 6.0,
+            "shared_experts.gate_proj": 12.0,
+            "shared_experts.up_proj": 12.0,
+        },
+        centered=True,
     ),
 }

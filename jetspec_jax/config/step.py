@@ -1,0 +1,198 @@
+"""The config of Step-3.7-Flash's text model (``model_type`` "step3p5"): the hub's dialect, or transformers'.
+
+The hub's lists of layers go on with those that predict further tokens, which no forward pass here has.
+"""
+
+from dataclasses import replace
+
+from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
+from jetspec_jax.config.layers import check_heads, check_top_k, read_decoder, read_layer_types
+from jetspec_jax.config.rope import FULL, SLIDING, read_layer_rope, read_layer_ropes
+from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.expert_choice import Routing
+
+#: Keys of the model of text and images (``model_type`` "step3p7") that say nothing about text.
+WRAPPER_KEYS = (
+    "vision_config",
+    "projector_bias",
+    "understand_projector_stride",
+    "image_token_id",
+    "image_token_len",
+    "patch_token_len",
+    "im_start_token",
+    "im_start_token_id",
+    "im_end_token",
+    "im_end_token_id",
+    "im_patch_token",
+)
+
+# Only these values are known, so none of the keys is asked for. A config that says otherwise is refused.
+FIXED = {
+    "hidden_act": "silu",
+    "gating": True,
+    "use_head_wise_attn_gate": True,
+    "use_bidirectional_attention": False,
+    "att_impl_type": "GQA",
+    "sink": False,
+    "use_rope_layers": [],
+    "yarn_only_types": [FULL],
+    "zero_centered": True,
+    "use_moe": True,
+    "norm_expert_weight": True,
+    "moe_router_activation": "sigmoid",
+    "use_moe_router_bias": True,
+}
+
+
+def read(fields: Fields) -> ModelConfig:
+    """Reads the keys of a Step config.
+
+    Raises:
+        ValueError: A key is missing, out of its range, or changes the maths and is not supported.
+    """
+    for key, value in FIXED.items():
+        fields.only(key, value, default=value)
+    # Published files say that queries and keys have no norms, and hold the norms that all readers apply.
+    fields.inert("use_qk_norm")
+    # The router's logits are float32 either way. The layers with experts are listed.
+    fields.inert("need_fp32_gate", "moe_layer_offset", "moe_every_n_layer", "output_router_logits")
+    fields.inert("max_seq_len", "mtp_layer_types", "mtp_mlp_layer_types")
+    # Published files do not say, all readers have it.
+    fields.assume(rms_norm_eps=1e-5, num_nextn_predict_layers=0)
+    decoder, num_layers = read_decoder(fields), fields.integer("num_hidden_layers")
+    surplus = fields.integer("num_nextn_predict_layers", "num_mtp_layers", least=0)
+    kinds = read_layer_types(fields, num_layers, surplus)
+    if kinds is None:
+        raise fields.error("layer_types", "a list", None)
+    head_dim = fields.integer("head_dim")
+    kv_heads = fields.integer("num_key_value_heads", "num_attention_groups")
+    fields.only("query_pre_attn_scalar", head_dim, default=head_dim)
+    ropes = _ropes(fields, kinds, head_dim, surplus)
+    fields.inert("sliding_window")
+    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    heads = _heads(fields, kinds, kv_heads, head_dim)
+    for count in sorted(set(heads)):
+        check_heads(fields.where, count, kv_heads, head_dim)
+    sparse = _sparse(fields, num_layers, surplus)
+    experts, dense_size = _experts(fields), fields.integer("intermediate_size")
+    shared_size = fields.integer("share_expert_dim", "share_expert_dims")
+    # Shared experts are dense blocks, and bounded like those.
+    dense = _activations(fields, "swiglu_limits_shared", num_layers, surplus)
+    routed = _activations(fields, "swiglu_limits", num_layers, surplus)
+    return ModelConfig(
+        model_type="step3p5",
+        **decoder,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        layers=tuple(
+            LayerConfig(
+                num_heads=heads[i],
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                rope=ropes[i],
+                window=window if kinds[i] == SLIDING else None,
+                mlp_size=shared_size if sparse[i] else dense_size,
+                activation=dense[i],
+                experts=replace(experts, activation=routed[i]) if sparse[i] else None,
+            )
+            for i in range(num_layers)
+        ),
+    )
+
+
+def _experts(fields: Fields) -> Experts:
+    """The experts of every layer that has some, but for their bound."""
+    routing = Routing(
+        fields.integer("num_experts_per_tok", "moe_top_k"),
+        scores="sigmoid",
+        scale=fields.positive("moe_router_scaling_factor"),
+    )
+    count = fields.integer("n_routed_experts", "moe_num_experts", "num_local_experts")
+    experts = Experts(count, fields.integer("moe_intermediate_size"), routing)
+    check_top_k(fields.where, experts)
+    return experts
+
+
+def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> list[int]:
+    """Each layer's query heads, which sliding layers may have more of; said in one to three places."""
+    full = fields.integer("num_attention_heads")
+    sliding = full
+    if "num_sliding_attention_heads" in fields:
+        sliding = fields.integer("num_sliding_attention_heads")
+    if (other := fields.object("attention_other_setting")) is not None:
+        own = other.integer("num_attention_heads")
+        if "num_sliding_attention_heads" in fields and own != sliding:
+            raise ValueError(f"{other.where} has {own} heads, and num_sliding_attention_heads is {sliding}")
+        sliding = own
+        for key, value in (
+            ("attention_type", SLIDING),
+            ("num_attention_groups", kv_heads),
+            ("head_dim", head_dim),
+            ("true_head_dim", head_dim),
+        ):
+            other.only(key, value, default=value)
+        other.done()
+    heads = [sliding if kind == SLIDING else full for kind in kinds]
+    if (layers := fields.object("per_layer_config")) is not None:
+        for i, expected in enumerate(heads):
+            if (own := layers.object(str(i))) is None:
+                found = full
+            else:
+                own.assume(num_attention_heads=full)
+                found = own.integer("num_attention_heads")
+                own.done()
+            if found != expected:
+                raise ValueError(f"{layers.where} gives layer {i} {found} heads, and its type {expected}")
+        layers.done()
+    return heads
+
+
+def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
+    """Of each layer whether it has experts; the hub's dialect lists those that do, as text or numbers."""
+    if fields.newer("mlp_layer_types", "moe_layers_enum"):
+        kinds = fields.list("mlp_layer_types", num_layers, surplus=surplus) or []
+        if unknown := sorted({str(kind) for kind in kinds} - {"dense", "sparse"}):
+            raise ValueError(f"{fields.where}: unsupported layer types {unknown} in mlp_layer_types")
+        return [kind == "sparse" for kind in kinds]
+    listed = fields.get("moe_layers_enum")
+    items = listed.split(",") if isinstance(listed, str) else listed
+    if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
+        raise fields.error("moe_layers_enum", "the layers that have experts", listed)
+    sparse = {int(item) for item in items}
+    if beyond := [layer for layer in sparse if layer >= num_layers + surplus]:
+        raise ValueError(f"{fields.where}: moe_layers_enum has {beyond} of {num_layers} layers")
+    return [layer in sparse for layer in range(num_layers)]
+
+
+def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> list[Activation]:
+    """SiLU of each layer, bounded where the list has a bound; null and 0 are none."""
+    limits = fields.list(key, num_layers, surplus=surplus) or [None] * num_layers
+    if not all(limit is None or (isinstance(limit, int | float) and limit >= 0) for limit in limits):
+        raise fields.error(key, "bounds that are not negative", limits)
+    return [Activation.step(float(limit)) if limit else SILU for limit in limits]
+
+
+def _ropes(fields: Fields, kinds: list[str], head_dim: int, surplus: int) -> list[Rope]:
+    """Each layer's rotary embedding. In the hub's dialect bases and turning parts are those of layers."""
+    types = "default", "llama3"
+    if fields.newer("rope_parameters", "rope_theta", "partial_rotary_factors", "rope_scaling"):
+        by_kind = read_layer_ropes(fields, dict.fromkeys(kinds, head_dim), types, partial=True)
+        return [by_kind[kind] for kind in kinds]
+    bases = fields.list("rope_theta", len(kinds), surplus=surplus)
+    parts = fields.list("partial_rotary_factors", len(kinds), surplus=surplus) or [1.0] * len(kinds)
+    if bases is None:
+        raise fields.error("rope_theta", "a list", None)
+    scaling = fields.object("rope_scaling")
+    stretched = {} if scaling is None else scaling.raw  # what full layers have besides
+    return [
+        read_layer_rope(
+            Fields(
+                {"rope_theta": base, "partial_rotary_factor": part, **(stretched if kind == FULL else {})},
+                f"{fields.where}: rope_scaling",
+            ),
+            head_dim,
+            types,
+            partial=True,
+        )
+        for kind, base, part in zip(kinds, bases, parts, strict=True)
+    ]

@@ -1,0 +1,288 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jetspec_jax.config import Experts, Rope, parse_eos_token_ids, parse_model_config
+from jetspec_jax.config.geometry import Llama3
+from jetspec_jax.safetensors_io import read_weights, unused_tensors
+from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.expert_choice import Routing
+from tests.families.goldens import FOLDER
+from tests.loading.published import without, write
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# What the hub has for stepfun-ai/Step-3.7-Flash: 45 layers, and 3 that predict further tokens.
+HUB_TEXT = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "att_impl_type": "GQA",
+    "attention_other_setting": {
+        "attention_type": SLIDING,
+        "head_dim": 128,
+        "num_attention_groups": 8,
+        "num_attention_heads": 96,
+        "true_head_dim": 128,
+    },
+    "eos_token_id": [1, 2, 128007],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11264,
+    "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 12,
+    "max_position_embeddings": 262144,
+    "max_seq_len": 262144,
+    "model_type": "step3p5",
+    "moe_every_n_layer": 1,
+    "moe_intermediate_size": 1280,
+    "moe_layer_offset": 0,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))),
+    "moe_num_experts": 288,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "moe_top_k": 8,
+    "need_fp32_gate": True,
+    "norm_expert_weight": True,
+    "num_attention_groups": 8,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 45,
+    "num_nextn_predict_layers": 3,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+    "rope_scaling": {
+        "factor": 2.0,
+        "high_freq_factor": 32.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 131072,
+        "rope_type": "llama3",
+    },
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12,
+    "share_expert_dim": 1280,
+    "sink": False,
+    "sliding_window": 512,
+    "swiglu_limits": [0.0] * 43 + [7.0, 7.0, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0] * 44 + [16.0, 0.0, 0.0, 0.0],
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_head_wise_attn_gate": True,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "use_qk_norm": False,
+    "use_rope_layers": [],
+    "vocab_size": 128896,
+    "yarn_only_types": [FULL],
+    "zero_centered": True,
+}
+# The same as transformers 5 writes it.
+NEWER_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": "bfloat16",
+    "eos_token_id": [1, 2, 128007],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11264,
+    "layer_types": HUB_TEXT["layer_types"][:45],
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 42,
+    "model_type": "step3p5",
+    "moe_intermediate_size": 1280,
+    "moe_router_scaling_factor": 3.0,
+    "mtp_layer_types": [SLIDING] * 3,
+    "mtp_mlp_layer_types": ["dense"] * 3,
+    "n_routed_experts": 288,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 45,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 3,
+    "num_sliding_attention_heads": 96,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "per_layer_config": {str(layer): {"num_attention_heads": 96} for layer in range(45) if layer % 4},
+    "query_pre_attn_scalar": 128,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        FULL: {**HUB_TEXT["rope_scaling"], "partial_rotary_factor": 0.5, "rope_theta": 5000000.0},
+        SLIDING: {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "share_expert_dim": 1280,
+    "sliding_window": 512,
+    "swiglu_limits": HUB_TEXT["swiglu_limits"][:45],
+    "swiglu_limits_shared": HUB_TEXT["swiglu_limits_shared"][:45],
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 128896,
+}
+PUBLISHED = parse_model_config(HUB_TEXT)
+
+
+def wrapped(text):
+    return {
+        "architectures": ["Step3p7ForConditionalGeneration"],
+        "image_token_id": 128001,
+        "model_type": "step3p7",
+        "projector_bias": False,
+        "text_config": text,
+        "vision_config": {"width": 1536},
+    }
+
+
+class TestConfig:
+    def test_published(self):
+        assert PUBLISHED.num_layers == 45
+        assert PUBLISHED.windows == (None, 512, 512, 512) * 11 + (None,)
+        assert PUBLISHED.rms_norm_eps == 1e-5
+        full, sliding, last = (PUBLISHED.layers[i] for i in (0, 1, 44))
+        assert (full.num_heads, sliding.num_heads, full.num_kv_heads, full.head_dim) == (64, 96, 8, 128)
+        assert full.rope == Rope(5e6, 64, scaling=Llama3(2.0, 1.0, 32.0, 131072))
+        assert sliding.rope == Rope(1e4, 128)
+        assert (full.mlp_size, full.experts, full.activation) == (11264, None, SILU)
+        routing = Routing(8, scores="sigmoid", scale=3.0)
+        assert PUBLISHED.layers[3].experts == Experts(288, 1280, routing)
+        assert last.experts == Experts(288, 1280, routing, Activation.step(7.0))
+        assert (last.mlp_size, last.activation) == (1280, Activation.step(16.0))
+        assert PUBLISHED.layers[43].activation == SILU
+
+    @pytest.mark.parametrize("raw", [NEWER_TEXT, wrapped(NEWER_TEXT), wrapped(HUB_TEXT)])
+    def test_dialects(self, raw):
+        assert parse_model_config(raw) == PUBLISHED
+
+    def test_lists_without_further_layers(self):
+        """transformers trims the lists of a file, and other files never had the surplus."""
+        lists = {
+            key: value[:45] for key, value in HUB_TEXT.items() if isinstance(value, list) and len(value) == 48
+        }
+        assert set(lists) == {
+            "layer_types",
+            "partial_rotary_factors",
+            "rope_theta",
+            "swiglu_limits",
+            "swiglu_limits_shared",
+        }
+        assert parse_model_config({**HUB_TEXT, **lists}) == PUBLISHED
+
+    def test_layers_with_experts_as_numbers(self):
+        assert parse_model_config({**HUB_TEXT, "moe_layers_enum": [*range(3, 45)]}) == PUBLISHED
+
+    def test_no_limits(self):
+        for raw in (
+            without(HUB_TEXT, "swiglu_limits", "swiglu_limits_shared"),
+            {**HUB_TEXT, "swiglu_limits": [None] * 45, "swiglu_limits_shared": [0] * 48},
+        ):
+            layers = parse_model_config(raw).layers
+            assert {layer.activation for layer in layers} == {SILU}
+            assert {layer.experts.activation for layer in layers if layer.experts} == {SILU}
+
+    def test_no_other_heads(self):
+        config = parse_model_config(without(HUB_TEXT, "attention_other_setting"))
+        assert {layer.num_heads for layer in config.layers} == {64}
+
+    def test_end_of_sequence(self):
+        assert parse_eos_token_ids(wrapped(HUB_TEXT), None) == (1, 2, 128007)
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"sink": True}, "sink=True changes the model"),
+            ({"zero_centered": False}, "zero_centered=False changes"),
+            ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate=False changes"),
+            ({"gating": "per-channel"}, "gating='per-channel' changes"),
+            ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True changes"),
+            ({"att_impl_type": "MFA"}, "att_impl_type='MFA' changes"),
+            ({"use_rope_layers": [0, 1]}, r"use_rope_layers=\[0, 1\] changes"),
+            ({"yarn_only_types": [FULL, SLIDING]}, "yarn_only_types=.* changes"),
+            ({"use_moe": False}, "use_moe=False changes"),
+            ({"norm_expert_weight": False}, "norm_expert_weight=False changes"),
+            ({"moe_router_activation": "softmax"}, "moe_router_activation='softmax' changes"),
+            ({"use_moe_router_bias": False}, "use_moe_router_bias=False changes"),
+            ({"hidden_act": "gelu"}, "hidden_act='gelu' changes"),
+            ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64 changes"),
+            ({"attention_bias": True}, "attention_bias=True changes"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* changes"),
+            ({"fp32_residual_connection": True}, r"unknown keys \['fp32_residual_connection'\]"),
+            ({"layer_types": None}, "layer_types must be a list"),
+            ({"layer_types": [FULL] * 46}, "46 layer_types for 45 layers"),
+            ({"layer_types": ["linear_attention"] * 48}, "unsupported layer types"),
+            ({"swiglu_limits": [7.0]}, "1 swiglu_limits for 45 layers"),
+            ({"swiglu_limits": [-1.0] * 48}, "swiglu_limits must be bounds that are not negative"),
+            ({"moe_layers_enum": None}, "moe_layers_enum must be the layers that have experts"),
+            ({"moe_layers_enum": "3,x"}, "moe_layers_enum must be the layers that have experts"),
+            ({"moe_layers_enum": "3,48"}, r"moe_layers_enum has \[48\]"),
+            ({"mlp_layer_types": ["sparse"] * 45}, "mlp_layer_types takes the place of moe_layers_enum"),
+            ({"moe_top_k": 300}, "num_experts_per_tok 300 of 288 experts"),
+            ({"num_attention_heads": 60}, "60 attention heads are no multiple of 8 KV heads"),
+            ({"sliding_window": None}, "sliding_window must be an integer"),
+            ({"rope_theta": 1e4}, "rope_theta must be a list"),
+            ({"rope_theta": None}, "rope_theta must be a list"),
+            ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported rope type 'yarn' in rope_scaling"),
+            (
+                {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 4}},
+                "attention_other_setting: num_attention_groups=4 changes",
+            ),
+            (
+                {"attention_other_setting": {"num_attention_heads": 96, "bias": True}},
+                r"attention_other_setting: unknown keys \['bias'\]",
+            ),
+            ({"num_sliding_attention_heads": 80}, "has 96 heads, and num_sliding_attention_heads is 80"),
+        ],
+    )
+    def test_refused(self, changes, complaint):
+        with pytest.raises(ValueError, match=f"text_config: .*?{complaint}"):
+            parse_model_config(wrapped({**HUB_TEXT, **changes}))
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            (
+                {"mlp_layer_types": ["linear"] * 45},
+                r"unsupported layer types \['linear'\] in mlp_layer_types",
+            ),
+            ({"per_layer_config": {"1": {"num_attention_heads": 80}}}, "layer 1 80 heads, and its type 96"),
+            ({"per_layer_config": {}}, "gives layer 1 64 heads, and its type 96"),
+            (
+                {"per_layer_config": {"1": {"head_dim": 64}}},
+                "gives layer 1 64 heads, and its type 96|head_dim",
+            ),
+            ({"rope_parameters": {FULL: {"rope_theta": 1e4}}}, "rope_parameters has no sliding_attention"),
+            ({"rope_theta": [1e4] * 45}, "rope_parameters takes the place of rope_theta"),
+        ],
+    )
+    def test_refused_of_the_newer_dialect(self, changes, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            parse_model_config({**NEWER_TEXT, **changes})
+
+    def test_another_text_model(self):
+        with pytest.raises(ValueError, match="text_config: model_type must be 'step3p5', not 'qwen3'"):
+            parse_model_config(wrapped({**HUB_TEXT, "model_type": "qwen3"}))
+
+
+class TestCheckpoint:
+    def test_other_tensors_are_left_out(self, tmp_path):
+        """Layers that predict further tokens, and what sees."""
+        golden = FOLDER / "step3p7"
+        raw = json.loads((golden / "config.json").read_text())
+        tensors = load_file(golden / "model.safetensors")
+        further = {
+            name.replace("layers.1.", "layers.4."): value
+            for name, value in tensors.items()
+            if name.startswith("model.layers.1.self_attn")
+        } | {"model.layers.4.eh_proj.weight": np.zeros((4, 4), np.float32)}
+        folder = write(tmp_path / "it", raw, tensors | further)
+        config = parse_model_config(raw)
+        counts = {reason: len(names) for reason, names in unused_tensors(folder, config).items()}
+        assert counts == {
+            "layers that predict further tokens": 8,
+            "vision tower": sum(name.startswith("vision_model.") for name in tensors),
+            "projector of images": 1,
+        }
+        shorter = dataclasses.replace(config, layers=config.layers[:3])
+        with pytest.raises(ValueError, match=r"missing: model\.layers\.3"):
+            read_weights(
+                write(tmp_path / "less", raw, {k: v for k, v in tensors.items() if ".3." not in k}), config
+            )
+        assert len(read_weights(folder, shorter)["layers"]) == 3
