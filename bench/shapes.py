@@ -109,6 +109,67 @@ QWEN3_30B_A3B = {
     "vocab_size": 151936,
 }
 
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GEMMA4_26B_A4B = {
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": 8,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}
+
 SHAPES = {
     "tiny": _tiny(),
     "qwen3-0.6b": _qwen3(layers=28, hidden=1024, intermediate=3072, heads=16, tied=True),
@@ -118,6 +179,8 @@ SHAPES = {
     "qwen3-14b": _qwen3(layers=40, hidden=5120, intermediate=17408, heads=40),
     "qwen3-32b": _qwen3(layers=64, hidden=5120, intermediate=25600, heads=64),
     "qwen3-30b-a3b": _published(QWEN3_30B_A3B, num_kv_heads=4, mlp_size=6144),
+    "gpt-oss-20b": _published(GPT_OSS_20B, mlp_size=8640),
+    "gemma4-26b-a4b": _published(GEMMA4_26B_A4B, mlp_size=8448),
 }
 
 
