@@ -11,6 +11,9 @@ from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
 from jetspec_jax.models.rotary import rotary
 from pallas_kernels.qkv_rotary import qkv_rotary
 
+#: Axes of what projects queries, keys and values.
+PROJECTION_AXES = ("embed", "kv_heads", "qkv", "head_dim")
+
 
 class Attention(nnx.Module):
     """Grouped-query attention with per-head norms of queries and keys, before rotary.
@@ -38,12 +41,12 @@ class Attention(nnx.Module):
         self.scale = e**-0.5 if own.attention_scale is None else own.attention_scale
         self.window = own.window
 
-    def make_projection(self, m: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def make_projection(
+        self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> None:
         """Makes the weight of `project`."""
-        g, heads = own.num_kv_heads, own.num_heads // own.num_kv_heads + 2
-        self.qkv_proj = param(
-            rngs, (m, g, heads, own.head_dim), ("embed", "kv_heads", "qkv", "head_dim"), dtype
-        )
+        shape = hidden_size, own.num_kv_heads, own.num_heads // own.num_kv_heads + 2, own.head_dim
+        self.qkv_proj = param(rngs, shape, PROJECTION_AXES, dtype)
 
     def __call__(
         self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.config.geometry import Experts
-from jetspec_jax.models.attention import Attention
+from jetspec_jax.models.attention import PROJECTION_AXES, Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
 from jetspec_jax.models.feed_forward import MLP, RoutedExperts
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, SANDWICH_KEYS, Key, Skip
@@ -45,16 +45,16 @@ class Gemma4Attention(Attention):
 
     NORM = WideRMSNorm
 
-    def make_projection(self, m: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+    def make_projection(
+        self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> None:
         """Makes a weight of queries and keys alone where keys are values: under another name."""
         self.head_dim, self.keys_as_values = own.head_dim, own.keys_as_values
         if own.keys_as_values:
-            g, heads = own.num_kv_heads, own.num_heads // own.num_kv_heads + 1
-            self.qk_proj = param(
-                rngs, (m, g, heads, own.head_dim), ("embed", "kv_heads", "qkv", "head_dim"), dtype
-            )
+            shape = hidden_size, own.num_kv_heads, own.num_heads // own.num_kv_heads + 1, own.head_dim
+            self.qk_proj = param(rngs, shape, PROJECTION_AXES, dtype)
         else:
-            super().make_projection(m, own, rngs=rngs, dtype=dtype)
+            super().make_projection(hidden_size, own, rngs=rngs, dtype=dtype)
 
     def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
         """Queries, keys and values in one product; keys that are values stand there twice.

@@ -1,0 +1,39 @@
+"""Checkpoints of models of several modalities: their text model is that of a checkpoint of its own."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jetspec_jax import load_target
+from jetspec_jax.describe import describe
+from tests.families.goldens import FOLDER, golden_target
+
+# Of each family what its names begin with, as transformers saves it, and some tensors of the other parts.
+WRAPPED = {
+    "gemma3": ("language_model.model.", {"vision_tower.post_layernorm.bias", "multi_modal_projector.norm"}),
+    "gemma4": ("model.language_model.", {"model.audio_tower.output_proj.bias", "model.embed_vision.weight"}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_text_model(tmp_path, name, swapped):
+    prefix, others = WRAPPED[name]
+    if swapped:  # as the other family has it
+        prefix = {"language_model.model.": "model.language_model."}.get(prefix, "language_model.model.")
+        others = {"model." + other.removeprefix("model.") for other in others}
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    wrapped = {prefix + key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+    save_file(wrapped | {key: np.ones(3, np.float32) for key in others}, tmp_path / "model.safetensors")
+    text = json.loads((FOLDER / name / "config.json").read_text())
+    raw = {"model_type": name, "text_config": text, "vision_config": {"hidden_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+
+    ours, alone = load_target(tmp_path, dtype="float32"), golden_target(name)
+    assert ours.config == alone.config
+    assert ours.eos_token_ids == alone.eos_token_ids
+    jax.tree.map(np.testing.assert_array_equal, ours.weights, alone.weights)
+    assert sum(describe(tmp_path)["unused_tensors"].values()) == 2
