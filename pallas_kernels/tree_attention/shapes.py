@@ -29,4 +29,5 @@ SHAPES = (
     Shape("gemma4-26b-full", heads=16, kv_heads=2, head_size=512),
     Shape("gpt-oss-20b-sliding", heads=64, kv_heads=8, head_size=64, window=128, sinks=True),
     Shape("gpt-oss-20b-full", heads=64, kv_heads=8, head_size=64, sinks=True),
+    Shape("step-3.7-sliding", heads=96, kv_heads=8, head_size=128, window=512),
 )

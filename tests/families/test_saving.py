@@ -1,0 +1,26 @@
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.safetensors_io import read_weights, save_checkpoint, unused_tensors
+from tests.families.goldens import FOLDER, NAMES
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_what_is_written_is_what_was_read(family, tmp_path):
+    """The text model's tensors in the layout of transformers, bit for bit; what was left unread is not there."""
+    golden = FOLDER / family
+    raw = json.loads((golden / "config.json").read_text())
+    config = parse_model_config(raw)
+    save_checkpoint(tmp_path / "ours", raw, read_weights(golden, config), dtype=None)
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (golden, tmp_path / "ours"))
+    for names in unused_tensors(golden, config).values():
+        for name in names:
+            del theirs[name]
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
