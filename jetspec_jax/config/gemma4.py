@@ -4,7 +4,14 @@ from typing import Any
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
-from jetspec_jax.config.layers import check_heads, check_top_k, read_decoder, read_heads, read_layer_types
+from jetspec_jax.config.layers import (
+    check_heads,
+    check_top_k,
+    read_decoder,
+    read_exceptions,
+    read_heads,
+    read_layer_types,
+)
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes
 from pallas_kernels.activation import GELU_TANH
 from pallas_kernels.expert_choice import Routing
@@ -108,18 +115,12 @@ def _heads(fields: Fields, kinds: list[str], shares: bool) -> dict[str, dict[str
 
 def _exceptions(fields: Fields, kinds: list[str], usual: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Heads of each type of layer by ``per_layer_config``, which names layers by their index."""
-    layers, found = fields.object("per_layer_config"), [dict(usual) for _ in kinds]
-    if layers is not None:
-        for index in layers.raw:
-            if not index.isdecimal() or int(index) >= len(kinds):
-                raise ValueError(f"{layers.where}: there is no layer {index!r}")
-            own = layers.object(index)
-            for key, name in (("head_dim", "head_dim"), ("num_key_value_heads", "num_kv_heads")):
-                if own is not None and key in own:
-                    found[int(index)][name] = own.integer(key)
-            if own is not None:
-                own.done()
-        layers.done()
+    found = [dict(usual) for _ in kinds]
+    for layer, own in read_exceptions(fields, len(kinds)).items():
+        for key, name in (("head_dim", "head_dim"), ("num_key_value_heads", "num_kv_heads")):
+            if key in own:
+                found[layer][name] = own.integer(key)
+        own.done()
     heads = {SLIDING: usual}
     for kind in dict.fromkeys(kinds):
         of_kind = [own for own, other in zip(found, kinds, strict=True) if other == kind]

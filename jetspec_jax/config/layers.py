@@ -73,3 +73,24 @@ def read_layer_types(fields: Fields, num_layers: int, surplus: int = 0) -> list[
     if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
         raise ValueError(f"{fields.where}: unsupported layer types {unknown} in layer_types")
     return kinds
+
+
+def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
+    """What ``per_layer_config`` says of single layers, by index; the caller must say `done` of each.
+
+    transformers writes the indices with leading zeros, so that all have as many digits.
+
+    Raises:
+        ValueError: A key is no layer's index, or not the only one of its layer.
+    """
+    layers, found = fields.object("per_layer_config"), {}
+    if layers is None:
+        return found
+    for key in layers.raw:
+        if not key.isdecimal() or int(key) >= num_layers:
+            raise ValueError(f"{layers.where}: there is no layer {key!r}")
+        if int(key) in found:
+            raise ValueError(f"{layers.where}: layer {int(key)} is there twice")
+        if (own := layers.object(key)) is not None:
+            found[int(key)] = own
+    return found

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
-from jetspec_jax.config.layers import check_heads, check_top_k, read_decoder, read_layer_types
+from jetspec_jax.config.layers import (
+    check_heads,
+    check_top_k,
+    read_decoder,
+    read_exceptions,
+    read_layer_types,
+)
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_rope, read_layer_ropes
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Routing
@@ -133,17 +139,18 @@ def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> li
             other.only(key, value, default=value)
         other.done()
     heads = [sliding if kind == SLIDING else full for kind in kinds]
-    if (layers := fields.object("per_layer_config")) is not None:
-        for i, expected in enumerate(heads):
-            if (own := layers.object(str(i))) is None:
-                found = full
-            else:
-                own.assume(num_attention_heads=full)
+    if "per_layer_config" in fields:
+        exceptions = read_exceptions(fields, len(kinds))
+        for layer, expected in enumerate(heads):
+            found = full
+            if (own := exceptions.get(layer)) is not None:
                 found = own.integer("num_attention_heads")
                 own.done()
             if found != expected:
-                raise ValueError(f"{layers.where} gives layer {i} {found} heads, and its type {expected}")
-        layers.done()
+                raise ValueError(
+                    f"{fields.where}: per_layer_config gives layer {layer} {found} heads, "
+                    f"and its type {expected}"
+                )
     return heads
 
 

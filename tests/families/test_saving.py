@@ -11,7 +11,7 @@ from tests.families.goldens import FOLDER, NAMES
 
 @pytest.mark.parametrize("family", NAMES)
 def test_what_is_written_is_what_was_read(family, tmp_path):
-    """The text model's tensors in the layout of transformers, bit for bit; what was left unread is not there."""
+    """The text model's tensors as transformers lays them out, bit for bit; what is left unread is gone."""
     golden = FOLDER / family
     raw = json.loads((golden / "config.json").read_text())
     config = parse_model_config(raw)

@@ -1,0 +1,23 @@
+"""Published configs, and what transformers makes of them in its own dialect, mean the same here."""
+
+import json
+
+import pytest
+import transformers
+
+from jetspec_jax.config import parse_model_config
+from tests.loading.test_gpt_oss import GPT_OSS_20B
+from tests.loading.test_step import HUB_TEXT, wrapped
+
+pytestmark = pytest.mark.parity
+
+
+@pytest.mark.parametrize(
+    ("theirs", "raw"),
+    [(transformers.GptOssConfig, GPT_OSS_20B), (transformers.Step3p7Config, wrapped(HUB_TEXT))],
+)
+def test_translation(tmp_path, theirs, raw):
+    # transformers takes what it gets apart.
+    theirs(**json.loads(json.dumps(raw))).save_pretrained(tmp_path)
+    translated = json.loads((tmp_path / "config.json").read_text())
+    assert parse_model_config(translated) == parse_model_config(raw)
