@@ -37,16 +37,17 @@ def test_logits(pair):
 def test_bfloat16(pair, tmp_path):
     """Rounding is the only difference: from float32, ours is no farther than transformers' own bfloat16."""
     model, _ = pair
-    ids = random_ids(0, 2, 40)
+    ids = random_ids(0, 12, 40)
     exact = oracle_logits(model, ids)
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     rounded.save_pretrained(tmp_path)
-    ours = np.asarray(logits(load_target(tmp_path, dtype="bfloat16"), ids))
-    assert deviation(ours, exact) < 1.2 * deviation(oracle_logits(rounded, ids), exact)
+    ours = logits(load_target(tmp_path, dtype="bfloat16"), ids)
+    assert deviation(ours, exact) < 1.1 * deviation(oracle_logits(rounded, ids), exact)
 
 
 def deviation(values, exact):
-    return np.sqrt(np.mean((values - exact) ** 2))
+    """Of half the tokens: rounding sends a few to other experts, in either program, and these lie far off."""
+    return np.median(np.sqrt(np.mean((np.asarray(values) - exact) ** 2, axis=-1)))
 
 
 # A window's edge falls before the tree, and inside it.
