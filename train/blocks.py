@@ -98,5 +98,6 @@ def draft_blocks(
     block = jnp.concatenate([anchor_tokens[:, :, None], masks], axis=-1).reshape(b, a * slots)
     positions = block_positions(anchors, slots).reshape(b, a * slots)
     attend = block_attend(context, anchors, slots, causal=config.causal)
-    hidden = head(target.embed(block).astype(taps.dtype), positions, attend, remat=remat)
+    embedded = target.embed(block, scaled=config.scaled_embeddings).astype(taps.dtype)
+    hidden = head(embedded, positions, attend, remat=remat)
     return hidden.reshape(b, a, slots, -1)

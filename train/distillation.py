@@ -1,5 +1,7 @@
 """Distillation of a draft head from its frozen target. Shapes as in `train.attention`."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
@@ -57,6 +59,7 @@ def distillation_loss(
             loss=objective.loss,
             temperature=objective.temperature,
             chunk=objective.chunk,
+            draft_logits=partial(target.logits, capped=head_config.capped_logits),
         )
         value, matches = rows.loss.reshape(b, a, d), rows.matches.reshape(b, a, d)
         counted = task.learn.astype(jnp.float32)

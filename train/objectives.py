@@ -52,6 +52,7 @@ def draft_losses(
     loss: LossName,
     temperature: float,
     chunk: int,
+    draft_logits: Logits | None = None,
 ) -> DraftRows:
     """The loss of each draft row against the target's row that predicts the same token.
 
@@ -72,12 +73,13 @@ def draft_losses(
         loss: Which loss.
         temperature: T.
         chunk: Rows of a sequence whose logits exist at a time.
+        draft_logits: That table as the head reads it, where that differs.
     """
     given = jax.lax.stop_gradient(logits(teacher))
     best = jnp.argmax(given, axis=-1).astype(jnp.int32)
 
     def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
-        own = logits(x)
+        own = (draft_logits or logits)(x)
         matches = jnp.argmax(own, axis=-1) == jnp.take_along_axis(best, index, axis=1)
         if loss == "sft":
             log_q = jax.nn.log_softmax(own.astype(jnp.float32), axis=-1)
