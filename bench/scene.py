@@ -97,7 +97,7 @@ class Scene:
         ]
         return replace(
             empty,
-            slots=Slots(
+            slots=Slots.of(
                 jnp.asarray(pages.reshape(self.batch, -1)), jnp.full(self.batch, self.context, jnp.int32)
             ),
             anchors=jnp.asarray(rng.integers(0, decoder.target.vocab_size, self.batch, np.int32)),

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from convert.folders import Checkpoint
 from convert.orbax_io import read_orbax
 from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, empty_stores
+from jetspec_jax.cache import Slots, Store, attend_over, empty_stores
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.layers import KV, Attend
@@ -100,11 +100,11 @@ def _hidden_states(config: DraftHeadConfig, weights: Weights) -> np.ndarray:
 
 def _context(
     config: DraftHeadConfig, weights: Weights, taps: Float[Array, "1 T F"]
-) -> tuple[tuple[KV, ...], Slots]:
+) -> tuple[tuple[Store, ...], Slots]:
     """The head's stores of one sequence of tapped tokens, in one page."""
     tokens = taps.shape[1]
     empty = empty_stores(config.layers, 1, tokens, taps.dtype)
-    slots = Slots(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    slots = Slots.of(jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
     count = jnp.full(1, tokens, jnp.int32)
     context = DraftHeadProposer(config).commit(weights, empty, taps, slots, count)
     return context, slots._replace(lengths=count)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
@@ -153,10 +153,12 @@ class TreeDecoder:
             dtype: Of the stores: the weights' dtype.
         """
         proposer = self.proposer
+        tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
+        free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
-            stores=empty_stores(self.target, num_pages, page_size, dtype),
+            stores=empty_stores(self.target, num_pages, page_size, dtype, free),
             proposer=None if proposer is None else proposer.empty_state(num_pages, page_size, dtype),
-            slots=Slots(jnp.full((slots, pages_per_slot), num_pages, jnp.int32), jnp.zeros(slots, jnp.int32)),
+            slots=free,
             anchors=jnp.zeros(slots, jnp.int32),
             active=jnp.zeros(slots, bool),
             settings=SlotSettings(

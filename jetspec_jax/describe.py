@@ -6,9 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jetspec_jax.cache import PAGE_SIZE, ring_pages
 from jetspec_jax.checkpoint import resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
+    LayerConfig,
     ModelConfig,
     check_head_fits,
     is_draft_head,
@@ -85,8 +87,14 @@ def _model(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": of_layers(layer.rope.theta for layer in layers),
         "sliding_windows": sorted({w for w in config.windows if w is not None}),
         "tied_embeddings": config.tie_word_embeddings,
-        "cache_bytes_per_token_bf16": 2 * sum(layer.kv_size for layer in layers),
+        "cache_bytes_per_token_bf16": 2 * sum(layer.kv_size for layer in layers if layer.window is None),
+        "cache_bytes_of_windows_bf16": 2 * sum(map(_ring_elements, layers)),
     }
+
+
+def _ring_elements(layer: LayerConfig) -> int:
+    """Elements of the keys and values that a layer's window makes a slot keep, however long it is."""
+    return 0 if layer.window is None else layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
 
 
 def _weights(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxtyping import ArrayLike
 from tqdm import tqdm
 
 from jetspec_jax.auto_budget import Acceptance, AutoBudget
-from jetspec_jax.cache import PagePool
+from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
@@ -338,7 +338,12 @@ class Engine:
         # Nobody runs: slots are taken after this, and an engine in use is not resized.
         try:
             costs, self.state = round_costs(
-                self._decoders, self.weights, self.state, page_size=PAGE_SIZE, rounds=ROUNDS_PER_DISPATCH
+                self._decoders,
+                self.weights,
+                self.state,
+                num_pages=self.size.num_pages,
+                page_size=PAGE_SIZE,
+                rounds=ROUNDS_PER_DISPATCH,
             )
         except BaseException as error:
             # The state was given away. Frames that hold another go first: two may not fit the device.
@@ -364,7 +369,7 @@ class Engine:
             self._waiting.popleft()
             request.slot, request.pages = self._free_slots.popleft(), pages
             self._running.append(request)
-            table = np.full(self.size.pages_per_slot, self.pool.num_pages, np.int32)
+            table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)
             admitted.append((request, self._prefill(request)))

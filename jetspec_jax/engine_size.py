@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.cache import PAGE_SIZE, ring_pages
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
-from jetspec_jax.proposer import taps_of
+from jetspec_jax.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.state import DecodeState
 from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 
-# One step of the attention kernel's keys: pages of 128 were no faster on an H200, and waste more.
-PAGE_SIZE = 64
 PREFILL_CHUNK = 128
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
@@ -62,6 +61,13 @@ class EngineSize:
     def pages_per_slot(self) -> int:
         """Pages that a slot can name."""
         return -(-self.capacity // PAGE_SIZE)
+
+    def tokens_in_store(self, layer: LayerConfig) -> int:
+        """Tokens of a slot for which a layer's store has room."""
+        pages = self.pages_per_slot
+        if layer.window is not None:
+            pages = min(pages, ring_pages(layer.window, PAGE_SIZE))
+        return pages * PAGE_SIZE
 
     def empty_state(self, decoder: TreeDecoder, dtype: jnp.dtype) -> DecodeState:
         """A decoder's state of this size."""
@@ -135,8 +141,8 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
 
     They are: float32 logits ``[B, N, V]`` as often as sampling copies them (or draft logits ``[B, D, V]``,
     where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
-    makes of them; and, where attention is plain XLA, the pages of all slots gathered for every layer and all
-    scores of one layer.
+    makes of them; and, where attention is plain XLA, what it makes in a forward of the target, or of the
+    head if that is more: the head has no windows.
     """
     target, slots, nodes = decoder.target, size.slots, decoder.bucket
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
@@ -144,13 +150,24 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     keys_values = [layer.kv_size for layer in target.layers]
     kept = sum(keys_values) + len(taps_of(decoder.proposer)) * target.hidden_size
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
-    gathered = scores = 0
+    attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
-        # One copy more, in the layer at work: what nobody sees is masked.
-        gathered = (sum(keys_values) + max(keys_values)) * slots * size.capacity
-        heads = max(layer.num_heads for layer in target.layers)
-        scores = 2 * heads * rows * (size.capacity + 2 * max(nodes, PREFILL_CHUNK))
-    return 4 * (logits + scores) + dtype.itemsize * (rows * (kept + layer) + gathered)
+        block = max(nodes, PREFILL_CHUNK)
+        attention = _attention_bytes(target, size, rows, block, dtype)
+        if isinstance(decoder.proposer, DraftHeadProposer):
+            head = decoder.proposer.config
+            drafts = slots * head.block_size
+            attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
+    return 4 * logits + dtype.itemsize * rows * (kept + layer) + attention
+
+
+def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:
+    """Bytes of a forward's attention in plain XLA: pages gathered for every layer, and a layer's scores."""
+    tokens = [size.tokens_in_store(layer) for layer in config.layers]
+    pages = [layer.kv_size * own for layer, own in zip(config.layers, tokens, strict=True)]
+    scores = [layer.num_heads * (own + 2 * block) for layer, own in zip(config.layers, tokens, strict=True)]
+    # One copy more, in the layer at work: what nobody sees is masked.
+    return dtype.itemsize * size.slots * (sum(pages) + max(pages)) + 4 * 2 * rows * max(scores)
 
 
 def _row_elements(layer: LayerConfig) -> int:

@@ -152,7 +152,7 @@ def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype
 
 def _slots(ids: Int[Array, "B T"]) -> Slots:
     batch = ids.shape[0]
-    return Slots(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
+    return Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
 
 
 def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:

@@ -69,6 +69,7 @@ def round_costs(
     weights: DecodeWeights,
     state: DecodeState,
     *,
+    num_pages: int,
     page_size: int,
     rounds: int,
     folder: Path | None = None,
@@ -81,6 +82,7 @@ def round_costs(
         decoders: One for each bucket.
         weights: The parameters.
         state: A state of free slots; donated.
+        num_pages: P, of the pool that its block tables name.
         page_size: Tokens of a page of its stores.
         rounds: Of a dispatch, at most.
         folder: Where costs are kept between processes. None is the user's cache folder; on a CPU, whose speed
@@ -103,11 +105,13 @@ def round_costs(
         costs = RoundCosts(
             tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), tuple(found["dispatches"])
         )
-        clock = _Clock(weights, state)
+        clock = _Clock(weights, state, num_pages)
         clock.compile(decoders)
         state = clock.free_slots()
     else:
-        costs, state = measure_round_costs(decoders, weights, state, page_size=page_size, rounds=rounds)
+        costs, state = measure_round_costs(
+            decoders, weights, state, num_pages=num_pages, page_size=page_size, rounds=rounds
+        )
         _keep(kept, key, {"device": device.device_kind, **asdict(costs)})
     _measured[key] = costs
     return costs, state
@@ -118,6 +122,7 @@ def measure_round_costs(
     weights: DecodeWeights,
     state: DecodeState,
     *,
+    num_pages: int,
     page_size: int,
     rounds: int,
 ) -> tuple[RoundCosts, DecodeState]:
@@ -128,7 +133,7 @@ def measure_round_costs(
     capacity = page_size * state.slots.block_tables.shape[1]
     low, high, rounds = timed_contexts(capacity, rounds, 1 + max(decoder.depth for decoder in decoders))
     contexts = low, high
-    clock = _Clock(weights, state)
+    clock = _Clock(weights, state, num_pages)
     times: dict[tuple[int, int], list[float]] = {
         (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
     }
@@ -170,12 +175,12 @@ def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int
 class _Clock:
     """Slots in the midst of a sequence, and the time of rounds from there."""
 
-    def __init__(self, weights: DecodeWeights, state: DecodeState):
+    def __init__(self, weights: DecodeWeights, state: DecodeState, num_pages: int):
         self._weights, self._state = weights, state
         self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None))
         batch, pages = state.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
-        names = np.arange(batch * pages, dtype=np.int32) % state.stores[0].k.shape[0]
+        names = np.arange(batch * pages, dtype=np.int32) % num_pages
         self._tables = names.reshape(batch, pages)
 
     def compile(self, decoders: Sequence[TreeDecoder]) -> None:
@@ -193,7 +198,7 @@ class _Clock:
         )
         state = replace(
             self._state,
-            slots=Slots(jnp.asarray(self._tables), jnp.full(batch, context, jnp.int32)),
+            slots=Slots.of(jnp.asarray(self._tables), jnp.full(batch, context, jnp.int32)),
             active=jnp.ones(batch, bool),
             settings=settings,
         )

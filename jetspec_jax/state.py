@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
-from jetspec_jax.cache import Slots, Store
+from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
 from jetspec_jax.tree import Hints, Routing
@@ -92,7 +92,7 @@ class DecodeState:
     Attributes:
         stores: The target's committed tokens, one store per layer.
         proposer: The proposer's state; None in plain decoding.
-        slots: Block tables, and the lengths of what the stores hold.
+        slots: Where each slot's tokens lie in the stores, and how many they are.
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
@@ -189,12 +189,15 @@ def insert(
     Args:
         state: The state.
         slot: Which slot.
-        pages: The request's pages, padded with P.
+        pages: The request's pages, padded with `NO_PAGE`.
         settings: The request's settings, without the slot axis.
     """
     return replace(
         state,
-        slots=Slots(state.slots.block_tables.at[slot].set(pages), state.slots.lengths.at[slot].set(0)),
+        slots=state.slots._replace(
+            block_tables=state.slots.block_tables.at[slot].set(pages),
+            lengths=state.slots.lengths.at[slot].set(0),
+        ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
     )
@@ -203,12 +206,11 @@ def insert(
 @functools.partial(jax.jit, donate_argnums=0)
 def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """Frees a slot: it no longer decodes and no longer names a page. ``state`` is donated."""
-    num_pages = state.stores[0].k.shape[0]
     return replace(
         state,
-        slots=Slots(
-            state.slots.block_tables.at[slot].set(num_pages),
-            state.slots.lengths.at[slot].set(0),
+        slots=state.slots._replace(
+            block_tables=state.slots.block_tables.at[slot].set(NO_PAGE),
+            lengths=state.slots.lengths.at[slot].set(0),
         ),
         active=state.active.at[slot].set(False),
         # A greedy slot: what it sampled by must not keep the batch from its greedy path.

@@ -189,8 +189,20 @@ def test_info_on_a_head_that_does_not_fit(capsys, tmp_path):
     assert "tap layers [5, 7] lie outside" in out
 
 
+def test_info_tells_windows_from_the_whole_context(capsys, tmp_path):
+    """Half of the layers keep every token, the others at most 3 pages of 64 for a window of 128."""
+    config = json.loads((DEMO_TARGET / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(DEMO_TARGET / "model.safetensors")
+    reports = [json.loads(run(capsys, "info", str(path), "--json")[1]) for path in (DEMO_TARGET, tmp_path)]
+    of_token = 2 * 2 * 2 * 64  # keys and values of 2 heads of 64 in 2 bytes
+    assert [r["cache_bytes_per_token_bf16"] for r in reports] == [8 * of_token, 4 * of_token]
+    assert [r["cache_bytes_of_windows_bf16"] for r in reports] == [0, 4 * 192 * of_token]
+
+
 def test_info_demo_lists_both(capsys):
     code, out, _ = run(capsys, "info", "demo")
     assert code == 0
-    assert "kind                        target" in out
-    assert "fits                        yes" in out
+    assert "kind                         target" in out
+    assert "fits                         yes" in out

@@ -207,7 +207,13 @@ class TestCosts:
 
     def measure(self, engine, folder):
         costs, engine.state = round_costs.round_costs(
-            engine._decoders, engine.weights, engine.state, page_size=64, rounds=4, folder=folder
+            engine._decoders,
+            engine.weights,
+            engine.state,
+            num_pages=engine.size.num_pages,
+            page_size=64,
+            rounds=4,
+            folder=folder,
         )
         return costs
 

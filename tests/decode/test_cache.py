@@ -14,7 +14,7 @@ from jetspec_jax.models import abstract, weights_of
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
 from jetspec_jax.proposer import DraftHeadProposer
-from tests.decode.tiny import TINY, head_config
+from tests.decode.tiny import TINY, head_config, with_windows
 
 PAGE, NO_PAGE = 4, 9  # pages 0..8
 NUM_NODES = 6
@@ -39,7 +39,7 @@ def stash():
 
 
 def slots(tables, lengths):
-    return Slots(jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    return Slots.of(jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
 def expected(stores, stash, slots, counts, paths):
@@ -125,12 +125,13 @@ def test_layers_share_pages(stores, stash):
 @pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_stores_are_written_in_place(program, bucket):
     """No compiled program copies a store: that would cost more than all else in a round."""
-    head = head_config(TINY)
-    weights = DecodeWeights(weights_of(abstract(TINY)), weights_of(abstract(head)))
-    decoder = TreeDecoder(TINY, DraftHeadProposer(head), bucket=bucket)
+    config = with_windows(TINY, None, 300)  # the window takes 20 pages of 16
+    head = head_config(config)
+    weights = DecodeWeights(weights_of(abstract(config)), weights_of(abstract(head)))
+    decoder = TreeDecoder(config, DraftHeadProposer(head), bucket=bucket)
     state = jax.eval_shape(
         lambda: decoder.empty_state(
-            1, num_pages=37, pages_per_slot=3, page_size=16, dtype=jnp.dtype(jnp.float32)
+            1, num_pages=37, pages_per_slot=23, page_size=16, dtype=jnp.dtype(jnp.float32)
         )
     )
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -139,9 +140,12 @@ def test_stores_are_written_in_place(program, bucket):
     else:
         chunk = jax.ShapeDtypeStruct((32,), jnp.int32)
         is_last = jax.ShapeDtypeStruct((), bool)
-        lowered = prefill.lower(TINY, decoder.proposer, None, weights, state, number, chunk, number, is_last)
+        lowered = prefill.lower(
+            config, decoder.proposer, None, weights, state, number, chunk, number, is_last
+        )
     text = lowered.compile().as_text()
-    kv, size = TINY.layers[0].num_kv_heads, TINY.layers[0].head_dim
-    store = rf"f32\[(37,16,{kv},{size}|592,{kv},{size}|592,{kv * size})\]"
-    assert re.search(store, text)
-    assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []
+    kv, size = config.layers[0].num_kv_heads, config.layers[0].head_dim
+    for pages in (37, 20):
+        store = rf"f32\[({pages},16,{kv},{size}|{pages * 16},{kv},{size}|{pages * 16},{kv * size})\]"
+        assert re.search(store, text)
+        assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
-from jetspec_jax.cache import PagePool
+from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings, say_which_attention
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
@@ -126,7 +126,7 @@ def test_pages_and_slots_come_back(oracle_engine):
     assert not engine.busy
     assert not np.asarray(engine.state.active).any()
     # A free slot names no page, so nothing can be written through it.
-    assert (np.asarray(engine.state.slots.block_tables) == engine.pool.num_pages).all()
+    assert (np.asarray(engine.state.slots.block_tables) == NO_PAGE).all()
     assert requests[3].output.finish_reason is None
     assert requests[SLOTS].output.finish_reason == "length"
 

@@ -65,7 +65,7 @@ def taps_and_drafts(config, proposer, weights, head_weights, ids, contexts):
     batch, length = ids.shape
     block = Block.chain(ids)
     taps = target(ids, block.depths, attend_over(None, None, block), taps=proposer.taps).taps
-    slots = Slots(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
+    slots = Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
     state = proposer.empty_state(batch, length, taps.dtype)
     state = proposer.commit(head_weights, state, taps, slots, contexts)
     anchors = jnp.take_along_axis(ids, contexts[:, None], axis=1)[:, 0]

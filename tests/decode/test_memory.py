@@ -23,7 +23,7 @@ from jetspec_jax.engine import Engine, TreeSettings, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
-from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp
+from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
@@ -97,6 +97,7 @@ def test_weights_are_counted_as_they_are_loaded():
     [
         (1, 64, 128, {"vocab_size": 8192}),  # logits
         (2, 128, 2048, {}),  # scores
+        (2, 32, 4096, {"layers": with_windows(TINY, 8, 100).layers}),  # pages and scores of rings
         (1, 256, 128, {"layers": with_mlp(TINY, 2048).layers}),  # activations
     ],
 )

@@ -37,8 +37,9 @@ def in_parts(target, sizes):
     """Logits of `IDS`, a block after the other, each over stores of what went before."""
     batch, length = IDS.shape
     pages = -(-length // PAGE)
-    stores = empty_stores(target.config, batch * pages, PAGE, jnp.dtype(jnp.float32))
     tables = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+    slots = Slots.of(tables, jnp.zeros(batch, jnp.int32))
+    stores = empty_stores(target.config, batch * pages, PAGE, jnp.dtype(jnp.float32), slots)
 
     @jax.jit
     def step(stores, slots, tokens):
@@ -49,8 +50,8 @@ def in_parts(target, sizes):
 
     parts, start = [], 0
     for size in sizes:
-        slots = Slots(tables, jnp.full((batch,), start, jnp.int32))
         stores, part = step(stores, slots, jnp.asarray(IDS[:, start : start + size]))
+        slots = slots._replace(lengths=slots.lengths + size)
         parts.append(part)
         start += size
     return jnp.concatenate(parts, axis=1)
