@@ -1,0 +1,138 @@
+"""Models with windows decode over rings as over stores of all tokens, however often the rings have turned."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, engine, engine_size, generate, logits, tree_logits
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax.models import bind
+from jetspec_jax.tree import build_tree
+from tests.decode.compilations import compilations
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.ties import TIE, choice_rows, gaps
+from tests.decode.tiny import TINY, random_target, serve, with_windows
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+FLOAT32 = jnp.dtype(jnp.float32)
+PAGE, CHUNK, LIMIT = 4, 16, 256
+# Nothing but itself, a page, several pages, all, and more than a slot can hold.
+CONFIG = with_windows(TINY, 1, PAGE, 11, None, 2 * LIMIT)
+ORACLE = OracleProposer(CONFIG.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 5)
+
+
+def with_nan(stores):
+    """What no commit has written may be anything."""
+    return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), stores)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(1).integers(0, CONFIG.vocab_size, (4, 200)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def dense(target, ids):
+    """Logits of one forward over the whole sequences."""
+    return np.asarray(logits(target, ids))
+
+
+def test_chunks_and_a_tree_over_rings(target, ids, dense):
+    """Ragged chunks, then a tree, as deep as 17 windows and more."""
+    rng = np.random.default_rng(2)
+    batch, length = ids.shape
+    tables = np.random.default_rng(0).permutation(batch * length // PAGE).reshape(batch, -1)
+    slots = Slots.of(jnp.asarray(tables, jnp.int32), jnp.zeros(batch, jnp.int32))
+    stores = with_nan(empty_stores(CONFIG, tables.size, PAGE, FLOAT32, slots))
+
+    @jax.jit
+    def forward(stores, slots, block):
+        model = bind(CONFIG, target.weights)
+        output = model(block.tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
+        return output.stash, model.logits(output.hidden)
+
+    @jax.jit
+    def step(stores, slots, tokens, count):
+        stash, rows = forward(stores, slots, Block.chain(tokens))
+        return commit(stores, stash, slots, count), slots._replace(lengths=slots.lengths + count), rows
+
+    done = np.zeros(batch, int)
+    while (done < length - 8).any():
+        # Some a whole chunk, some a part, some nothing, as in a batch whose slots do different things.
+        counts = np.minimum(rng.choice([0, 3, CHUNK, CHUNK], batch), length - 8 - done)
+        tokens = np.stack([np.resize(row[start:], CHUNK) for row, start in zip(ids, done, strict=True)])
+        stores, slots, rows = step(stores, slots, jnp.asarray(tokens), jnp.asarray(counts, jnp.int32))
+        for b, (start, count) in enumerate(zip(done, counts, strict=True)):
+            np.testing.assert_allclose(rows[b, :count], dense[b, start : start + count], atol=1e-4)
+        done += counts
+
+    prefix = ids[:, : length - 8]
+    drafts = 6 * rng.normal(size=(batch, 9, CONFIG.vocab_size)).astype(np.float32)
+    tree = build_tree(drafts, ids[:, length - 8].tolist(), width=3, budget=24)
+    assert tree.depths.max() > PAGE  # deeper than a window
+    _, over_rings = forward(stores, slots, Block.of_tree(tree))
+    np.testing.assert_allclose(over_rings, tree_logits(target, prefix, tree), atol=1e-4)
+
+
+def test_tree_logits_past_the_window(target, ids, dense):
+    """A prefix in one page as long as it is; the tree is the chain that follows."""
+    rows = 10.0 * jax.nn.one_hot(ids[:, -7:], CONFIG.vocab_size)
+    tree = build_tree(rows, ids[:, -8].tolist(), width=1, budget=24)
+    np.testing.assert_array_equal(tree.tokens[:, :8], ids[:, -8:])
+    ours = tree_logits(target, ids[:, :-8], tree)[:, :8]
+    np.testing.assert_allclose(ours, dense[:, -8:], atol=1e-4)
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """Engines with pages and chunks so small that rings turn many times."""
+    for module in (engine, engine_size):
+        monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
+        monkeypatch.setattr(module, "PREFILL_CHUNK", CHUNK)
+
+
+def test_trees_and_reused_slots_are_lossless(target, small_pages):
+    """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""
+    rng = np.random.default_rng(3)
+    made = engine.Engine(
+        target,
+        None,
+        engine.TreeSettings(budget=16, width=2),
+        slots=4,
+        capacity=176,
+        proposer=ORACLE,
+        proposer_weights=plant([[]] * 4, LIMIT),
+    )
+    made.state = dataclasses.replace(made.state, stores=with_nan(made.state.stores))
+    assert {store.ring for store in made.state.stores} == {1, 2, 4, None, 44}
+    lengths = []
+    for wave, members in enumerate((1, 4, 2, 3)):
+        prompts = [rng.integers(0, 64, rng.integers(1, 110)).tolist() for _ in range(members)]
+        params = [
+            SamplingParams(temperature=float(i % 2), seed=i, max_tokens=int(rng.integers(15, 35)))
+            for i in range(members)
+        ]
+        free = [dataclasses.replace(own, max_tokens=own.max_tokens + ORACLE.depth + 1) for own in params]
+        truth = [generate(target, [p], own)[0].token_ids for p, own in zip(prompts, free, strict=True)]
+        sequences = [[] for _ in range(4)]
+        for slot, prompt, tokens in zip(list(made._free_slots), prompts, truth, strict=False):
+            sequences[slot] = prompt + tokens
+        made.weights = made.weights._replace(proposer=plant(sequences, LIMIT))
+        with compilations() as seen:
+            outputs = serve(made, prompts, params)
+        assert wave == 0 or seen == []
+        for prompt, own, output, tokens in zip(prompts, params, outputs, truth, strict=True):
+            assert output.token_ids == tokens[: own.max_tokens]
+            rows = choice_rows(target, prompt, output.token_ids, own)
+            assert not ((rows.argmax(-1) != output.token_ids) & (gaps(rows) >= TIE)).any()
+            lengths += output.accept_lengths
+    assert np.mean(lengths) > 3
