@@ -25,6 +25,8 @@ from jetspec_jax.safetensors_io import read_weights
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 CONFIG_PATTERNS = ("config.json",)
+# Weights in folders of their own are the same again in other layouts, as large: GPT-OSS's "original".
+OTHER_LAYOUTS = ("*/*.safetensors",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +162,11 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(str(path_or_id), allow_patterns=list(patterns)))
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(path_or_id), allow_patterns=list(patterns), ignore_patterns=list(OTHER_LAYOUTS)
+            )
+        )
     except Exception as error:  # the client lets its HTTP library's errors through as they come
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "

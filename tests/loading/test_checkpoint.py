@@ -409,11 +409,11 @@ class TestHub:
         write(repository / "snapshots" / commit, V4, tensors)
         assert load_target("owner/model").config.vocab_size == 19
 
-    def test_fetches_neither_pickles_nor_code(self, monkeypatch, folder):
+    def test_fetches_neither_pickles_nor_code_nor_other_layouts(self, monkeypatch, folder):
         asked = {}
 
-        def download(repo_id, allow_patterns):
-            asked.update(repo_id=repo_id, patterns=allow_patterns)
+        def download(repo_id, allow_patterns, ignore_patterns):
+            asked.update(repo_id=repo_id, patterns=allow_patterns, ignored=ignore_patterns)
             return str(folder)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -421,7 +421,10 @@ class TestHub:
         assert asked["repo_id"] == "owner/model"
 
         def is_fetched(name):
-            return any(fnmatch.fnmatch(name, pattern) for pattern in asked["patterns"])
+            def matches(patterns):
+                return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+            return matches(asked["patterns"]) and not matches(asked["ignored"])
 
         wanted = [
             "config.json",
@@ -433,7 +436,8 @@ class TestHub:
             "chat_template.jinja",
         ]
         assert all(map(is_fetched, wanted))
-        assert not any(map(is_fetched, ["pytorch_model.bin", "modeling_qwen3.py", "model.pt", "model.gguf"]))
+        unwanted = ["pytorch_model.bin", "modeling_qwen3.py", "model.pt", "model.gguf"]
+        assert not any(map(is_fetched, [*unwanted, "original/model.safetensors"]))
 
     @pytest.mark.parametrize("error", [TimeoutError(), ConnectionError("refused\nby the host")], ids=repr)
     def test_whatever_the_client_raises(self, monkeypatch, error):
