@@ -1,0 +1,66 @@
+"""At published sizes, a forward pass of two or three layers is made of kernels on a GPU."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jetspec_jax.block import Block
+from jetspec_jax.cache import Slots, attend_over, empty_stores
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.models import abstract, bind, weights_of
+from pallas_kernels.expert_choice import pallas_triton as expert_choice
+from pallas_kernels.expert_mlp import pallas_triton as expert_mlp
+from pallas_kernels.gated_activation import pallas_triton as gated_activation
+from pallas_kernels.qkv_rotary import pallas_triton as qkv_rotary
+from pallas_kernels.rms_norm import pallas_triton as rms_norm
+from pallas_kernels.tree_attention import pallas_triton as tree_attention
+from tests.kernels.lowering import lower_for_gpu
+from tests.loading.test_gpt_oss import GPT_OSS_20B
+from tests.loading.test_step import HUB_TEXT
+
+KERNELS = (expert_choice, expert_mlp, gated_activation, qkv_rotary, rms_norm, tree_attention)
+LAUNCHES = {
+    "gpt_oss": {
+        "rms_norm": 5,
+        "qkv_rotary": 2,
+        "tree_attention": 2,
+        "expert_choice": 2,
+        "expert_mlp_output": 2,
+    },
+    "step3p5": {
+        "rms_norm": 7,
+        "qkv_rotary": 3,
+        "tree_attention": 3,
+        "gated_activation": 3,
+        "expert_choice": 2,
+        "expert_mlp_output": 2,
+    },
+}
+
+
+# A sliding and a full layer; a dense one, and two with experts and their bounds.
+@pytest.mark.parametrize(("raw", "layers"), [(GPT_OSS_20B, (0, 1)), (HUB_TEXT, (0, 43, 44))])
+def test_kernels(monkeypatch, raw, layers):
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "gpu_problem", lambda: None)
+    config = parse_model_config(raw)
+    config = dataclasses.replace(config, layers=tuple(config.layers[i] for i in layers))
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights_of(abstract(config))
+    )
+    stores = jax.eval_shape(lambda: empty_stores(config, 32, 64, jnp.dtype(jnp.bfloat16)))
+    slots = Slots(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 32), (1,))))
+
+    def forward(weights, stores, slots, tokens):
+        model, block = bind(config, weights), Block.chain(tokens)
+        positions = block.positions(slots.lengths)
+        return model.logits(model(tokens, positions, attend_over(stores, slots, block)).hidden)
+
+    program = lower_for_gpu(forward, weights, stores, slots, jax.ShapeDtypeStruct((1, 64), jnp.int32))
+    launches = Counter(re.findall(r'name = "(\w+)"', program))
+    expected = LAUNCHES[config.model_type]
+    assert {name: launches[name] for name in expected} == expected
