@@ -8,7 +8,6 @@ from jetspec_jax.engine import Engine, TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import serve
-from tests.families.goldens import NAMES, golden_target
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -17,10 +16,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = [np.random.default_rng(length).integers(0, 64, length).tolist() for length in (5, 140)]
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_whatever_is_drafted_the_text_is_the_same(family):
-    target = golden_target(family)
-
+def test_whatever_is_drafted_the_text_is_the_same(target):
     def decode(*truth):
         engine = Engine(
             target,
