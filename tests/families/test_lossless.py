@@ -3,21 +3,20 @@
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate
-from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax import SamplingParams
+from jetspec_jax.engine import PLAIN, Engine, TreeSettings
 from tests.decode.oracle import OracleProposer, plant
+from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import serve
-from tests.families.goldens import IDS
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NEW_TOKENS = 20
-# Of three to five windows, all of other lengths.
-LONG = np.concatenate([IDS[0], IDS[1, :7]])
-PROMPTS = [ids.tolist() for ids in (LONG, IDS[1, :25], IDS[0, 3:31], IDS[1, 9:])]
+# One of less than a window of 8, one of more than a prompt chunk of 128, and others between.
+PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 140, 28, 40)]
 PARAMS = [
     SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=temperature, seed=seed)
-    for seed, temperature in enumerate((0.0, 1.0, 0.0, 0.7))
+    for seed, temperature in enumerate((0.0, 0.0, 1.0, 0.7))
 ]
 
 
@@ -38,21 +37,34 @@ def plain(target, oracle):
         )
         for own in PARAMS
     ]
-    return [completion.token_ids for completion in generate(target, PROMPTS, longer, max_slots=4)]
+    engine = Engine(target, settings=PLAIN, slots=4, capacity=192)
+    return [completion.token_ids for completion in serve(engine, PROMPTS, longer)]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4])
-def test_deep_and_branching_paths(target, oracle, plain, batch):
-    prompts, expected = PROMPTS[:batch], plain[:batch]
-    engine = Engine(
-        target,
-        settings=TreeSettings(budget=32, width=3),
-        slots=batch,
-        capacity=96,
-        proposer=oracle,
-        proposer_weights=plant([[*p, *t] for p, t in zip(prompts, expected, strict=True)], 128, batch),
-    )
-    completions = serve(engine, prompts, PARAMS[:batch])
-    for completion, tokens in zip(completions, expected, strict=True):
-        assert completion.token_ids == tokens[:NEW_TOKENS]
-    assert max(length for completion in completions for length in completion.accept_lengths) > 3
+def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
+    for prompt, tokens, params in zip(PROMPTS[:2], plain, PARAMS, strict=False):
+        rows = choice_rows(target, prompt, tokens[:NEW_TOKENS], params)
+        assert gaps(rows).min() > TIE  # no tie excuses a difference
+        np.testing.assert_array_equal(rows.argmax(axis=-1), tokens[:NEW_TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("slots", "groups"),
+    [(1, [[0], [1], [2], [3]]), (4, [[1, 2], [3, 0, 2], [0, 1, 2, 3]])],
+    ids=["one", "two, three and four"],
+)
+def test_deep_and_branching_paths(target, oracle, plain, slots, groups):
+    for group in groups:
+        truth = [[*PROMPTS[i], *plain[i]] for i in group]
+        engine = Engine(
+            target,
+            settings=TreeSettings(budget=32, width=3),
+            slots=slots,
+            capacity=192,
+            proposer=oracle,
+            proposer_weights=plant([*truth, *[[]] * (slots - len(truth))], 192),
+        )
+        completions = serve(engine, [PROMPTS[i] for i in group], [PARAMS[i] for i in group])
+        for i, completion in zip(group, completions, strict=True):
+            assert completion.token_ids == plain[i][:NEW_TOKENS]
+        assert max(length for own in completions for length in own.accept_lengths) > 3

@@ -53,7 +53,7 @@ def test_kernels(monkeypatch, raw, layers):
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights_of(abstract(config))
     )
     stores = jax.eval_shape(lambda: empty_stores(config, 32, 64, jnp.dtype(jnp.bfloat16)))
-    slots = Slots(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 32), (1,))))
+    slots = jax.eval_shape(lambda: Slots.of(jnp.zeros((1, 32), jnp.int32), jnp.zeros(1, jnp.int32)))
 
     def forward(weights, stores, slots, tokens):
         model, block = bind(config, weights), Block.chain(tokens)
