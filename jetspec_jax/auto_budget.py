@@ -64,6 +64,10 @@ class Acceptance:
         """Whether rounds tell more about a bucket, of which 0 is plain, than the guess."""
         return bucket == 0 or bool(self._seen[bucket - 1] > _PRIOR)
 
+    def trusted(self, bucket: int, rounds: int) -> int:
+        """For how many rounds, of so many, the estimate may be trusted: of trees, as many as it has seen."""
+        return rounds if bucket == 0 else min(rounds, int(self._seen[bucket - 1]))
+
     def learn(self, expected: Float[np.ndarray, "R K"], accepted: Int[np.ndarray, "R K"]) -> None:
         """Takes R rounds in, with what they tell about their own bucket, the last, and all smaller ones."""
         rounds, known = expected.shape
@@ -114,8 +118,9 @@ class AutoBudget:
             if self._account >= loss or not self.acceptance.known(1):
                 self._account = max(self._account - loss, 0.0)
                 return Choice(probe, few)
+        rounds = self.acceptance.trusted(best, rounds)
         if not self.acceptance.known(best):
-            return Choice(best, few)
+            return Choice(best, rounds)
         self._account += self.probing * rounds * float(seconds[best])
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
         self._account = min(self._account, few * float(seconds.max()) + max(self.costs.dispatches))
