@@ -72,7 +72,7 @@ def plot_experts(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     for axis in axes[len(panels) :]:
         axis.remove()
     figure.suptitle(title, fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     write_png(path, figure)
 
 
