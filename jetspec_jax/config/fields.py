@@ -161,17 +161,6 @@ class Fields:
             raise self.error(key, "true or false", value)
         return value
 
-    def choice(self, key: str, values: Collection[str]) -> str:
-        """One of some words.
-
-        Raises:
-            ValueError: It is none of them.
-        """
-        value = self.get(key)
-        if not isinstance(value, str) or value not in values:
-            raise self.error(key, f"one of {', '.join(values)}", value)
-        return value
-
     def list(self, key: str, length: int, name: str = "layers", *, surplus: int = 0) -> list[Any] | None:
         """A list with an entry for each of ``length`` things called ``name``; None if it is not there.
 
