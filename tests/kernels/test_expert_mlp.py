@@ -204,7 +204,7 @@ def test_configurations(case, itemsize):
     config = config_for(tokens=t, top_k=k, experts=e, size=m, features=i, itemsize=itemsize)
     groups = min(t * k, e)
     for total, block in ((i, config.block_features), (m, config.block_model)):
-        assert groups * -(-total // block) >= 256 or block == 32
+        assert groups * -(-total // block) >= 256 or block == 64
     if itemsize == 2:
         assert config.block_rows >= min(128, t * k / e)
     widest = max(2 * config.block_features, config.block_model)

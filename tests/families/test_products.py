@@ -1,0 +1,45 @@
+"""Products of one row, which a GPU's compiler is kept from writing out term by term."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax.models.layers import einsum
+
+
+def rows_of_product(spec, *arrays):
+    """Rows that the product itself has."""
+    jaxpr = jax.make_jaxpr(lambda *args: einsum(spec, *args))(*arrays)
+    (product,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
+    (axes, _), _ = product.params["dimension_numbers"]
+    row = product.invars[0].aval
+    return row.size // np.prod([row.shape[axis] for axis in axes])
+
+
+def arrays_of(x, w):
+    keys = jax.random.split(jax.random.key(0))
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, (x, w), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "x", "w", "rows"),
+    [
+        ("tm,me->te", (1, 2048), (2048, 1024), 2),
+        ("bnhe,hem->bnm", (1, 1, 16, 128), (16, 128, 1024), 2),
+        ("bnm,vm->bnv", (1, 1, 256), (8192, 256), 2),
+        ("tm,me->te", (1, 2048), (2048, 128), 1),  # small: fused
+        ("tm,me->te", (1, 4096), (4096, 2560), 1),  # large: a product anyway
+        ("bnm,mgre->bngre", (1, 3, 1024), (1024, 2, 4, 256), 3),
+    ],
+)
+def test_rows(spec, x, w, rows, monkeypatch):
+    arrays = arrays_of(x, w)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert rows_of_product(spec, *arrays) == rows
+    found = einsum(spec, *arrays)
+    np.testing.assert_allclose(found, jnp.einsum(spec, *arrays, precision="highest"), rtol=1e-4, atol=1e-4)
+
+
+def test_elsewhere_a_row_stays_alone():
+    assert rows_of_product("tm,me->te", *arrays_of((1, 2048), (2048, 1024))) == 1
