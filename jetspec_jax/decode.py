@@ -1,4 +1,4 @@
-"""The round of speculation and the loop around it: pure functions of arrays that never leave the device.
+"""The round of speculation: pure functions of arrays that never leave the device.
 
 `TreeDecoder` holds static settings only, `DecodeState` holds every array. A round drafts a tree, verifies it
 in one forward of the target, accepts the path that the target itself would have taken, and commits it::
@@ -23,6 +23,7 @@ from jetspec_jax.block import Block
 from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.loop import FEED, LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
 from jetspec_jax.models import bind
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
@@ -312,75 +313,32 @@ class TreeDecoder:
         Returns:
             The state, and the records ``[max_rounds, B, ...]`` with counts of 0 for rounds that did not run.
         """
-        return self.program(self, weights, state, rounds)
+        proposer, own = self.proposer, state.proposer
+        if proposer is None or not self.feeds_late:
+            return self.program(self, weights, state, rounds)
+        state, records, unseen = self.program(
+            self, weights._replace(proposer=None), replace(state, proposer=None), rounds
+        )
+        return replace(state, proposer=FEED(proposer, weights.proposer, own, unseen)), records
+
+    @property
+    def feeds_late(self) -> bool:
+        """Whether the proposer sees a dispatch's tokens behind it: while nobody drafts, nobody needs them.
+
+        One pass over all of them is cheaper than one a round; and as a program of its own it runs while the
+        host reads the records, which it then waits for no longer than without a proposer.
+        """
+        return self.bucket == 1 and self.proposer is not None
 
     @property
     def compiler_options(self) -> dict[str, bool]:
         """What XLA is told for programs of this bucket."""
-        return {} if self.bucket == 1 else _TREE_OPTIONS
+        return {} if self.bucket == 1 else TREE_OPTIONS
 
     @property
     def program(self) -> Any:
-        """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
-        return _PLAIN_LOOP if self.bucket == 1 else _TREE_LOOP
+        """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead.
 
-
-def _loop(
-    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
-) -> tuple[DecodeState, RoundRecord]:
-    """See `TreeDecoder.decode`."""
-    # What no round changes is made before the loop: XLA would make some of it in every round.
-    proposer = decoder.proposer
-    if proposer is not None:
-        weights = weights._replace(proposer=proposer.prepare(weights.proposer))
-    # While nobody drafts, the proposer sees the tokens at the end of the loop: one pass over all is cheaper.
-    late = decoder.bucket == 1 and proposer is not None
-
-    def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
-        done, state, _ = carry
-        return (done < jnp.minimum(rounds, decoder.max_rounds)) & jnp.any(state.active)
-
-    def step(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
-        done, state, made = carry
-        if late:
-            tree = decoder.build(state, None)
-            output = decoder.verify(weights, state, tree)
-            accepted = decoder.accept(state, tree, output.logits)
-            state, record = decoder.advance(state, tree, output, accepted)
-            one = record, output.taps[:, 0]
-        else:
-            state, record = decoder.round(weights, state)
-            one = record, None
-        made = jax.tree.map(lambda all_, own: all_.at[done].set(own), made, one)
-        return done + 1, state, made
-
-    slots, nothing = state.slots, _nothing_made(decoder, state, late)
-    _, state, (records, taps) = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state, nothing))
-    if late and proposer is not None:
-        # A slot decodes in the first rounds or in none, so its rows lie side by side.
-        taps, counts = jnp.moveaxis(taps, 0, 1), jnp.sum(records.counts, axis=0, dtype=jnp.int32)
-        own = proposer.commit(weights.proposer, state.proposer, taps, slots, counts)
-        state = replace(state, proposer=own)
-    return state, records
-
-
-def _nothing_made(
-    decoder: TreeDecoder, state: DecodeState, late: bool
-) -> tuple[RoundRecord, Float[Array, "R B F"] | None]:
-    """The records and, if the proposer sees them late, the taps of all rounds of a loop, before any ran."""
-    rounds = decoder.max_rounds, state.anchors.shape[0]
-    path = jnp.full((*rounds, decoder.depth + 1), -1, jnp.int32)
-    seen = (path, jnp.full((*rounds, decoder.bucket), -jnp.inf)) if decoder.observes else ()
-    record = RoundRecord.of(path, jnp.zeros(rounds, jnp.int32), *seen)
-    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
-    return record, jnp.zeros((*rounds, width), state.stores[0].k.dtype) if late else None
-
-
-# Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a
-# Qwen3-8B round on an H200. Several rounds between two looks, one CUDA graph for the whole loop, and none at
-# all were no faster. One flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by
-# timing them with weights that still lie in the cache, where those of a model never do. For one row its picks
-# make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
-_TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-_PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
-_TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=_TREE_OPTIONS)
+        Where the proposer is fed late, nothing of it is given or returned, but `loop.Unseen` besides.
+        """
+        return LATE_LOOP if self.feeds_late else PLAIN_LOOP if self.bucket == 1 else TREE_LOOP

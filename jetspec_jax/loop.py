@@ -1,0 +1,110 @@
+"""The loop around the round: all rounds of a dispatch are one program, which never returns to the host.
+
+A `decoder` is a `jetspec_jax.decode.TreeDecoder`, which runs these programs.
+
+Shapes: B slots, R rounds, F features of all taps.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from jetspec_jax.cache import Slots
+from jetspec_jax.proposer import Proposer, taps_of
+from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
+
+
+class Unseen(NamedTuple):
+    """Committed tokens that the proposer has not seen.
+
+    Attributes:
+        taps: Of all rounds, in their order; a slot decodes in the first of them or in none.
+        slots: Before the first of them.
+        counts: Of each slot.
+    """
+
+    taps: Float[Array, "B R F"]
+    slots: Slots
+    counts: Int[Array, "B"]
+
+
+def _feed(proposer: Proposer, weights: Any, own: Any, unseen: Unseen) -> Any:
+    """The proposer's state once it has seen the tokens. ``own`` is donated."""
+    return proposer.commit(weights, own, *unseen)
+
+
+def _loop(
+    decoder: Any, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+) -> tuple[DecodeState, RoundRecord]:
+    """Rounds one after another: see `TreeDecoder.decode`."""
+    # What no round changes is made before the loop: XLA would make some of it in every round.
+    if decoder.proposer is not None:
+        weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
+
+    def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
+        return decoder.round(weights, state)
+
+    return _repeat(decoder, step, state, rounds, _no_records(decoder, state))
+
+
+def _late_loop(
+    decoder: Any, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+) -> tuple[DecodeState, RoundRecord, Unseen]:
+    """Plain rounds, and what the proposer has to see of them: see `TreeDecoder.feeds_late`."""
+
+    def step(state: DecodeState) -> tuple[DecodeState, tuple[RoundRecord, Float[Array, "B F"]]]:
+        tree = decoder.build(state, None)
+        output = decoder.verify(weights, state, tree)
+        accepted = decoder.accept(state, tree, output.logits)
+        state, record = decoder.advance(state, tree, output, accepted)
+        return state, (record, output.taps[:, 0])
+
+    slots, width = state.slots, len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    no_taps = jnp.zeros((decoder.max_rounds, len(state.anchors), width), state.stores[0].k.dtype)
+    state, (records, taps) = _repeat(decoder, step, state, rounds, (_no_records(decoder, state), no_taps))
+    counts = jnp.sum(records.counts, axis=0, dtype=jnp.int32)
+    return state, records, Unseen(jnp.moveaxis(taps, 0, 1), slots, counts)
+
+
+def _repeat(
+    decoder: Any,
+    step: Callable[[DecodeState], tuple[DecodeState, Any]],
+    state: DecodeState,
+    rounds: Int[ArrayLike, ""],
+    nothing: Any,
+) -> tuple[DecodeState, Any]:
+    """Runs rounds until they are enough or nobody decodes; what each makes is put into its row."""
+
+    def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
+        done, state, _ = carry
+        return (done < jnp.minimum(rounds, decoder.max_rounds)) & jnp.any(state.active)
+
+    def turn(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
+        done, state, made = carry
+        state, one = step(state)
+        return done + 1, state, jax.tree.map(lambda all_, own: all_.at[done].set(own), made, one)
+
+    return jax.lax.while_loop(goes_on, turn, (jnp.int32(0), state, nothing))[1:]
+
+
+def _no_records(decoder: Any, state: DecodeState) -> RoundRecord:
+    """The records of all rounds of a loop, before any ran."""
+    rounds = decoder.max_rounds, state.anchors.shape[0]
+    path = jnp.full((*rounds, decoder.depth + 1), -1, jnp.int32)
+    seen = (path, jnp.full((*rounds, decoder.bucket), -jnp.inf)) if decoder.observes else ()
+    return RoundRecord.of(path, jnp.zeros(rounds, jnp.int32), *seen)
+
+
+# Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a
+# Qwen3-8B round on an H200. Several rounds between two looks, one CUDA graph for the whole loop, and none at
+# all were no faster. One flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by
+# timing them with weights that still lie in the cache, where those of a model never do. For one row its picks
+# make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
+TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
+LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2)
+TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=TREE_OPTIONS)
+FEED = jax.jit(_feed, static_argnums=0, donate_argnums=2)
