@@ -15,6 +15,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jetspec_jax.round_costs import RoundCosts
+from jetspec_jax.state import RoundRecord
+from jetspec_jax.tree import reach_of
 
 #: Rounds of a dispatch that is to find something out.
 PROBE_ROUNDS = 8
@@ -23,6 +25,12 @@ PROBE_ROUNDS = 8
 _RECENT, _LONG = 32, 512
 # What is known at first counts as so many rounds.
 _PRIOR = 8
+# Of the pace, in rounds of a bucket: the horizon, and as how many the pace of all buckets counts.
+_PACE, _PACE_PRIOR = 2048, 64
+# A dispatch that took longer than so many times what is expected of it counts as one that took as long.
+_OUTLIER = 1.25
+# By how much a bucket of an unknown pace may be faster than it seems.
+_HOPE = 0.1
 # Drafted tokens that a bucket has accepted at first: this much for each doubling of its nodes. A little more
 # than most pairs, so that what is not known is tried.
 _PER_DOUBLING = 0.5
@@ -49,6 +57,7 @@ class Acceptance:
         Args:
             buckets: Of drafted trees, in rising order.
         """
+        self.buckets = tuple(buckets)
         guess = _PER_DOUBLING * np.log2(np.asarray(buckets, np.float64))
         # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
         self._means = np.stack([guess] * 3)
@@ -84,6 +93,44 @@ class Acceptance:
         seen += rounds
 
 
+class Pace:
+    """How many times longer rounds take here than their costs say: sampling, other processes, other text.
+
+    Buckets differ by a few percent, which what was timed beforehand does not tell for certain. The ratio of a
+    bucket is that of its own dispatches, and that of all while it has had few.
+    """
+
+    def __init__(self, costs: RoundCosts):
+        """Begins with what the costs say."""
+        self._costs = costs
+        # Of each bucket: rounds, weighted, and the sum of their ratios.
+        self._rounds = np.zeros(len(costs.dispatches))
+        self._sums = np.zeros(len(costs.dispatches))
+
+    def seconds(self, context: float, rounds: int) -> Float[np.ndarray, "K"]:
+        """Seconds of a round of each bucket, in a dispatch of so many rounds."""
+        return self._ratios() * self._costs.at(context, rounds)
+
+    def learn(self, bucket: int, context: float, rounds: int, seconds: float) -> None:
+        """Takes in how long a dispatch took that ran so many rounds."""
+        if rounds == 0:
+            return
+        ratio = seconds / (rounds * float(self._costs.at(context, rounds)[bucket]))
+        if self._rounds.any():
+            ratio = min(ratio, _OUTLIER * float(self._ratios()[bucket]))
+        keep = np.exp(-rounds / _PACE)
+        self._rounds[bucket] = keep * self._rounds[bucket] + rounds
+        self._sums[bucket] = keep * self._sums[bucket] + rounds * ratio
+
+    def doubts(self) -> Float[np.ndarray, "K"]:
+        """1 for a bucket that no dispatch ran with lately, 0 for one whose pace is known for certain."""
+        return _PACE_PRIOR / (_PACE_PRIOR + self._rounds)
+
+    def _ratios(self) -> Float[np.ndarray, "K"]:
+        together = self._sums.sum() / self._rounds.sum() if self._rounds.any() else 1.0
+        return (_PACE_PRIOR * together + self._sums) / (_PACE_PRIOR + self._rounds)
+
+
 class AutoBudget:
     """Chooses buckets, and keeps account of the time that goes into finding out."""
 
@@ -96,6 +143,7 @@ class AutoBudget:
             probing: Share of the time for rounds that do not look best.
         """
         self.acceptance, self.costs, self.probing = acceptance, costs, probing
+        self.pace = Pace(costs)
         self._account = 0.0
 
     def choose(self, context: float, rounds: int) -> Choice:
@@ -105,13 +153,12 @@ class AutoBudget:
             context: Committed tokens of a slot, on average.
             rounds: Most rounds of the dispatch.
         """
-        tokens, seconds = self.acceptance.tokens(), self.costs.at(context, rounds)
+        tokens, seconds = self.acceptance.tokens(), self.pace.seconds(context, rounds)
         rates = tokens / seconds
         best = int(np.argmax(rates))
         few = min(rounds, PROBE_ROUNDS)
-        if best + 1 < len(rates):
-            # The most promising of those that nothing is learnt about meanwhile.
-            probe = best + 1 + int(np.argmax(rates[best + 1 :]))
+        probe = self._most_promising(best, rates)
+        if probe is not None:
             loss = few * (seconds[probe] - tokens[probe] / rates[best])
             loss += self.costs.dispatches[probe] * (1 - few / rounds)  # one dispatch more
             # Before anything is known of trees, a probe need not be paid for.
@@ -125,6 +172,30 @@ class AutoBudget:
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
         self._account = min(self._account, few * float(seconds.max()) + max(self.costs.dispatches))
         return Choice(best, rounds)
+
+    def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float | None) -> None:
+        """Takes in what a dispatch tells.
+
+        Args:
+            bucket: Its index.
+            context: Committed tokens of a slot before it, on average.
+            records: Of its rounds, on the host; with more than the tokens, if it drafted.
+            seconds: How long it took; None if it did not run alone.
+        """
+        ran = np.asarray(records.counts) > 0
+        if bucket:
+            scores, path = np.asarray(records.scores)[ran], np.asarray(records.path)[ran]
+            self.learn(bucket, *reach_of(scores, path, self.acceptance.buckets[:bucket]))
+        if seconds is not None:
+            self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
+
+    def _most_promising(self, best: int, rates: Float[np.ndarray, "K"]) -> int | None:
+        """The bucket to find out about: a larger one than the best, or one that nobody knows the pace of."""
+        doubts = self.pace.doubts()
+        asked = (np.arange(len(rates)) > best) | (doubts > 0.5)
+        asked[best] = False
+        asked[0] &= self.acceptance.known(1)  # first of all, what trees accept
+        return int(np.argmax(np.where(asked, rates * (1 + _HOPE * doubts), 0))) if asked.any() else None
 
     def learn(
         self, bucket: int, expected: Float[np.ndarray, "R K"], accepted: Int[np.ndarray, "R K"]

@@ -23,11 +23,11 @@ from jetspec_jax.block import Block
 from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.loop import FEED, LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
+from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
 from jetspec_jax.models import bind
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
-from jetspec_jax.proposer import Proposer, taps_of
+from jetspec_jax.proposer import Proposer, Unseen, feed, taps_of
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.state import (
     DecodeState,
@@ -192,9 +192,30 @@ class TreeDecoder:
         is_last: Bool[ArrayLike, ""],
     ) -> tuple[DecodeState, Int[Array, ""]]:
         """Commits one chunk of a prompt: see `jetspec_jax.prefill.prefill`. ``state`` is donated."""
-        return prefill(
-            self.target, self.proposer, self.implementation, weights, state, slot, tokens, count, is_last
+        state, token, unseen = self.prefill_unfed(weights, state, slot, tokens, count, is_last)
+        return self.feed(weights, state, unseen), token
+
+    def prefill_unfed(
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        slot: Int[ArrayLike, ""],
+        tokens: Int[ArrayLike, "C"],
+        count: Int[ArrayLike, ""],
+        is_last: Bool[ArrayLike, ""],
+    ) -> tuple[DecodeState, Int[Array, ""], Unseen]:
+        """`prefill`, but the proposer sees nothing: `feed` it before it drafts for that slot."""
+        own, taps = state.proposer, taps_of(self.proposer)
+        state, token, unseen = prefill(
+            self.target, taps, self.implementation, *_unfed(weights, state), slot, tokens, count, is_last
         )
+        return replace(state, proposer=own), token, unseen
+
+    def feed(self, weights: DecodeWeights, state: DecodeState, unseen: Unseen) -> DecodeState:
+        """Shows committed tokens to the proposer, in the order of their commits. ``state`` is donated."""
+        if self.proposer is None:
+            return state
+        return replace(state, proposer=feed(self.proposer, weights.proposer, state.proposer, unseen))
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation over all slots; those that are not active keep their state."""
@@ -313,22 +334,27 @@ class TreeDecoder:
         Returns:
             The state, and the records ``[max_rounds, B, ...]`` with counts of 0 for rounds that did not run.
         """
-        proposer, own = self.proposer, state.proposer
-        if proposer is None or not self.feeds_late:
+        if not self.feeds_late:
             return self.program(self, weights, state, rounds)
-        state, records, unseen = self.program(
-            self, weights._replace(proposer=None), replace(state, proposer=None), rounds
-        )
-        return replace(state, proposer=FEED(proposer, weights.proposer, own, unseen)), records
+        state, records, unseen = self.decode_unfed(weights, state, rounds)
+        return self.feed(weights, state, unseen), records
 
     @property
     def feeds_late(self) -> bool:
-        """Whether the proposer sees a dispatch's tokens behind it: while nobody drafts, nobody needs them.
+        """Whether the proposer sees a dispatch's tokens behind it.
 
-        One pass over all of them is cheaper than one a round; and as a program of its own it runs while the
-        host reads the records, which it then waits for no longer than without a proposer.
+        While nobody drafts nobody needs them, and one pass over all of them is cheaper than one a round. It
+        is a program of its own: the records, which the host waits for, do not wait for it.
         """
         return self.bucket == 1 and self.proposer is not None
+
+    def decode_unfed(
+        self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+    ) -> tuple[DecodeState, RoundRecord, Unseen]:
+        """`decode` of a decoder that feeds late, but the proposer sees nothing: `feed` it before a draft."""
+        own = state.proposer
+        state, records, unseen = self.program(self, *_unfed(weights, state), rounds)
+        return replace(state, proposer=own), records, unseen
 
     @property
     def compiler_options(self) -> dict[str, bool]:
@@ -339,6 +365,11 @@ class TreeDecoder:
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead.
 
-        Where the proposer is fed late, nothing of it is given or returned, but `loop.Unseen` besides.
+        Where the proposer is fed late, nothing of it is given or returned, but `Unseen` besides.
         """
         return LATE_LOOP if self.feeds_late else PLAIN_LOOP if self.bucket == 1 else TREE_LOOP
+
+
+def _unfed(weights: DecodeWeights, state: DecodeState) -> tuple[DecodeWeights, DecodeState]:
+    """Without what is the proposer's."""
+    return weights._replace(proposer=None), replace(state, proposer=None)

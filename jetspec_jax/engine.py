@@ -6,6 +6,7 @@ records. All that depends on a request travels as arrays, so after the first req
 
 import functools
 import logging
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import ArrayLike
 from tqdm import tqdm
 
-from jetspec_jax.auto_budget import Acceptance, AutoBudget
+from jetspec_jax.auto_budget import Acceptance, AutoBudget, Choice
 from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
@@ -25,7 +26,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.engine_size import PAGE_SIZE, PREFILL_CHUNK, EngineSize, check_engine_memory
 from jetspec_jax.memory import array_bytes
-from jetspec_jax.proposer import DraftHeadProposer, Proposer
+from jetspec_jax.proposer import DraftHeadProposer, Proposer, Unseen
 from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
@@ -36,7 +37,6 @@ from jetspec_jax.tree import (
     algorithm_of,
     bucket_for,
     check_traceable,
-    reach_of,
     tree_buckets,
 )
 from pallas_kernels.dispatch import gpu_problem
@@ -212,6 +212,8 @@ class Engine:
         self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        # Committed, but not shown to the proposer.
+        self._unseen: deque[Unseen] = deque()
 
     def submit(self, prompt: TokenIds, params: SamplingParams, routing: Hints | None = None) -> Request:
         """Queues a prompt.
@@ -296,6 +298,7 @@ class Engine:
         """
         if decode is None:
             self._prepare_auto()
+        self._feed()  # what a step that was interrupted has left: nobody else has its pages yet
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
@@ -308,26 +311,44 @@ class Engine:
             among = self._waiting and len(self._running) > 1
             ends = among or any(request.params.stop for request in self._running)
             rounds = ROUNDS_TO_AN_END if ends else ROUNDS_PER_DISPATCH
-        decoder, auto, bucket = self.decoder, None, 0
+        decoder, auto, choice = self.decoder, None, Choice(0, rounds)
+        context = self._mean_context()
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
-            bucket, rounds = auto.choose(self._mean_context(), rounds)
-            decoder = self._decoders[bucket]
-        # A NumPy scalar has one type on every call; a Python int is another program than an array.
-        run_rounds = decoder.decode if decode is None else decode
-        self.state, records = run_rounds(self.weights, self.state, np.int32(rounds))
+            choice = auto.choose(context, rounds)
+            decoder = self._decoders[choice.bucket]
+        started = time.perf_counter()
+        records = self._decode(decoder, choice.rounds, decode)
         first_tokens, records = jax.device_get((first_tokens, records))
         for request, token in first_tokens:
             request.output.add_tokens([int(token)])
-        if auto is not None and bucket:
-            ran = records.counts > 0
-            budgets = tree_buckets(self._decoders[bucket].bucket)
-            reach = reach_of(records.scores[ran], records.path[ran], budgets)
-            auto.learn(bucket, reach.expected, reach.accepted)
+        if auto is not None:
+            # Prefills take time too.
+            seconds = None if first_tokens else time.perf_counter() - started
+            auto.observe(choice.bucket, context, records, seconds)
         for request in list(self._running):
             _collect(request, records)
             if request.output.finish_reason is not None:
                 self._release(request)
+
+    def _decode(self, decoder: TreeDecoder, rounds: int, decode: Decode | None) -> RoundRecord:
+        """Launches rounds; their records, still on the device."""
+        # A NumPy scalar has one type on every call; a Python int is another program than an array.
+        count = np.int32(rounds)
+        if decode is None and decoder.feeds_late:
+            # Launched behind the rounds, so that neither they nor the host wait for what nobody needs yet.
+            self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
+            self._unseen.append(unseen)
+            self._feed()
+            return records
+        self._feed()
+        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
+        return records
+
+    def _feed(self) -> None:
+        """Shows the proposer what it has not seen yet."""
+        while self._unseen:
+            self.state = self.decoder.feed(self.weights, self.state, self._unseen.popleft())
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
@@ -379,8 +400,9 @@ class Engine:
         """Launches the prompt's chunks; the first generated token, still on the device."""
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
+            self._feed()  # the last chunk only is left to be fed behind the rounds
             part = request.prompt[start : start + PREFILL_CHUNK]
-            self.state, token = self.decoder.prefill(
+            self.state, token, unseen = self.decoder.prefill_unfed(
                 self.weights,
                 self.state,
                 np.int32(request.slot),
@@ -388,6 +410,7 @@ class Engine:
                 np.int32(len(part)),
                 np.bool_(start + PREFILL_CHUNK >= len(request.prompt)),
             )
+            self._unseen.append(unseen)
         assert token is not None, "check_request lets no empty prompt in"
         return token
 

@@ -5,35 +5,16 @@ A `decoder` is a `jetspec_jax.decode.TreeDecoder`, which runs these programs.
 Shapes: B slots, R rounds, F features of all taps.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.cache import Slots
-from jetspec_jax.proposer import Proposer, taps_of
+from jetspec_jax.proposer import Unseen, taps_of
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
-
-
-class Unseen(NamedTuple):
-    """Committed tokens that the proposer has not seen.
-
-    Attributes:
-        taps: Of all rounds, in their order; a slot decodes in the first of them or in none.
-        slots: Before the first of them.
-        counts: Of each slot.
-    """
-
-    taps: Float[Array, "B R F"]
-    slots: Slots
-    counts: Int[Array, "B"]
-
-
-def _feed(proposer: Proposer, weights: Any, own: Any, unseen: Unseen) -> Any:
-    """The proposer's state once it has seen the tokens. ``own`` is donated."""
-    return proposer.commit(weights, own, *unseen)
 
 
 def _loop(
@@ -53,7 +34,7 @@ def _loop(
 def _late_loop(
     decoder: Any, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
 ) -> tuple[DecodeState, RoundRecord, Unseen]:
-    """Plain rounds, and what the proposer has to see of them: see `TreeDecoder.feeds_late`."""
+    """Plain rounds, and what the proposer has to see of them: see `TreeDecoder.decode_unfed`."""
 
     def step(state: DecodeState) -> tuple[DecodeState, tuple[RoundRecord, Float[Array, "B F"]]]:
         tree = decoder.build(state, None)
@@ -65,6 +46,7 @@ def _late_loop(
     slots, width = state.slots, len(taps_of(decoder.proposer)) * decoder.target.hidden_size
     no_taps = jnp.zeros((decoder.max_rounds, len(state.anchors), width), state.stores[0].k.dtype)
     state, (records, taps) = _repeat(decoder, step, state, rounds, (_no_records(decoder, state), no_taps))
+    # A slot decodes in the first rounds or in none, so its rows lie side by side.
     counts = jnp.sum(records.counts, axis=0, dtype=jnp.int32)
     return state, records, Unseen(jnp.moveaxis(taps, 0, 1), slots, counts)
 
@@ -85,7 +67,8 @@ def _repeat(
     def turn(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
         done, state, made = carry
         state, one = step(state)
-        return done + 1, state, jax.tree.map(lambda all_, own: all_.at[done].set(own), made, one)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=done, axis=0)
+        return done + 1, state, jax.tree.map(put, made, one)
 
     return jax.lax.while_loop(goes_on, turn, (jnp.int32(0), state, nothing))[1:]
 
@@ -107,4 +90,3 @@ TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
 LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2)
 TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=TREE_OPTIONS)
-FEED = jax.jit(_feed, static_argnums=0, donate_argnums=2)

@@ -15,14 +15,14 @@ from jetspec_jax.cache import attend_over, commit
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
-from jetspec_jax.proposer import Proposer, taps_of
+from jetspec_jax.proposer import Unseen
 from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def prefill(
     config: ModelConfig,
-    proposer: Proposer | None,
+    taps: tuple[int, ...],
     implementation: str | None,
     weights: DecodeWeights,
     state: DecodeState,
@@ -30,36 +30,35 @@ def prefill(
     tokens: Int[Array, "C"],
     count: Int[Array, ""],
     is_last: Bool[Array, ""],
-) -> tuple[DecodeState, Int[Array, ""]]:
+) -> tuple[DecodeState, Int[Array, ""], Unseen]:
     """Commits one chunk of a prompt to a slot while the others keep their state. ``state`` is donated.
 
-    Every token of the chunk enters the target's stores and the proposer's state. After the last chunk the
-    target's choice becomes the slot's anchor and the slot decodes, unless that token already ends it.
+    Every token of the chunk enters the target's stores; the proposer's state is the caller's. After the last
+    chunk the target's choice becomes the slot's anchor and the slot decodes, unless that token already ends
+    it.
 
     Args:
         config: The target's geometry.
-        proposer: Whose state grows with the stores; None for plain decoding.
+        taps: Layers whose outputs the proposer wants to see.
         implementation: Of tree attention.
-        weights: The parameters.
-        state: The state.
+        weights: The parameters; those of the proposer are not read.
+        state: The state; the proposer's is handed through.
         slot: Which slot.
         tokens: The chunk; what lies behind ``count`` is padding.
         count: Tokens of the chunk, at least 1.
         is_last: Whether the prompt ends here.
 
     Returns:
-        The state, and the first generated token (meaningful after the last chunk).
+        The state, the first generated token (meaningful after the last chunk), and what the proposer has to
+        see of the chunk.
     """
     target = bind(config, weights.target)
     own = jax.tree.map(lambda x: x[slot][None], state.slots)
     settings = jax.tree.map(lambda x: x[slot][None], state.settings)
     block = Block.chain(tokens[None])
     attend = attend_over(state.stores, own, block, implementation=implementation)
-    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps_of(proposer))
+    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps)
     count = count[None]
-    proposer_state = state.proposer
-    if proposer is not None:
-        proposer_state = proposer.commit(weights.proposer, state.proposer, output.taps, own, count)
     last_row = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
     choice = choose(
         target.logits(last_row),
@@ -75,7 +74,6 @@ def prefill(
     state = replace(
         state,
         stores=commit(state.stores, output.stash, own, written),
-        proposer=proposer_state,
         slots=state.slots._replace(lengths=state.slots.lengths.at[slot].add(count[0])),
         anchors=state.anchors.at[slot].set(anchor),
         active=state.active.at[slot].set(is_last & ~finished),
@@ -83,4 +81,4 @@ def prefill(
             remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
         ),
     )
-    return state, anchor
+    return state, anchor, Unseen(output.taps, own, count)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree, round_costs
-from jetspec_jax.auto_budget import AutoBudget, Choice
+from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
 from jetspec_jax.engine import Engine, TreeSettings
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
@@ -44,6 +44,7 @@ def costs_are_known(monkeypatch):
         ), state
 
     monkeypatch.setattr("jetspec_jax.engine.round_costs", known)
+    monkeypatch.setattr(Pace, "learn", lambda *_: None)
 
 
 @pytest.fixture

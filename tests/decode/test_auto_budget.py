@@ -43,7 +43,9 @@ def simulate(auto, world, seconds, tokens=TOKENS):
     time, done, ran = 0.0, 0, np.zeros(len(seconds), int)
     while done < tokens:
         bucket, rounds = auto.choose(300, ROUNDS)
-        time += rounds * seconds[bucket] + DISPATCH
+        took = rounds * seconds[bucket] + DISPATCH
+        auto.pace.learn(bucket, 300, rounds, took)
+        time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
@@ -66,6 +68,25 @@ def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
     per_token = fixed(drafted, seconds)
     assert np.mean(times) <= 1.03 * per_token.min()
     assert max(times) <= 1.03 * per_token[0]
+
+
+@pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR])
+def test_costs_that_were_timed_wrong(drafted):
+    """Each bucket a few percent too fast or too slow, and all of them slower than they were."""
+    timed = np.asarray(SMALL_MODEL) * [1.0, 0.94, 1.05, 0.95, 1.08, 0.93] / 1.3
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(timed), 0.01)
+    simulate(auto, World(drafted, 0), SMALL_MODEL)
+    time, ran = simulate(auto, World(drafted, 1), SMALL_MODEL)
+    assert time <= 1.03 * fixed(drafted, SMALL_MODEL).min(), ran
+
+
+def test_the_pace_outlives_an_interruption():
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), 0.01)
+    simulate(auto, World(GOOD, 0), SMALL_MODEL)
+    before = auto.pace.seconds(300, ROUNDS)
+    auto.pace.learn(0, 300, ROUNDS, 1000.0)
+    auto.pace.learn(0, 300, 0, 1.0)
+    np.testing.assert_allclose(auto.pace.seconds(300, ROUNDS), before, rtol=0.06)
 
 
 def test_follows_a_text_that_changes():
