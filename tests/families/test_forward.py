@@ -1,5 +1,7 @@
 """Every family's forward pass, in all its ways, against what transformers gave and against each other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +29,9 @@ def test_logits_are_those_of_transformers(family, target):
     close(logits(target, IDS), theirs)
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 33, (20, 13)])
+@pytest.mark.parametrize("sizes", [(1,) * 33, (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"])
 def test_in_parts(target, sizes):
-    """A prompt in chunks, or token by token, over stores: the same logits as at once."""
+    """A prompt token by token, and in chunks between which single tokens lie: the same logits as at once."""
     close(in_parts(target, sizes), logits(target, IDS))
 
 
@@ -41,20 +43,23 @@ def in_parts(target, sizes):
     slots = Slots.of(tables, jnp.zeros(batch, jnp.int32))
     stores = empty_stores(target.config, batch * pages, PAGE, jnp.dtype(jnp.float32), slots)
 
-    @jax.jit
-    def step(stores, slots, tokens):
-        model, block = bind(target.config, target.weights), Block.chain(tokens)
-        output = model(tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
-        count = jnp.full((batch,), tokens.shape[1], jnp.int32)
-        return commit(stores, output.stash, slots, count), model.logits(output.hidden)
-
     parts, start = [], 0
     for size in sizes:
-        stores, part = step(stores, slots, jnp.asarray(IDS[:, start : start + size]))
+        tokens = jnp.asarray(IDS[:, start : start + size])
+        stores, part = step(target.config, target.weights, stores, slots, tokens)
         slots = slots._replace(lengths=slots.lengths + size)
         parts.append(part)
         start += size
     return jnp.concatenate(parts, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step(config, weights, stores, slots, tokens):
+    """A block over stores, and the stores with it."""
+    model, block = bind(config, weights), Block.chain(tokens)
+    output = model(tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
+    count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    return commit(stores, output.stash, slots, count), model.logits(output.hidden)
 
 
 def test_under_training(target):
@@ -68,7 +73,7 @@ def test_under_training(target):
     close(forward(target.weights, jnp.asarray(IDS)), logits(target, IDS))
 
 
-@pytest.mark.parametrize("prefix", [3, 25])
+@pytest.mark.parametrize("prefix", [3, 23])
 def test_trees_node_by_node(target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""
     rng = np.random.default_rng(prefix)
@@ -77,16 +82,15 @@ def test_trees_node_by_node(target, prefix):
     at_once = np.asarray(tree_logits(target, IDS[:, :prefix], tree))
     parents, tokens = np.asarray(tree.parents), np.asarray(tree.tokens)
     assert np.asarray(tree.depths).max() > 3
-    # All paths in one batch, filled up behind, which no earlier token sees.
-    rows, last, expected = [], [], []
-    for b in range(2):
-        for node in range(int(tree.num_nodes[b])):
+    assert (np.asarray(tree.num_nodes) == 24).all()
+    for node in range(24):
+        # Filled up behind, which no earlier token sees: every path is as long as `IDS`, whose program it has.
+        rows, last = np.zeros_like(IDS), []
+        for b in range(2):
             path = [node]
             while parents[b, path[0]] >= 0:
                 path.insert(0, parents[b, path[0]])
-            row = [*IDS[b, :prefix], *tokens[b, path]]
-            last.append(len(row) - 1)
-            rows.append(row + [0] * (prefix + 10 - len(row)))
-            expected.append(at_once[b, node])
-    alone = np.asarray(logits(target, np.asarray(rows, np.int32)))[np.arange(len(rows)), last]
-    close(np.stack(expected), alone)
+            own = [*IDS[b, :prefix], *tokens[b, path]]
+            rows[b, : len(own)] = own
+            last.append(len(own) - 1)
+        close(at_once[:, node], np.asarray(logits(target, rows))[np.arange(2), last])
