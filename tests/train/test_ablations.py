@@ -17,6 +17,8 @@ from train.documents import Documents
 from train.stages import Deadline, OutOfTime
 from train.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CHOSEN = ("forward_kl", "bidirectional", "corpus")
 TAUS = {
     "forward_kl": {"16": 2.0, "64": 3.0},
@@ -60,7 +62,7 @@ class TestJudge:
 
 
 @pytest.fixture(scope="module")
-def pair(recipe, corpus, tmp_path_factory):
+def pair(quick_compiles, recipe, corpus, tmp_path_factory):
     """A random target of the tiny recipe, with its tokenizer."""
     folder = tmp_path_factory.mktemp("target") / "target"
     texts = load_documents(corpus, Manifest.read(recipe.manifest_path())).values()

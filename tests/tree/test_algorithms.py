@@ -29,6 +29,8 @@ from jetspec_jax.tree import (
 from jetspec_jax.tree import algorithms as registry
 from jetspec_jax.tree.routing import CLASSES
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 GOLDENS = Path(__file__).parent / "goldens"
 RAW = json.loads((GOLDENS / "trees.json").read_text())
 ARRAYS = np.load(GOLDENS / "trees.npz")
