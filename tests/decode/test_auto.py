@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 ORACLE = OracleProposer(SLIDING.vocab_size)
 NEW_TOKENS = 40
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+# Of every engine here, unless its size is the point: so they share their programs.
+SIZE = {"slots": 2, "capacity": 256}
 PARAMS = [
     SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
     SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=7),
@@ -66,10 +68,9 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(target, every_bu
     engine = Engine(
         target,
         settings=TreeSettings(budget=32, width=3, algorithm="auto"),
-        slots=2,
-        capacity=64,
+        **SIZE,
         proposer=ORACLE,
-        proposer_weights=plant([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)], 128, 0),
+        proposer_weights=plant([[*p, *t] for p, t in zip(PROMPTS, plain, strict=True)], 256, 0),
     )
     for completion, expected in zip(serve(engine, PROMPTS, PARAMS), plain, strict=True):
         assert completion.token_ids == expected[:NEW_TOKENS]
@@ -89,7 +90,7 @@ def test_plain_rounds_feed_the_head_s_context(target):
 
     def state_after(make_decode):
         settings = TreeSettings(budget=16, width=3, algorithm="auto")
-        engine = Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=64)
+        engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
         for prompt, own in zip(PROMPTS, params, strict=True):
             engine.submit(prompt, own)
         for _ in range(2):
@@ -131,19 +132,18 @@ def test_nothing_compiles_after_a_first_request(target, every_bucket):
 def test_the_choice_follows_what_is_accepted(target):
     """The oracle is always right, so trees soon pay; a random head never is, so they never do."""
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    [plain] = generate(target, PROMPTS[:1], dataclasses.replace(params, max_tokens=220))
+    plain, _ = generate(target, PROMPTS, dataclasses.replace(params, max_tokens=220))
     settings = TreeSettings(budget=32, width=3, algorithm="auto")
     engine = Engine(
         target,
         settings=settings,
-        capacity=256,
+        **SIZE,
         proposer=ORACLE,
-        proposer_weights=plant([[*PROMPTS[0], *plain.token_ids]], 256, 0),
+        proposer_weights=plant([[*PROMPTS[0], *plain.token_ids], []], 256, 0),
     )
     [good] = serve(engine, PROMPTS[:1], [params])
-    [bad] = generate_tree(
-        target, random_head(SLIDING, 1), PROMPTS[:1], params, budget=32, width=3, algorithm="auto"
-    )
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    [bad] = serve(engine, PROMPTS[:1], [params])
     assert np.mean(np.asarray(good.tree_sizes) == 1) < 0.2
     assert np.mean(np.asarray(bad.tree_sizes) == 1) > 0.7
     assert good.token_ids == bad.token_ids == plain.token_ids[:200]
@@ -152,7 +152,7 @@ def test_the_choice_follows_what_is_accepted(target):
 def test_greedy_and_sampled_requests_are_learnt_apart(target):
     """What greedy requests have accepted is no guess for a sampled one, and is not forgotten over it."""
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
-    engine = Engine(target, random_head(SLIDING, 1), settings, capacity=64)
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
     guess = engine._acceptance[True].tokens()
     serve(engine, PROMPTS[:1], PARAMS[:1])
     greedy = engine._acceptance[False].tokens()
@@ -164,10 +164,10 @@ def test_greedy_and_sampled_requests_are_learnt_apart(target):
 
 
 def test_shape_of_the_trees_is_an_option(target, every_bucket):
-    [completion] = generate_tree(
+    completion, _ = generate_tree(
         target,
         random_head(SLIDING, 1),
-        PROMPTS[:1],
+        PROMPTS,
         PARAMS[0],
         budget=32,
         algorithm=get_algorithm("auto", {"tree": "chain"}),
@@ -204,7 +204,7 @@ class TestCosts:
     @pytest.fixture
     def engine(self, target):
         settings = TreeSettings(budget=16, width=3, algorithm="auto")
-        return Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=128)
+        return Engine(target, random_head(SLIDING, 1), settings, **SIZE)
 
     def measure(self, engine, folder):
         costs, engine.state = round_costs.round_costs(
@@ -228,7 +228,7 @@ class TestCosts:
         after = dataclasses.replace(engine.state, stores=(), proposer=None)
         jax.tree.map(np.testing.assert_array_equal, after, before)
         [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
-        [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
+        plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
         assert completion.token_ids == plain.token_ids
 
     @pytest.mark.parametrize("capacity", [64, 128, 320, 384, 1024, 40_960])
@@ -251,7 +251,7 @@ class TestCosts:
     def test_that_are_kept_leave_nothing_to_compile(self, target, tmp_path, monkeypatch):
         """A later process reads the costs, and still has no program."""
         settings = TreeSettings(budget=16, width=5, algorithm="auto")  # of no other test
-        engine = Engine(target, random_head(SLIDING, 1), settings, slots=2, capacity=128)
+        engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
         costs = RoundCosts((64, 100), ((1.0, 1.0), (2.0, 2.0)), (0.1, 0.1))
         with monkeypatch.context() as patched:
             patched.setattr(round_costs, "measure_round_costs", lambda *args, **_: (costs, args[2]))
@@ -275,7 +275,7 @@ class TestCosts:
             with pytest.raises(KeyboardInterrupt):
                 engine.complete(PROMPTS[:1], PARAMS[:1])
         [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
-        [plain] = generate(engine.target, PROMPTS[:1], PARAMS[0])
+        plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
         assert completion.token_ids == plain.token_ids
 
     @pytest.mark.parametrize(("text", "message"), [("{", "cannot read"), ("[]", "holds no JSON object")])
