@@ -1,4 +1,4 @@
-"""A tiny corpus and the pair that the tiny recipe makes of it, shared by the tests of this folder."""
+"""A tiny corpus and the recipe of a tiny pair, shared by the tests of this folder."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from train.corpus import build_manifest
-from train.demo import make_pair
 from train.recipes import TINY
 
 NAMES = ("path", "line", "value", "queue", "item", "name")
@@ -41,11 +40,3 @@ def recipe(corpus, tmp_path_factory):
     manifest = tmp_path_factory.mktemp("manifest") / "tiny.json"
     build_manifest(corpus, name="tiny").write(manifest)
     return dataclasses.replace(TINY, manifest=str(manifest))
-
-
-@pytest.fixture(scope="session")
-def work(recipe, corpus, tmp_path_factory):
-    """The work folder of a finished run of the tiny recipe."""
-    folder = tmp_path_factory.mktemp("work")
-    make_pair(recipe, folder, corpus)
-    return folder

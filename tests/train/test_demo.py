@@ -20,6 +20,14 @@ from train.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
+def work(quick_compiles, recipe, corpus, tmp_path_factory):
+    """The work folder of a finished run of the tiny recipe."""
+    folder = tmp_path_factory.mktemp("work")
+    make_pair(recipe, folder, corpus)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def demo(work):
     return work / "demo"
 
@@ -38,13 +46,12 @@ def test_both_models_learn(work):
 def test_the_pair_loads_and_decodes(demo):
     target = load_target(demo / "target", dtype="float32")
     head = load_draft_head(demo / "draft_head", dtype="float32", target=target)
-    prompt = target.tokenizer.encode("def get_path_0(self, line):")
-    params = SamplingParams(max_tokens=12)
-    [plain], [tree] = (
-        generate(target, [prompt], params),
-        generate_tree(target, head, [prompt], params, budget=16, width=3),
-    )
-    assert tree.token_ids == plain.token_ids
+    # As many at a time as the recipe's own evaluation decodes: its programs serve again.
+    texts = ("def get_path_0(self, line):", "return self.queue[item]", "import")
+    prompts, params = [target.tokenizer.encode(text) for text in texts], SamplingParams(max_tokens=12)
+    plain = generate(target, prompts, params, max_slots=3)
+    trees = generate_tree(target, head, prompts, params, budget=16, width=3, max_slots=3)
+    assert [tree.token_ids for tree in trees] == [own.token_ids for own in plain]
     assert head.config.block_size == 4
     assert head.config.causal
 
