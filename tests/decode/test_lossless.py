@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, Target, generate, generate_tree, logits
-from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax.engine import PLAIN, Engine, TreeSettings
 from jetspec_jax.tree import accept, build_tree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, first_difference, gap_of_difference, gaps
 from tests.decode.tiny import SLIDING, random_head, random_target, serve, with_windows, word_tokenizer
 
-ORACLE = OracleProposer(SLIDING.vocab_size)
+# No sequence is longer, and what attention sees of a slot is what takes the time.
+LONGEST = 128
+CONFIG = dataclasses.replace(SLIDING, max_position_embeddings=LONGEST)
+ORACLE = OracleProposer(CONFIG.vocab_size)
 MOST_TOKENS = 32
 # What the oracle is asked beyond a request's end: a round may overshoot it by a whole tree.
 FREE_TOKENS = MOST_TOKENS + ORACLE.depth + 1
@@ -43,6 +46,7 @@ SHAPES = (
     Shape(members=(2, 4), slots=2, budgets=(33, 64), width=3, causal=False, draws=70),  # some wait for a slot
     Shape(members=(5, 8), slots=8, budgets=(17, 32), width=2, causal=True, draws=50),
 )
+MOST_SLOTS = max(shape.slots for shape in SHAPES)
 
 
 @dataclasses.dataclass
@@ -66,7 +70,7 @@ class Draw:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return word_tokenizer(SLIDING.vocab_size)
+    return word_tokenizer(CONFIG.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +81,14 @@ def draws(tokenizer):
 
 def run_draw(seed, shape, tokenizer):
     rng = np.random.default_rng(seed)
-    target = random_target(SLIDING, seed, tokenizer=tokenizer)
+    target = random_target(CONFIG, seed, tokenizer=tokenizer)
     members = int(rng.integers(*shape.members, endpoint=True))
     prompts = [rng.integers(0, 64, rng.integers(1, 60)).tolist() for _ in range(members)]
     sampling = [draw_sampling(rng) for _ in range(members)]
 
+    engine = Engine(target, settings=PLAIN, capacity=LONGEST)
     free = [
-        generate(target, [prompt], SamplingParams(**own, max_tokens=FREE_TOKENS))[0].token_ids
+        serve(engine, [prompt], [SamplingParams(**own, max_tokens=FREE_TOKENS)])[0].token_ids
         for prompt, own in zip(prompts, sampling, strict=True)
     ]
     eos = (int(rng.choice(free[0])),) if rng.random() < 0.5 else ()
@@ -97,7 +102,7 @@ def run_draw(seed, shape, tokenizer):
         width=shape.width,
         depth=None if rng.random() < 0.8 else int(rng.integers(1, 8)),
     )
-    head = random_head(SLIDING, seed, causal=shape.causal)
+    head = random_head(CONFIG, seed, causal=shape.causal)
     outputs = {
         "plain": generate(target, prompts, params, max_slots=shape.slots),
         "tree": generate_tree(
@@ -114,7 +119,7 @@ def run_oracle(target, prompts, params, free, settings, slots, seed):
         None,
         settings,
         slots=slots,
-        capacity=256,
+        capacity=LONGEST,
         proposer=ORACLE,
         proposer_weights=planted(prompts, free, slots, seed),
     )
@@ -124,7 +129,7 @@ def run_oracle(target, prompts, params, free, settings, slots, seed):
 
 def planted(prompts, free, slots, seed):
     sequences = [[*prompt, *tokens] for prompt, tokens in zip(prompts, free, strict=True)]
-    return plant((sequences + [[]] * slots)[:slots], 128, seed)
+    return plant((sequences + [[]] * slots)[:slots], LONGEST, seed)
 
 
 def draw_sampling(rng):
@@ -214,7 +219,7 @@ def test_every_token_is_the_choice_after_its_own_prefix(draws):
     # Plain decoding itself, held against one forward over the whole sequence: no stores, no rounds.
     for draw in draws[::4]:
         prompt, params, tokens = draw.prompts[0], draw.params[0], draw.free[0]
-        rows = choice_rows(draw.target, prompt, tokens, params)
+        rows = choice_rows(draw.target, prompt, tokens, params, length=LONGEST)
         wrong = (rows.argmax(-1) != tokens) & (gaps(rows) >= TIE)
         assert not wrong.any(), f"draw {draw.seed}, tokens {np.flatnonzero(wrong)}"
 
@@ -235,7 +240,8 @@ def test_oracle_paths_are_deep_and_scattered(draws, ties):
             slot += [b] * output.rounds
             position += ends[:-1].tolist()
             lengths += output.accept_lengths
-        weights = planted(draw.prompts, draw.free, draw.shape.slots, draw.seed)
+        # Of as many slots for every shape, so that one program makes the rows of all.
+        weights = planted(draw.prompts, draw.free, MOST_SLOTS, draw.seed)
         path = accepted_paths(weights, np.array(slot), np.array(position), draw.settings)
         assert ((path >= 0).sum(1) == lengths).all(), f"draw {draw.seed}"
         accepted += lengths
