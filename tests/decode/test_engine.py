@@ -18,6 +18,8 @@ from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, finish, random_head, random_target, serve, word_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 LIMIT = 512
 CONFIG = dataclasses.replace(TINY, max_position_embeddings=LIMIT)
 ORACLE = OracleProposer(CONFIG.vocab_size)
