@@ -75,10 +75,12 @@ def test_the_pair_drafts_as_well_as_stated(llm, prompts):
     # A mis-wired head stays exact and gets about 1: only the acceptance length shows it.
     params = SamplingParams(max_tokens=96, ignore_eos=True)
     ids = [llm.encode(prompt) for prompt in prompts[:8]]
-    plain = generate(llm.target, ids, params)
+    # As many slots as two prompts got above, which shares their programs.
+    plain = generate(llm.target, ids, params, max_slots=2)
     tau = []
     for budget, width in ((16, 1), (16, 7), (64, 7)):
-        trees = generate_tree(llm.target, llm.draft_head, ids, params, budget=budget, width=width)
+        shape = {"budget": budget, "width": width, "max_slots": 2}
+        trees = generate_tree(llm.target, llm.draft_head, ids, params, **shape)
         assert [c.token_ids for c in trees] == [c.token_ids for c in plain]
         lengths = [n for c in trees for n in c.accept_lengths]
         tau.append(sum(lengths) / len(lengths))
