@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.config import ModelConfig
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import SamplingParams
@@ -138,15 +139,19 @@ def target_bits(target: Target, tokenizer: Tokenizer, texts: list[str], *, windo
     rows += [np.full(window + 1, end, np.int32)] * (-len(rows) % BATCH)
     masks += [np.zeros(window, bool)] * (-len(masks) % BATCH)
 
-    @jax.jit
-    def nats(weights: Weights, tokens: Int[Array, "B T"], mask: Array) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(mask, token_losses(target.config, weights, tokens), 0.0))
-
     total = 0.0
     for i in range(0, len(rows), BATCH):
         part = slice(i, i + BATCH)
-        total += float(nats(target.weights, np.stack(rows[part]), np.stack(masks[part])))
+        total += float(_nats(target.config, target.weights, np.stack(rows[part]), np.stack(masks[part])))
     return total / math.log(2)
+
+
+@partial(jax.jit, static_argnums=0)
+def _nats(
+    config: ModelConfig, weights: Weights, tokens: Int[Array, "B T"], mask: Bool[Array, "B T-1"]
+) -> Float[Array, ""]:
+    """Of the tokens that the mask marks: the sum of what they cost."""
+    return jnp.sum(jnp.where(mask, token_losses(config, weights, tokens), 0.0))
 
 
 def heldout_prompts(
