@@ -24,9 +24,11 @@ class Attention(nnx.Module):
 
     Attributes:
         NORM: Of queries and keys; None for families that have none.
+        NORM_VALUES: Whether values are normalised too, with no weight.
     """
 
     NORM: ClassVar[type[RMSNorm] | None] = RMSNorm
+    NORM_VALUES: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s attention."""
@@ -66,20 +68,18 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B N G R E"], KV]:
         """Normed and rotated queries, as many as were projected, and what a store keeps of the rows."""
         cos, sin = rotary(positions, self.rope)
+        dtype = projected.dtype
         q, k, v = qkv_rotary(
             projected,
-            None if self.NORM is None else self.q_norm.scale(projected.dtype),
-            None if self.NORM is None else self.k_norm.scale(projected.dtype),
+            None if self.NORM is None else self.q_norm.weight_for(dtype),
+            None if self.NORM is None else self.k_norm.weight_for(dtype),
             cos,
             sin,
             eps=self.eps,
-            v_weight=self.value_scale(),
+            weight_offset=None if self.NORM is None else self.NORM.WEIGHT_OFFSET,
+            norm_values=self.NORM_VALUES,
         )
         return q, KV(k, v)
-
-    def value_scale(self) -> Float[Array, "E"] | None:
-        """The weight of a norm of the values; None for no norm."""
-        return None
 
     def sink_logits(self) -> Float[Array, "H"] | None:
         """Logits that join each head's softmax; None for none."""

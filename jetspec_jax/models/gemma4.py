@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens, T tokens of all sequences, M model, G KV heads, E
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.config.geometry import Experts
@@ -44,12 +44,13 @@ class Gemma4Attention(Attention):
     """Attention that norms values too, without a weight, and in full layers takes keys for values."""
 
     NORM = WideRMSNorm
+    NORM_VALUES = True
 
     def make_projection(
         self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ) -> None:
         """Makes a weight of queries and keys alone where keys are values: under another name."""
-        self.head_dim, self.keys_as_values = own.head_dim, own.keys_as_values
+        self.keys_as_values = own.keys_as_values
         if own.keys_as_values:
             shape = hidden_size, own.num_kv_heads, own.num_heads // own.num_kv_heads + 1, own.head_dim
             self.qk_proj = param(rngs, shape, PROJECTION_AXES, dtype)
@@ -65,10 +66,6 @@ class Gemma4Attention(Attention):
             return super().project(x)
         projected = einsum("bnm,mgre->bngre", x, self.qk_proj[...])
         return jnp.concatenate([projected, projected[..., -1:, :]], axis=-2)
-
-    def value_scale(self) -> Float32[Array, "E"]:
-        """Ones: the norm of the values has no weight."""
-        return jnp.ones((self.head_dim,), jnp.float32)
 
 
 class Gemma4Router(nnx.Module):

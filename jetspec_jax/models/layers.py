@@ -87,43 +87,43 @@ class RMSNorm(nnx.Module):
 
     Attributes:
         INITIAL: What a new weight is.
+        WEIGHT_OFFSET: What the stored weight lacks of what multiplies, in float32 and before the result is
+            rounded; None multiplies in the dtype of the rows.
     """
 
     INITIAL: ClassVar[float] = 1.0
+    WEIGHT_OFFSET: ClassVar[float | None] = None
 
     def __init__(self, size: int, eps: float, *, axis: str, dtype: jnp.dtype):
         """Makes a norm over the last axis of ``size`` elements, called ``axis``."""
         self.weight = nnx.Param(jnp.full((size,), self.INITIAL, dtype), axes=(axis,))
         self.eps = eps
 
-    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
-        """What rows of a dtype are multiplied with; a wider one multiplies before the result is rounded."""
-        return self.weight[...].astype(dtype)
+    def weight_for(self, dtype: jnp.dtype) -> Float[Array, "size"]:
+        """The weight as kernels take it for rows of a dtype: if it multiplies in float32, as it is stored."""
+        weight = self.weight[...]
+        return weight.astype(dtype) if self.WEIGHT_OFFSET is None else weight
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """Normalises the last axis."""
-        return rms_norm(x, self.scale(x.dtype), eps=self.eps)[0]
+        return self.after(x, None)[0]
 
     def after(
         self, x: Float[Array, "*rows size"], delta: Float[Array, "*rows size"] | None
     ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
         """The sum of a residual stream and what a block adds to it, normalised, and as it is."""
-        return rms_norm(x, self.scale(x.dtype), eps=self.eps, delta=delta)
+        weight, offset = self.weight_for(x.dtype), self.WEIGHT_OFFSET
+        return rms_norm(x, weight, eps=self.eps, delta=delta, weight_offset=offset)
 
 
 class WideRMSNorm(RMSNorm):
     """A norm whose weight multiplies in float32, before the result is rounded: GPT-OSS, Gemma 4."""
 
-    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
-        """The weight, in float32."""
-        return self.weight[...].astype(jnp.float32)
+    WEIGHT_OFFSET = 0.0
 
 
 class CenteredRMSNorm(RMSNorm):
     """A norm whose weight is stored less one, and multiplies in float32: Gemma 3, Step-3.7."""
 
     INITIAL = 0.0
-
-    def scale(self, dtype: jnp.dtype) -> Float[Array, "size"]:
-        """The weight plus one, in float32."""
-        return 1 + self.weight[...].astype(jnp.float32)
+    WEIGHT_OFFSET = 1.0

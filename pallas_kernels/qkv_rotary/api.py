@@ -32,7 +32,8 @@ def qkv_rotary(
     sin: Float32[Array, "B N half"],
     *,
     eps: float,
-    v_weight: Float[Array, "E"] | None = None,
+    weight_offset: float | None = None,
+    norm_values: bool = False,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
     """Split a fused projection, normalise the heads of queries and keys, and rotate them.
@@ -42,9 +43,9 @@ def qkv_rotary(
 
         qkv  [q q q q k v]  [q q q q k v]  ...
 
-    What has a weight becomes `rms_norm(x, weight, eps=eps)` of that operation, rounded to the dtype of x.
-    Rotary of queries and keys is half-split and in float32: with as many angles as `half`, element i < half
-    pairs with element j = i + half,
+    What has a weight becomes `rms_norm(x, weight, eps=eps, weight_offset=weight_offset)` of that operation,
+    rounded to the dtype of x. Rotary of queries and keys is half-split and in float32: with as many angles as
+    `half`, element i < half pairs with element j = i + half,
 
         x[i], x[j]  ->  x[i] * cos[i] - x[j] * sin[i],  x[j] * cos[i] + x[i] * sin[i]
 
@@ -58,7 +59,8 @@ def qkv_rotary(
         cos: cosines of each node's angles, half of them at most E / 2.
         sin: their sines.
         eps: of the norms; static.
-        v_weight: as `q_weight`, for the values.
+        weight_offset: as in `rms_norm`, for both weights; static.
+        norm_values: whether the values are normalised too, with no weight; static.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Returns:
@@ -69,19 +71,13 @@ def qkv_rotary(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    arrays = qkv, q_weight, k_weight, cos, sin, v_weight
+    arrays = qkv, q_weight, k_weight, cos, sin
     _check(*arrays)
-    return choose("qkv_rotary", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, eps=eps)
+    function = choose("qkv_rotary", _IMPLEMENTATIONS, implementation, *arrays)
+    return function(*arrays, eps=eps, weight_offset=weight_offset, norm_values=norm_values)
 
 
-def _check(
-    qkv: Array,
-    q_weight: Array | None,
-    k_weight: Array | None,
-    cos: Array,
-    sin: Array,
-    v_weight: Array | None,
-) -> None:
+def _check(qkv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array) -> None:
     """Raise one ValueError that lists everything wrong with the static side of a call."""
     if qkv.ndim != 5:
         raise ValueError(f"qkv_rotary: qkv must be [B, N, G, R + 2, E], got {qkv.shape}")
@@ -100,7 +96,6 @@ def _check(
     for name, array, shape, dtype in (
         ("q_weight", q_weight, (size,), jnp.floating),
         ("k_weight", k_weight, (size,), jnp.floating),
-        ("v_weight", v_weight, (size,), jnp.floating),
         ("cos", cos, angles, jnp.float32),
         ("sin", sin, angles, jnp.float32),
     ):

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import gpu_problem
+from pallas_kernels.norm_weight import weighted
 
 # One 16-byte load of 16-bit floats for each thread and half of its head. A head of common size then lies
 # within one warp, which sums its squares without a barrier.
@@ -58,9 +59,10 @@ def qkv_rotary(
     k_weight: Float[Array, "E"] | None,
     cos: Float32[Array, "B N half"],
     sin: Float32[Array, "B N half"],
-    v_weight: Float[Array, "E"] | None = None,
     *,
     eps: float,
+    weight_offset: float | None = None,
+    norm_values: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
     """See `api.qkv_rotary`. `interpret` runs without a GPU."""
@@ -69,7 +71,7 @@ def qkv_rotary(
     counts = (1, 1, ratio) if ratio else (1, 1)
     warps = _tile(heads, size) // _ELEMENTS_PER_WARP
     launch: Any = pl.pallas_call(
-        functools.partial(_qkv_rotary, eps),
+        functools.partial(_qkv_rotary, eps, weight_offset, norm_values),
         out_shape=[jax.ShapeDtypeStruct((rows, groups, count, size), qkv.dtype) for count in counts],
         grid=(rows, groups, 2 if ratio else 1),
         compiler_params=plgpu.CompilerParams(num_warps=min(max(warps, 1), _MAX_WARPS), num_stages=1),
@@ -77,7 +79,7 @@ def qkv_rotary(
         name="qkv_rotary",
     )
     angles = cos.reshape(rows, -1), sin.reshape(rows, -1)
-    k, v, *q = launch(qkv.reshape(rows, groups, heads, size), q_weight, k_weight, *angles, v_weight)
+    k, v, *q = launch(qkv.reshape(rows, groups, heads, size), q_weight, k_weight, *angles)
     shape = (batch, nodes, groups)
     queries = q[0] if q else jnp.zeros((0,), qkv.dtype)
     return queries.reshape(*shape, ratio, size), k.reshape(*shape, size), v.reshape(*shape, size)
@@ -85,12 +87,13 @@ def qkv_rotary(
 
 def _qkv_rotary(
     eps: float,
+    weight_offset: float | None,
+    norm_values: bool,
     qkv_ref: Any,
     q_weight_ref: Any,
     k_weight_ref: Any,
     cos_ref: Any,
     sin_ref: Any,
-    v_weight_ref: Any,
     k_ref: Any,
     v_ref: Any,
     q_ref: Any = None,
@@ -103,23 +106,23 @@ def _qkv_rotary(
     def _() -> None:
         lane = jnp.arange(v_ref.shape[3], dtype=jnp.int32)
         value = plgpu.load(qkv_ref.at[row, g, ratio + 1, lane])
-        weight = None if v_weight_ref is None else plgpu.load(v_weight_ref.at[lane])
-        _turn(eps, (row, g), ratio, qkv_ref, k_weight_ref, cos_ref, sin_ref, k_ref)
-        if weight is not None:
+        _turn(eps, weight_offset, (row, g), ratio, qkv_ref, k_weight_ref, cos_ref, sin_ref, k_ref)
+        if norm_values:
             wide = value.astype(jnp.float32)
             scale = jax.lax.rsqrt(jnp.sum(wide * wide) * (1 / len(lane)) + eps)
-            value = _weighted(wide * scale, weight, value.dtype)
+            value = (wide * scale).astype(value.dtype)
         plgpu.store(v_ref.at[row, g, 0, lane], value)
 
     if q_ref is not None:
 
         @pl.when(part == 1)
         def _() -> None:
-            _turn(eps, (row, g), 0, qkv_ref, q_weight_ref, cos_ref, sin_ref, q_ref)
+            _turn(eps, weight_offset, (row, g), 0, qkv_ref, q_weight_ref, cos_ref, sin_ref, q_ref)
 
 
 def _turn(
     eps: float,
+    weight_offset: float | None,
     group: tuple[Array, Array],
     first_head: int,
     qkv_ref: Any,
@@ -161,14 +164,8 @@ def _turn(
         squares = jnp.sum(a * a + b * b, axis=1, keepdims=True)
         scale = jax.lax.rsqrt(squares * (0.5 / half) + eps)
         a, b = (
-            _weighted(x * scale, weight, dtype).astype(jnp.float32)
+            weighted(x * scale, weight, dtype, offset=weight_offset).astype(jnp.float32)
             for x, weight in zip((a, b), weights, strict=True)
         )
     for place, value in ((first, a * cos - b * sin), (second, b * cos + a * sin)):
         plgpu.store(out_ref.at[row, g, head, place], value.astype(dtype), mask=real)
-
-
-def _weighted(x: Array, weight: Array, dtype: jnp.dtype) -> Array:
-    """The end of a norm: see `rms_norm` for what is rounded when."""
-    wide = jnp.promote_types(dtype, weight.dtype)
-    return (x.astype(wide) * weight.astype(wide)).astype(dtype)

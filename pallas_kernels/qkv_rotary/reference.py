@@ -15,16 +15,16 @@ def qkv_rotary(
     k_weight: Float[Array, "E"] | None,
     cos: Float32[Array, "B N half"],
     sin: Float32[Array, "B N half"],
-    v_weight: Float[Array, "E"] | None = None,
     *,
     eps: float,
+    weight_offset: float | None = None,
+    norm_values: bool = False,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
     """See `api.qkv_rotary`, which checks the shapes."""
-
     half = cos.shape[-1]
 
     def norm(x: Array, weight: Array | None) -> Array:
-        return x if weight is None else rms_norm(x, weight, None, eps=eps)[0]
+        return x if weight is None else rms_norm(x, weight, None, eps=eps, weight_offset=weight_offset)[0]
 
     def turn(x: Array) -> Array:
         heads = range(2, x.ndim - 1)
@@ -33,4 +33,6 @@ def qkv_rotary(
         return jnp.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1).astype(x.dtype)
 
     q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-    return turn(norm(q, q_weight)), turn(norm(k, k_weight)), norm(v, v_weight)
+    if norm_values:
+        v = rms_norm(v, jnp.ones_like(v, shape=v.shape[-1:]), None, eps=eps)[0]
+    return turn(norm(q, q_weight)), turn(norm(k, k_weight)), v

@@ -30,6 +30,7 @@ def rms_norm(
     *,
     eps: float,
     delta: Float[Array, "*rows M"] | None = None,
+    weight_offset: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """Add `delta` to the residual stream and normalise the rows of the sum; both are returned.
@@ -39,14 +40,20 @@ def rms_norm(
         normed = y * weight                                           in the dtype of x
 
     With a weight of the dtype of `x`, `y` is rounded to it before they are multiplied, as Qwen3's norm does
-    it; with a wider one the product is rounded, as most others do. (The norm: Zhang and Sennrich, arXiv
-    1910.07467.)
+    it; with a wider one the product is rounded. As most other norms do that, whatever dtype their weight is
+    stored in, an offset says it too, and no wider copy of the weight is made:
+
+        normed = y * (weight_offset + weight)                         in float32, then the dtype of x
+
+    (The norm: Zhang and Sennrich, arXiv 1910.07467.)
 
     Args:
         x: rows of M elements, in float32, bfloat16 or float16.
         weight: of any floating dtype.
         eps: what keeps the division safe; static.
         delta: of the dtype of `x`; None for nothing to add.
+        weight_offset: what the stored weight lacks, 0.0 for nothing, 1.0 where it is stored less one; static.
+            None multiplies in the wider of the two dtypes.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Returns:
@@ -59,7 +66,7 @@ def rms_norm(
     """
     _check(x, weight, delta)
     norm = choose("rms_norm", _IMPLEMENTATIONS, implementation, x, weight, delta)
-    return norm(x, weight, delta, eps=eps)
+    return norm(x, weight, delta, eps=eps, weight_offset=weight_offset)
 
 
 def _check(x: Array, weight: Array, delta: Array | None) -> None:

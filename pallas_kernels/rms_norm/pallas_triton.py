@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import gpu_problem
+from pallas_kernels.norm_weight import weighted
 
 # A row stays in registers from its sum of squares to its product with the weight.
 _LONGEST_ROW = 16384
@@ -43,6 +44,7 @@ def rms_norm(
     delta: Float[Array, "*rows M"] | None,
     *,
     eps: float,
+    weight_offset: float | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """See `api.rms_norm`. `interpret` runs without a GPU."""
@@ -51,7 +53,7 @@ def rms_norm(
     out = jax.ShapeDtypeStruct((rows, size), x.dtype)
     block = pl.next_power_of_2(size)
     launch: Any = pl.pallas_call(
-        functools.partial(_rms_norm, block, eps),
+        functools.partial(_rms_norm, block, eps, weight_offset),
         out_shape=(out,) if delta is None else (out, out),
         grid=(rows,),
         compiler_params=plgpu.CompilerParams(
@@ -65,7 +67,15 @@ def rms_norm(
     return normed.reshape(x.shape), total[0].reshape(x.shape) if total else x
 
 
-def _rms_norm(block: int, eps: float, x_ref: Any, weight_ref: Any, delta_ref: Any, *out_refs: Any) -> None:
+def _rms_norm(
+    block: int,
+    eps: float,
+    weight_offset: float | None,
+    x_ref: Any,
+    weight_ref: Any,
+    delta_ref: Any,
+    *out_refs: Any,
+) -> None:
     """One program: one row."""
     row, size = pl.program_id(0), x_ref.shape[1]
     lane = jnp.arange(block, dtype=jnp.int32)
@@ -78,6 +88,5 @@ def _rms_norm(block: int, eps: float, x_ref: Any, weight_ref: Any, delta_ref: An
         plgpu.store(out_refs[1].at[row, lane], total, mask=real)
     y = total.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.sum(y * y) * (1 / size) + eps)
-    dtype = jnp.promote_types(total.dtype, weight.dtype)
-    normed = (y.astype(dtype) * weight.astype(dtype)).astype(total.dtype)
+    normed = weighted(y, weight, total.dtype, offset=weight_offset)
     plgpu.store(out_refs[0].at[row, lane], normed, mask=real)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.norm_weight import weighted
+
 
 def rms_norm(
     x: Float[Array, "*rows M"],
@@ -14,11 +16,11 @@ def rms_norm(
     delta: Float[Array, "*rows M"] | None,
     *,
     eps: float,
+    weight_offset: float | None = None,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """See `api.rms_norm`, which checks the shapes."""
     total = x if delta is None else x + delta
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     weight = jnp.expand_dims(weight, range(x.ndim - 1))
-    dtype = jnp.promote_types(x.dtype, weight.dtype)
-    return (y.astype(dtype) * weight.astype(dtype)).astype(x.dtype), total
+    return weighted(y, weight, x.dtype, offset=weight_offset), total

@@ -35,7 +35,7 @@ class Case:
     k_weight: np.ndarray | None
     cos: np.ndarray
     sin: np.ndarray
-    v_weight: np.ndarray | None = None
+    norm_values: bool = False
 
     def args(self):
         """The operation's positional arguments."""
@@ -67,8 +67,8 @@ def only(norms, case):
 
 def oracle(case):
     """The definition, a pair of elements as one complex number."""
-    qkv, q_weight, k_weight, cos, sin, v_weight = (
-        None if x is None else np.asarray(x, np.float64) for x in astuple(case)
+    qkv, q_weight, k_weight, cos, sin = (
+        None if x is None else np.asarray(x, np.float64) for x in case.args()
     )
     turn = (cos + 1j * sin)[:, :, None, :]
     half = cos.shape[-1]
@@ -84,7 +84,7 @@ def oracle(case):
     heads = np.moveaxis(qkv, 3, 0)
     queries = [head(q, q_weight) for q in heads[:-2]]
     q = np.stack(queries, axis=3) if queries else qkv[:, :, :, :0]
-    return q, head(heads[-2], k_weight), norm(heads[-1], v_weight)
+    return q, head(heads[-2], k_weight), norm(heads[-1], 1 if case.norm_values else None)
 
 
 class QkvRotarySuite:
@@ -96,13 +96,14 @@ class QkvRotarySuite:
     @cache
     def jitted(cls):
         """One function per class, so that tests share their compilations."""
-        return jax.jit(partial(qkv_rotary, eps=EPS, implementation=cls.implementation))
+        function = partial(qkv_rotary, eps=EPS, implementation=cls.implementation)
+        return jax.jit(function, static_argnames=("weight_offset", "norm_values"))
 
     def run(self, *args, **settings):
         return self.jitted()(*args, **settings)
 
     def check(self, case):
-        out = self.run(*case.args(), v_weight=case.v_weight)
+        out = self.run(*case.args(), norm_values=case.norm_values)
         for one, expected in zip(out, oracle(case), strict=True):
             assert one.shape == expected.shape
             assert one.dtype == case.qkv.dtype
@@ -111,7 +112,7 @@ class QkvRotarySuite:
             np.testing.assert_allclose(
                 one / scale, expected / scale, rtol=0, atol=TOLERANCE[case.qkv.dtype.type]
             )
-        if case.v_weight is None:
+        if not case.norm_values:
             np.testing.assert_array_equal(out[2], case.qkv[:, :, :, -1])
 
     @pytest.mark.parametrize(("shape", "dtype"), CASES)
@@ -125,8 +126,7 @@ class QkvRotarySuite:
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_values_with_a_norm(self, dtype):
-        case = make_case((2, 3, 2, 4, 16), dtype)
-        self.check(replace(case, v_weight=case.k_weight[::-1].copy()))
+        self.check(replace(make_case((2, 3, 2, 4, 16), dtype), norm_values=True))
 
     @pytest.mark.parametrize("half", [1, 4, 12])
     def test_a_part_of_each_head_turns(self, half):
@@ -139,7 +139,7 @@ class QkvRotarySuite:
         ones, wide = np.ones(16, np.float32), np.full(16, 1 + 2**-9, np.float32)
         cos, sin = np.ones_like(case.cos), np.zeros_like(case.sin)
         exact = oracle(replace(case, q_weight=wide, k_weight=wide, cos=cos, sin=sin))
-        q, k, v = self.run(case.qkv, wide, wide, cos, sin, v_weight=wide)
+        q, k, _ = self.run(case.qkv, wide, wide, cos, sin)
         for one, expected in zip((q, k), exact[:2], strict=True):
             rounded = np.asarray(expected, np.float32).astype(jnp.bfloat16)
             np.testing.assert_array_equal(np.asarray(one), rounded)
@@ -147,7 +147,17 @@ class QkvRotarySuite:
         assert np.any(np.asarray(k) != one)
         rounded = self.run(case.qkv, *(wide.astype(jnp.bfloat16),) * 2, cos, sin)[1]
         np.testing.assert_array_equal(rounded, one)
-        assert np.asarray(v).dtype == jnp.bfloat16
+
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_an_offset(self, offset):
+        """Bit for bit as with the sums, in float32, as weights, and not as without one."""
+        case = replace(make_case((2, 3, 3, 5, 16), jnp.bfloat16), norm_values=True)
+        q_wide, k_wide = (offset + weight.astype(np.float32) for weight in (case.q_weight, case.k_weight))
+        results = self.run(*case.args(), weight_offset=offset, norm_values=True)
+        wide = self.run(case.qkv, q_wide, k_wide, case.cos, case.sin, norm_values=True)
+        jax.tree.map(np.testing.assert_array_equal, results, wide)
+        narrow = self.run(*case.args(), norm_values=True)
+        assert [np.array_equal(*pair) for pair in zip(results, narrow, strict=True)] == [False, False, True]
 
     def test_no_angle(self):
         """A rotation by nothing leaves every bit, and one by half a turn every bit but the signs."""
@@ -182,10 +192,17 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
         kernel = partial(pallas_triton.qkv_rotary, interpret=True)
         stand_in(api, differentiable(kernel, reference.qkv_rotary))
 
-    @pytest.mark.parametrize(("norms", "dtype"), [("", jnp.bfloat16), ("qk", jnp.float32)])
-    def test_gradients(self, norms, dtype):
+    @pytest.mark.parametrize(
+        ("norms", "dtype", "settings"),
+        [
+            ("", jnp.bfloat16, {}),
+            ("qk", jnp.float32, {}),
+            ("qk", jnp.bfloat16, {"weight_offset": 1.0, "norm_values": True}),
+        ],
+    )
+    def test_gradients(self, norms, dtype, settings):
         """Those of the reference, with respect to every array."""
-        case = only(norms, make_case((2, 3, 2, 3, 16), dtype, jnp.float32))
+        case = only(norms, make_case((2, 3, 2, 3, 16), dtype))
 
         def loss(function, *args):
             return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in function(*args))
@@ -193,7 +210,7 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
         wanted = (0, 1, 2, 3, 4) if norms else (0, 3, 4)
         by_reference = partial(reference.qkv_rotary, eps=EPS)
         gradients = [
-            jax.jit(jax.grad(partial(loss, function), wanted))(*case.args())
+            jax.jit(jax.grad(partial(loss, partial(function, **settings)), wanted))(*case.args())
             for function in (self.run, by_reference)
         ]
         for one, other in zip(*gradients, strict=True):

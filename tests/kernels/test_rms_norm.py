@@ -56,17 +56,18 @@ class RmsNormSuite:
 
     @classmethod
     @cache
-    def jitted(cls):
-        """One function per class, so that tests share their compilations."""
+    def jitted(cls, offset):
+        """One function per class and offset, so that tests share their compilations."""
+        settings = {"weight_offset": offset, "implementation": cls.implementation}
 
         def norm(x, weight, delta):
-            return rms_norm(x, weight, eps=EPS, delta=delta, implementation=cls.implementation)
+            return rms_norm(x, weight, eps=EPS, delta=delta, **settings)
 
         return jax.jit(partial(with_and_without_delta, norm))
 
-    def run(self, x, weight, delta):
+    def run(self, x, weight, delta, offset=None):
         """The results with and without delta."""
-        return self.jitted()(x, weight, delta)
+        return self.jitted(offset)(x, weight, delta)
 
     def check(self, x, weight, delta):
         for (normed, total), added in zip(self.run(x, weight, delta), (delta, None), strict=True):
@@ -98,6 +99,21 @@ class RmsNormSuite:
         _, (narrow, _) = self.run(x, weight.astype(jnp.bfloat16), delta)
         np.testing.assert_array_equal(narrow, np.asarray(y) * weight.astype(jnp.bfloat16))
         assert np.any(np.asarray(narrow) != np.asarray(normed))
+
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize(
+        ("dtype", "weight_dtype"),
+        [(jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
+        ids=["narrow", "narrow weight", "narrow rows"],
+    )
+    def test_an_offset(self, dtype, weight_dtype, offset):
+        """Bit for bit as with the sum, in float32, as the weight, and not as without one."""
+        x, weight, delta = make_case((5, 128), dtype, weight_dtype)
+        results = self.run(x, weight, delta, offset)
+        wide = self.run(x, offset + weight.astype(np.float32), delta)
+        jax.tree.map(np.testing.assert_array_equal, results, wide)
+        same = np.array_equal(results[0][0], self.run(x, weight, delta)[0][0])
+        assert same == (offset == 0 and jnp.float32 in (dtype, weight_dtype))
 
     @DTYPES
     def test_large_and_small(self, dtype):
@@ -131,10 +147,18 @@ class TestPallasTritonInterpreted(RmsNormSuite):
         kernel = partial(pallas_triton.rms_norm, interpret=True)
         stand_in(api, differentiable(kernel, reference.rms_norm))
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-    def test_gradients(self, dtype):
+    @pytest.mark.parametrize(
+        ("dtype", "weight_dtype", "offset"),
+        [
+            (jnp.float32, jnp.float32, None),
+            (jnp.bfloat16, jnp.float32, None),
+            (jnp.bfloat16, jnp.bfloat16, 1.0),
+        ],
+        ids=["float32", "bfloat16", "offset"],
+    )
+    def test_gradients(self, dtype, weight_dtype, offset):
         """Those of the reference, through both results."""
-        args = make_case((2, 3, 40), dtype, jnp.float32)
+        args = make_case((2, 3, 40), dtype, weight_dtype)
 
         def loss(run, *args):
             return sum(
@@ -142,10 +166,10 @@ class TestPallasTritonInterpreted(RmsNormSuite):
                 for normed, total in run(*args)
             )
 
-        by_reference = partial(with_and_without_delta, partial(reference.rms_norm, eps=EPS))
+        norm = partial(reference.rms_norm, eps=EPS, weight_offset=offset)
         gradients = [
             jax.jit(jax.grad(partial(loss, run), argnums=(0, 1, 2)))(*args)
-            for run in (self.run, by_reference)
+            for run in (partial(self.run, offset=offset), partial(with_and_without_delta, norm))
         ]
         for one, other in zip(*gradients, strict=True):
             assert one.dtype == other.dtype
@@ -162,6 +186,15 @@ def test_lowers_for_cuda(with_delta, shape, dtype):
     x, weight = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
     norm = partial(pallas_triton.rms_norm, eps=EPS)
     assert lower_for_gpu(norm, x, weight, x if with_delta else None).count(KERNEL) == 1
+
+
+def test_a_kernel_widens_its_weight():
+    """Nothing in front of it does."""
+    x, weight = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    program = lower_for_gpu(partial(pallas_triton.rms_norm, eps=EPS, weight_offset=1.0), x, weight, x)
+    assert program.count(KERNEL) == 1
+    assert "stablehlo.convert" not in program
+    assert "stablehlo.add" not in program
 
 
 def test_the_kernel_is_differentiable():
