@@ -5,15 +5,24 @@ from jaxtyping import Array, Float, Float32
 
 
 def weighted(
-    y: Float32[Array, "..."], weight: Float[Array, "..."], dtype: jnp.dtype, *, offset: float | None
+    y: Float32[Array, "..."],
+    weight: Float[Array, "..."],
+    dtype: jnp.dtype,
+    *,
+    offset: float | None,
+    scale: float = 1.0,
 ) -> Float[Array, "..."]:
     """The end of a norm: its rows, before they are rounded to their `dtype`, times its weight.
 
-    See `rms_norm` for what the offset, which is static, means. The weight broadcasts against `y`.
+    See `rms_norm` for what offset and scale, which are static, mean. The weight broadcasts against `y`.
     """
     if offset is None:
         wide = jnp.promote_types(dtype, weight.dtype)
         return (y.astype(wide) * weight.astype(wide)).astype(dtype)
     weight = weight.astype(jnp.float32)
     # XLA would compute a sum with zero.
-    return (y * (offset + weight if offset else weight)).astype(dtype)
+    if offset != 0:
+        weight = offset + weight
+    if scale != 1:
+        weight = scale * weight
+    return (y * weight).astype(dtype)

@@ -81,8 +81,9 @@ class Gemma4Router(nnx.Module):
 
     def __call__(self, rows: Float[Array, "T M"]) -> Choice:
         """Each row's experts."""
-        scale = self.scale[...].astype(jnp.float32) * rows.shape[-1] ** -0.5
-        logits = einsum("tm,me->te", rms_norm(rows, scale, eps=self.eps)[0], self.proj[...], wide=True)
+        factor = rows.shape[-1] ** -0.5
+        normed, _ = rms_norm(rows, self.scale[...], eps=self.eps, weight_offset=0.0, weight_scale=factor)
+        logits = einsum("tm,me->te", normed, self.proj[...], wide=True)
         return expert_choice(
             logits, routing=self.routing, expert_scale=self.per_expert_scale[...].astype(jnp.float32)
         )

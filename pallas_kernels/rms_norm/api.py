@@ -31,6 +31,7 @@ def rms_norm(
     eps: float,
     delta: Float[Array, "*rows M"] | None = None,
     weight_offset: float | None = None,
+    weight_scale: float = 1.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """Add `delta` to the residual stream and normalise the rows of the sum; both are returned.
@@ -43,7 +44,7 @@ def rms_norm(
     it; with a wider one the product is rounded. As most other norms do that, whatever dtype their weight is
     stored in, an offset says it too, and no wider copy of the weight is made:
 
-        normed = y * (weight_offset + weight)                         in float32, then the dtype of x
+        normed = y * (weight_scale * (weight_offset + weight))        in float32, then the dtype of x
 
     (The norm: Zhang and Sennrich, arXiv 1910.07467.)
 
@@ -54,6 +55,7 @@ def rms_norm(
         delta: of the dtype of `x`; None for nothing to add.
         weight_offset: what the stored weight lacks, 0.0 for nothing, 1.0 where it is stored less one; static.
             None multiplies in the wider of the two dtypes.
+        weight_scale: a factor of the weight; static, and only with an offset.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Returns:
@@ -64,12 +66,12 @@ def rms_norm(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    _check(x, weight, delta)
+    _check(x, weight, delta, weight_offset, weight_scale)
     norm = choose("rms_norm", _IMPLEMENTATIONS, implementation, x, weight, delta)
-    return norm(x, weight, delta, eps=eps, weight_offset=weight_offset)
+    return norm(x, weight, delta, eps=eps, weight_offset=weight_offset, weight_scale=weight_scale)
 
 
-def _check(x: Array, weight: Array, delta: Array | None) -> None:
+def _check(x: Array, weight: Array, delta: Array | None, offset: float | None, scale: float) -> None:
     """Raise one ValueError that lists everything wrong with the static side of a call."""
     if not x.ndim:
         raise ValueError("rms_norm: x must be [..., M], got a scalar")
@@ -84,5 +86,7 @@ def _check(x: Array, weight: Array, delta: Array | None) -> None:
         wrong.append(f"delta is {delta.shape}, expected {x.shape}")
     if delta is not None and delta.dtype != x.dtype:
         wrong.append(f"delta holds {delta.dtype}, expected {x.dtype}")
+    if offset is None and scale != 1:
+        wrong.append(f"weight_scale is {scale} without a weight_offset, say 0.0")
     if wrong:
         raise ValueError("rms_norm: " + "; ".join(wrong))

@@ -5,6 +5,7 @@ Shapes: M elements of a row.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ def rms_norm(
     *,
     eps: float,
     weight_offset: float | None = None,
+    weight_scale: float = 1.0,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """See `api.rms_norm`. `interpret` runs without a GPU."""
@@ -52,8 +54,9 @@ def rms_norm(
     rows = math.prod(x.shape[:-1])
     out = jax.ShapeDtypeStruct((rows, size), x.dtype)
     block = pl.next_power_of_2(size)
+    multiply = functools.partial(weighted, dtype=x.dtype, offset=weight_offset, scale=weight_scale)
     launch: Any = pl.pallas_call(
-        functools.partial(_rms_norm, block, eps, weight_offset),
+        functools.partial(_rms_norm, block, eps, multiply),
         out_shape=(out,) if delta is None else (out, out),
         grid=(rows,),
         compiler_params=plgpu.CompilerParams(
@@ -70,7 +73,7 @@ def rms_norm(
 def _rms_norm(
     block: int,
     eps: float,
-    weight_offset: float | None,
+    multiply: Callable[[Array, Array], Array],
     x_ref: Any,
     weight_ref: Any,
     delta_ref: Any,
@@ -88,5 +91,4 @@ def _rms_norm(
         plgpu.store(out_refs[1].at[row, lane], total, mask=real)
     y = total.astype(jnp.float32)
     y *= jax.lax.rsqrt(jnp.sum(y * y) * (1 / size) + eps)
-    normed = weighted(y, weight, total.dtype, offset=weight_offset)
-    plgpu.store(out_refs[0].at[row, lane], normed, mask=real)
+    plgpu.store(out_refs[0].at[row, lane], multiply(y, weight), mask=real)

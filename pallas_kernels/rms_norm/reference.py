@@ -17,10 +17,11 @@ def rms_norm(
     *,
     eps: float,
     weight_offset: float | None = None,
+    weight_scale: float = 1.0,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
     """See `api.rms_norm`, which checks the shapes."""
     total = x if delta is None else x + delta
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     weight = jnp.expand_dims(weight, range(x.ndim - 1))
-    return weighted(y, weight, x.dtype, offset=weight_offset), total
+    return weighted(y, weight, x.dtype, offset=weight_offset, scale=weight_scale), total

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.shapes import GEMMA4_26B_A4B
 from jetspec_jax.block import Block
 from jetspec_jax.cache import Slots, attend_over, empty_stores
 from jetspec_jax.config import parse_model_config
@@ -31,6 +32,14 @@ LAUNCHES = {
         "expert_choice": 2,
         "expert_mlp_output": 2,
     },
+    "gemma4_text": {
+        "rms_norm": 17,
+        "qkv_rotary": 2,
+        "tree_attention": 2,
+        "gated_activation": 2,
+        "expert_choice": 2,
+        "expert_mlp_output": 2,
+    },
     "step3p5": {
         "rms_norm": 7,
         "qkv_rotary": 3,
@@ -43,8 +52,11 @@ LAUNCHES = {
 
 
 # A sliding and a full layer; a dense one, and two with experts and their bounds.
-@pytest.mark.parametrize(("raw", "layers"), [(GPT_OSS_20B, (0, 1)), (HUB_TEXT, (0, 43, 44))])
+@pytest.mark.parametrize(
+    ("raw", "layers"), [(GPT_OSS_20B, (0, 1)), (GEMMA4_26B_A4B, (4, 5)), (HUB_TEXT, (0, 43, 44))]
+)
 def test_kernels(monkeypatch, raw, layers):
+    """As many as there should be, and norms hand them their weights as they are stored."""
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "gpu_problem", lambda: None)
     config = parse_model_config(raw)
@@ -64,3 +76,16 @@ def test_kernels(monkeypatch, raw, layers):
     launches = Counter(re.findall(r'name = "(\w+)"', program))
     expected = LAUNCHES[config.model_type]
     assert {name: launches[name] for name in expected} == expected
+    widened = {int(size) for size in re.findall(r"convert .*\(tensor<(\d+)xbf16>\) -> .*xf32>", program)}
+    assert widened.isdisjoint(norm_sizes(weights))
+
+
+def norm_sizes(weights):
+    """How long the weights of norms are, and of what is multiplied like one."""
+    sizes = {
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
+        if re.search(r"norm\W+weight|router\W+scale", jax.tree_util.keystr(path))
+    }
+    assert sizes
+    return sizes

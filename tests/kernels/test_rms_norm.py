@@ -56,18 +56,22 @@ class RmsNormSuite:
 
     @classmethod
     @cache
-    def jitted(cls, offset):
-        """One function per class and offset, so that tests share their compilations."""
-        settings = {"weight_offset": offset, "implementation": cls.implementation}
+    def jitted(cls, offset, scale):
+        """One function per class and weighting, so that tests share their compilations."""
+        settings = {
+            "weight_offset": offset,
+            "weight_scale": scale,
+            "implementation": cls.implementation,
+        }
 
         def norm(x, weight, delta):
             return rms_norm(x, weight, eps=EPS, delta=delta, **settings)
 
         return jax.jit(partial(with_and_without_delta, norm))
 
-    def run(self, x, weight, delta, offset=None):
+    def run(self, x, weight, delta, offset=None, scale=1.0):
         """The results with and without delta."""
-        return self.jitted(offset)(x, weight, delta)
+        return self.jitted(offset, scale)(x, weight, delta)
 
     def check(self, x, weight, delta):
         for (normed, total), added in zip(self.run(x, weight, delta), (delta, None), strict=True):
@@ -100,17 +104,17 @@ class RmsNormSuite:
         np.testing.assert_array_equal(narrow, np.asarray(y) * weight.astype(jnp.bfloat16))
         assert np.any(np.asarray(narrow) != np.asarray(normed))
 
-    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize(("offset", "scale"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.3)])
     @pytest.mark.parametrize(
         ("dtype", "weight_dtype"),
         [(jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)],
         ids=["narrow", "narrow weight", "narrow rows"],
     )
-    def test_an_offset(self, dtype, weight_dtype, offset):
-        """Bit for bit as with the sum, in float32, as the weight, and not as without one."""
+    def test_an_offset(self, dtype, weight_dtype, offset, scale):
+        """Bit for bit as with the scaled sum, in float32, as the weight, and not as without one."""
         x, weight, delta = make_case((5, 128), dtype, weight_dtype)
-        results = self.run(x, weight, delta, offset)
-        wide = self.run(x, offset + weight.astype(np.float32), delta)
+        results = self.run(x, weight, delta, offset, scale)
+        wide = self.run(x, scale * (offset + weight.astype(np.float32)), delta)
         jax.tree.map(np.testing.assert_array_equal, results, wide)
         same = np.array_equal(results[0][0], self.run(x, weight, delta)[0][0])
         assert same == (offset == 0 and jnp.float32 in (dtype, weight_dtype))
@@ -248,6 +252,7 @@ class TestRefusals:
             ({"weight": jnp.zeros(8, jnp.int32)}, "weight holds int32, expected floating"),
             ({"delta": jnp.zeros(8)}, r"delta is \(8,\), expected \(3, 8\)"),
             ({"delta": jnp.zeros((3, 8), jnp.bfloat16)}, "delta holds bfloat16, expected float32"),
+            ({"weight_scale": 0.5}, "weight_scale is 0.5 without a weight_offset, say 0.0"),
             ({"weight": jnp.zeros(7), "delta": jnp.zeros(8)}, r"weight is \(7,\).*delta is \(8,\)"),
         ],
     )
