@@ -84,9 +84,7 @@ class Gemma4Router(nnx.Module):
         factor = rows.shape[-1] ** -0.5
         normed, _ = rms_norm(rows, self.scale[...], eps=self.eps, weight_offset=0.0, weight_scale=factor)
         logits = einsum("tm,me->te", normed, self.proj[...], wide=True)
-        return expert_choice(
-            logits, routing=self.routing, expert_scale=self.per_expert_scale[...].astype(jnp.float32)
-        )
+        return expert_choice(logits, routing=self.routing, expert_scale=self.per_expert_scale[...])
 
 
 class Gemma4Layer(SandwichLayer):

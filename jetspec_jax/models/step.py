@@ -53,8 +53,9 @@ class StepExperts(ExpertMLP):
 
     def choose(self, rows: Float[Array, "T M"]) -> Choice:
         """Each row's experts; the bias takes part in the choice, not in the weights."""
-        bias = self.router_bias[...].astype(jnp.float32)
-        return expert_choice(self.logits(rows), routing=self.experts.config.routing, bias=bias)
+        return expert_choice(
+            self.logits(rows), routing=self.experts.config.routing, bias=self.router_bias[...]
+        )
 
 
 class StepLayer(DecoderLayer):

@@ -4,7 +4,7 @@ Shapes: T tokens, E experts, K experts of a token.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.expert_choice import pallas_triton, reference
@@ -25,20 +25,22 @@ def expert_choice(
     logits: Float32[Array, "T E"],
     *,
     routing: Routing,
-    bias: Float32[Array, "E"] | None = None,
-    expert_scale: Float32[Array, "E"] | None = None,
+    bias: Float[Array, "E"] | None = None,
+    expert_scale: Float[Array, "E"] | None = None,
     implementation: str | None = None,
 ) -> Choice:
     """The experts of every token, the best first, and what their outputs are weighted with.
 
     See `Routing` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`. Logits
-    must not be NaN; rows that hold one get distinct experts, but which is not said.
+    must not be NaN; rows that hold one get distinct experts, but which is not said. All is computed in
+    float32.
 
     Args:
         logits: what the router says.
         routing: the rule.
-        bias: added to sigmoid scores where experts are chosen, not where they are weighted.
-        expert_scale: what the weight of each expert is multiplied with at the end.
+        bias: of any floating dtype; added to sigmoid scores where experts are chosen, not where they are
+            weighted.
+        expert_scale: of any floating dtype; what the weight of each expert is multiplied with at the end.
         implementation: one of `implementations()`; None picks the best for the case.
 
     Raises:
@@ -50,9 +52,10 @@ def expert_choice(
         raise ValueError(f"expert_choice: logits must be float32 [T, E], got {logits.dtype} {logits.shape}")
     num_experts = logits.shape[1]
     wrong = [
-        f"{name} is {array.dtype} {array.shape}, expected float32 {(num_experts,)}"
+        f"{name} is {array.dtype} {array.shape}, expected floating {(num_experts,)}"
         for name, array in (("bias", bias), ("expert_scale", expert_scale))
-        if array is not None and (array.shape != (num_experts,) or array.dtype != jnp.float32)
+        if array is not None
+        and (array.shape != (num_experts,) or not jnp.issubdtype(array.dtype, jnp.floating))
     ]
     if routing.top_k > num_experts:
         wrong.append(f"{routing.top_k} experts are wanted of {num_experts}")

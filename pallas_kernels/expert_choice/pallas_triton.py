@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.expert_choice.reference import TINY, Choice, Routing
@@ -40,8 +40,8 @@ def unsupported_shape(logits: Array) -> str | None:
 
 def expert_choice(
     logits: Float32[Array, "T E"],
-    bias: Float32[Array, "E"] | None,
-    expert_scale: Float32[Array, "E"] | None,
+    bias: Float[Array, "E"] | None,
+    expert_scale: Float[Array, "E"] | None,
     *,
     routing: Routing,
     interpret: bool = False,
@@ -75,7 +75,7 @@ def _choose(
     else:
         order = scores = jax.nn.sigmoid(logits)
         if bias_ref is not None:
-            order = scores + plgpu.load(bias_ref.at[expert], mask=there, other=0.0)
+            order = scores + plgpu.load(bias_ref.at[expert], mask=there, other=0.0).astype(jnp.float32)
     total = jnp.sum(scores)
 
     slot = jnp.arange(pl.next_power_of_2(routing.top_k), dtype=jnp.int32)
@@ -101,7 +101,7 @@ def _choose(
     weights *= routing.scale
     wanted = slot < routing.top_k
     if scale_ref is not None:
-        weights *= plgpu.load(scale_ref.at[experts], mask=wanted, other=0.0)
+        weights *= plgpu.load(scale_ref.at[experts], mask=wanted, other=0.0).astype(jnp.float32)
     plgpu.store(experts_ref.at[token, slot], experts, mask=wanted)
     plgpu.store(weights_ref.at[token, slot], weights, mask=wanted)
 

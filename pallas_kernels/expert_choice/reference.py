@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 # What a sum of weights is kept above, so that weights that all vanish stay zero.
 TINY = 1e-20
@@ -54,8 +54,8 @@ class Choice(NamedTuple):
 
 def expert_choice(
     logits: Float32[Array, "T E"],
-    bias: Float32[Array, "E"] | None,
-    expert_scale: Float32[Array, "E"] | None,
+    bias: Float[Array, "E"] | None,
+    expert_scale: Float[Array, "E"] | None,
     *,
     routing: Routing,
 ) -> Choice:
@@ -64,7 +64,7 @@ def expert_choice(
     scores = order = logits
     if routing.scores == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-        order = scores if bias is None else scores + bias[None]
+        order = scores if bias is None else scores + bias.astype(jnp.float32)[None]
     _, experts = jax.lax.top_k(order, routing.top_k)
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if routing.scores == "softmax":
@@ -76,5 +76,5 @@ def expert_choice(
         weights /= jnp.sum(weights, axis=1, keepdims=True) + TINY
     weights *= routing.scale
     if expert_scale is not None:
-        weights *= expert_scale[experts]
+        weights *= expert_scale.astype(jnp.float32)[experts]
     return Choice(experts, weights)

@@ -115,6 +115,20 @@ class ExpertChoiceSuite:
         experts, _ = self.run(logits, Routing(8))
         np.testing.assert_array_equal(np.sort(experts, axis=1), np.tile(np.arange(8), (3, 1)))
 
+    @pytest.mark.parametrize("rule", ["step", "gemma"])
+    def test_narrow_biases_and_scales_are_widened(self, rule):
+        routing, biased, scaled = RULES[rule]
+        logits, *narrow = make_case(16, 32)
+        narrow = [
+            jnp.asarray(own, jnp.bfloat16) if wanted else None
+            for own, wanted in zip(narrow, (biased, scaled), strict=True)
+        ]
+        wide = [None if own is None else own.astype(jnp.float32) for own in narrow]
+        for found, expected in zip(
+            self.run(logits, routing, *narrow), self.run(logits, routing, *wide), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+
     def test_second_call_has_the_same_bits(self):
         logits, bias, _ = make_case(16, 32)
         first, second = (self.run(logits, RULES["step"][0], bias)[1] for _ in range(2))
@@ -137,7 +151,7 @@ class TestPallasTritonInterpreted(ExpertChoiceSuite):
 def test_lowers_for_cuda(rule):
     """To one kernel, on a machine without a GPU too."""
     routing, biased, scaled = RULES[rule]
-    experts = jax.ShapeDtypeStruct((288,), jnp.float32)
+    experts = jax.ShapeDtypeStruct((288,), jnp.bfloat16)
     bias, expert_scale = experts if biased else None, experts if scaled else None
     run = partial(pallas_triton.expert_choice, routing=routing)
     lowered = lower_for_gpu(run, jax.ShapeDtypeStruct((64, 288), jnp.float32), bias, expert_scale)
@@ -175,8 +189,8 @@ class TestRefusals:
                 r"logits must be float32 .*, got bfloat16 \(3, 8\)",
             ),
             ({"logits": jnp.zeros((0, 8))}, r"logits are \(0, 8\): no elements"),
-            ({"bias": jnp.zeros(7)}, r"bias is float32 \(7,\), expected float32 \(8,\)"),
-            ({"expert_scale": jnp.zeros(8, jnp.int32)}, r"expert_scale is int32 \(8,\), expected float32"),
+            ({"bias": jnp.zeros(7)}, r"bias is float32 \(7,\), expected floating \(8,\)"),
+            ({"expert_scale": jnp.zeros(8, jnp.int32)}, r"expert_scale is int32 \(8,\), expected floating"),
             ({"routing": Routing(9)}, "9 experts are wanted of 8"),
             ({"bias": jnp.zeros(8), "routing": Routing(2)}, "a bias is for sigmoid scores, not for softmax"),
         ],
