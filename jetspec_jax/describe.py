@@ -1,4 +1,7 @@
-"""What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target. Reads no weights."""
+"""What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target.
+
+Of the weights only the files' headers are read; a hub repository is fetched whole, as it is to load it.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,6 +52,8 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         "tap_layers": list(head.tap_layers),
         "mask_token_id": head.mask_token_id,
         "num_target_layers": head.num_target_layers,
+        "scaled_embeddings": head.scaled_embeddings,
+        "capped_logits": head.capped_logits,
         **_model(head.layers),
         **_weights(folder, head),
     }

@@ -1,11 +1,12 @@
 """Bytes on a device: what is free, what something takes, and an error before it is read or allocated.
 
-A device that does not say how much memory it has, as a CPU does not, passes every check.
+For a CPU Linux says how much is free. A device that does not say how much memory it has passes every check.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,11 +27,12 @@ class DeviceMemoryError(RuntimeError):
 
 
 def free_bytes() -> int | None:
-    """Bytes that the device can still give; None if it does not say."""
-    stats = _device().memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    """Bytes that the device can still give; None if neither it nor, for a CPU, the system says."""
+    device = _device()
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _available_bytes() if device.platform == "cpu" else None
 
 
 def check_memory(
@@ -94,6 +96,17 @@ def _device() -> Any:
     """Where arrays are put unless told otherwise."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _available_bytes() -> int | None:
+    """What Linux can give without swapping; None on other systems, which do not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kibibytes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    available = kibibytes.get("MemAvailable")
+    return None if available is None else int(available.split()[0]) * 1024
 
 
 def _gib(size: int) -> str:

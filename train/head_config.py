@@ -8,6 +8,8 @@ from train.head_recipe import HeadShape
 
 #: Of a published head.
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 5, 16
+#: How it meets a target that scales its embeddings or caps its logits; unset, as the published heads do.
+FLAGS = ("scaled_embeddings", "capped_logits")
 #: Features of its feed-forward blocks, in widths of the model, where the target has no such block to copy.
 DEFAULT_MLP_RATIO = 3
 
@@ -36,13 +38,19 @@ def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
             "causal_head": shape.causal is not False,
             "mask_token_id": mask_token_id(target, shape.mask_token),
             "target_layer_ids": list(taps),
+            **{key: value for key in FLAGS if (value := getattr(shape, key)) is not None},
         },
     }
 
 
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
-    """The keys of a Qwen3-style decoder with the heads of a target's first layer, in the older dialect."""
+    """The keys of a Qwen3-style decoder with the heads of a target's first layer, in the older dialect.
+
+    Its rotary base is that of the target's full attention; a scaling of it is not taken over.
+    """
     own = config.layers[0]
+    # The head's attention has no window: its positions turn as those of the target's layers without one.
+    full = next((layer for layer in config.layers if layer.window is None), own)
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -59,7 +67,7 @@ def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> di
         "num_key_value_heads": own.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_scaling": None,
-        "rope_theta": own.rope.theta,
+        "rope_theta": full.rope.theta,
         "sliding_window": None,
         "torch_dtype": "bfloat16",
         "use_cache": True,

@@ -29,6 +29,8 @@ class HeadShape:
         mask_token: Token, or its id, whose embedding fills the slots after the anchor; None is the
             tokenizer's own mask token.
         intermediate_size: Of the feed-forward blocks.
+        scaled_embeddings: Whether it sees the target's embeddings as the target scales them; None is true.
+        capped_logits: Whether its logits are capped as the target's are; None is false.
     """
 
     start: Start = "random"
@@ -38,6 +40,8 @@ class HeadShape:
     causal: bool | None = None
     mask_token: str | int | None = None
     intermediate_size: int | None = None
+    scaled_embeddings: bool | None = None
+    capped_logits: bool | None = None
 
 
 @dataclass(frozen=True)

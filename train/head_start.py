@@ -85,14 +85,21 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
         "norm": target.weights["norm"],
         "fc": jnp.tile(jnp.eye(width, dtype=jnp.float32) / taps, (taps, 1)),
     }
-    wrong = []
-
-    def check(path: Any, wanted: Any, given: Any) -> jax.Array:
-        if wanted.shape != given.shape:
-            wrong.append(f"{jax.tree_util.keystr(path)} {list(given.shape)} for {list(wanted.shape)}")
-        return jnp.array(given, jnp.float32)  # a copy: training uses weights up
-
-    weights = jax.tree_util.tree_map_with_path(check, random, given)
+    wanted, found = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (random, given)
+    )
+    wrong = [f"no {name}" for name in wanted if name not in found]
+    wrong += [f"{name}, which the head has not" for name in found if name not in wanted]
+    wrong += [
+        f"{name} {list(found[name].shape)} for {list(leaf.shape)}"
+        for name, leaf in wanted.items()
+        if name in found and found[name].shape != leaf.shape
+    ]
     if wrong:
-        raise ValueError("the target's layers do not fit the head's: " + "; ".join(wrong))
-    return weights
+        raise ValueError(
+            f"the target's layers do not fit the head's, which are a dense Qwen3's: {'; '.join(wrong)}; "
+            "set head.start to 'random'"
+        )
+    # Copies: training uses weights up.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), given)

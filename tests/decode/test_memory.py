@@ -251,7 +251,7 @@ def test_generate_refuses_before_it_begins(device):
 
 def test_free_is_the_limit_less_what_is_in_use(monkeypatch):
     class Device:
-        device_kind = "some GPU"
+        device_kind, platform = "some GPU", "gpu"
         stats = None
 
         def memory_stats(self):
@@ -266,3 +266,13 @@ def test_free_is_the_limit_less_what_is_in_use(monkeypatch):
     assert memory.free_bytes() == 7
     with pytest.raises(DeviceMemoryError, match="too little memory on some GPU"):
         generate(random_target(TINY, 0), [[1, 2]], SHORT)
+
+
+def test_on_a_cpu_the_system_says_what_is_free(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.removeprefix("/"))
+    assert memory._available_bytes() is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    3 kB\nCached: 1 kB\n")
+    assert memory._available_bytes() == 3 * 1024
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\n")
+    assert memory._available_bytes() is None

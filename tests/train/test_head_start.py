@@ -59,6 +59,34 @@ def test_what_the_recipe_leaves_open_is_the_target_s_or_the_published_heads(targ
     assert (five.layers.num_layers, five.tap_layers) == (5, (1, 9, 17, 25, 33))
 
 
+def test_a_head_turns_its_positions_as_the_target_s_full_attention_does(target):
+    sliding, full = with_windows(TINY, 8, None).layers
+    slow = dataclasses.replace(full, rope=dataclasses.replace(full.rope, theta=5e5))
+    mixed = dataclasses.replace(target, config=dataclasses.replace(TINY, layers=(sliding, slow)))
+    begun = begin_head(mixed, SHAPE, None, 0).config
+    assert [layer.rope.theta for layer in begun.layers.layers] == [5e5, 5e5]
+
+
+def test_how_it_meets_scales_and_caps_is_the_recipe_s_say(target):
+    begun = begin_head(target, SHAPE, None, 0)
+    assert (begun.config.scaled_embeddings, begun.config.capped_logits) == (True, False)
+    assert begun.raw["dflash_config"].keys().isdisjoint({"scaled_embeddings", "capped_logits"})
+    other = begin_head(target, shape(scaled_embeddings=False, capped_logits=True), None, 0)
+    assert (other.config.scaled_embeddings, other.config.capped_logits) == (False, True)
+
+
+def test_layers_of_another_family_are_no_beginning(target):
+    experts = dataclasses.replace(target, weights={**target.weights, "layers": {}})
+    plain = target.weights["layers"]
+    for i, layer in plain.items():
+        experts.weights["layers"][i] = {**layer, "mlp": {"router": layer["mlp"]["down_proj"]}}
+    with pytest.raises(ValueError, match="a dense Qwen3's: ") as error:
+        begin_head(experts, shape(start="target"), None, 0)
+    assert "no ['layers'][0]['mlp']['down_proj']" in str(error.value)
+    assert "['layers'][1]['mlp']['router'], which the head has not" in str(error.value)
+    assert "set head.start to 'random'" in str(error.value)
+
+
 def test_a_head_that_begins_as_the_target_has_its_layers_and_its_norm(target):
     weights = begin_head(target, shape(start="target"), None, 0).weights
     same(weights["layers"], target.weights["layers"])
