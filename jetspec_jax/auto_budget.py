@@ -1,11 +1,11 @@
 """How many nodes pay: the choice of the bucket for every dispatch, for the tree algorithm "auto".
 
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
-Seconds are measured (`jetspec_jax.round_costs`). Tokens are estimated from the rounds that ran: each tells
-what every smaller tree would have had accepted, but nothing about larger ones, and a plain round nothing at
-all. So now and then a few rounds run with a larger bucket than looks best, as often as a small share of the
-time can pay for them. The choice falls between dispatches, on the host, among programs that are there:
-nothing compiles, and the tokens are the target's own whatever is chosen.
+Seconds are measured beforehand (`jetspec_jax.round_costs`) and corrected by what dispatches take. Tokens are
+estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but nothing
+about larger ones, and a plain round nothing at all. So now and then a few rounds run with a larger bucket than
+looks best, as often as a small share of the time can pay for them. The choice falls between dispatches, on the
+host, among programs that are there: nothing compiles, and the tokens are the target's own whatever is chosen.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ PROBE_ROUNDS = 8
 _RECENT, _LONG = 32, 512
 # What is known at first counts as so many rounds.
 _PRIOR = 8
-# Of the pace, in rounds of a bucket: the horizon, and as how many the pace of all buckets counts.
+# Of the pace, in rounds: the horizon, and as how many of a bucket the pace of all buckets counts.
 _PACE, _PACE_PRIOR = 2048, 64
 # A dispatch that took longer than so many times what is expected of it counts as one that took as long.
 _OUTLIER = 1.25
@@ -116,11 +116,13 @@ class Pace:
         if rounds == 0:
             return
         ratio = seconds / (rounds * float(self._costs.at(context, rounds)[bucket]))
-        if self._rounds.any():
-            ratio = min(ratio, _OUTLIER * float(self._ratios()[bucket]))
+        ratio = min(ratio, _OUTLIER * float(self._ratios()[bucket]))
+        # Also what was learnt of the others gets old: a machine that was busy need not be.
         keep = np.exp(-rounds / _PACE)
-        self._rounds[bucket] = keep * self._rounds[bucket] + rounds
-        self._sums[bucket] = keep * self._sums[bucket] + rounds * ratio
+        self._rounds *= keep
+        self._sums *= keep
+        self._rounds[bucket] += rounds
+        self._sums[bucket] += rounds * ratio
 
     def doubts(self) -> Float[np.ndarray, "K"]:
         """1 for a bucket that no dispatch ran with lately, 0 for one whose pace is known for certain."""
@@ -185,7 +187,7 @@ class AutoBudget:
         ran = np.asarray(records.counts) > 0
         if bucket:
             scores, path = np.asarray(records.scores)[ran], np.asarray(records.path)[ran]
-            self.learn(bucket, *reach_of(scores, path, self.acceptance.buckets[:bucket]))
+            self.acceptance.learn(*reach_of(scores, path, self.acceptance.buckets[:bucket]))
         if seconds is not None:
             self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
 
@@ -196,10 +198,3 @@ class AutoBudget:
         asked[best] = False
         asked[0] &= self.acceptance.known(1)  # first of all, what trees accept
         return int(np.argmax(np.where(asked, rates * (1 + _HOPE * doubts), 0))) if asked.any() else None
-
-    def learn(
-        self, bucket: int, expected: Float[np.ndarray, "R K"], accepted: Int[np.ndarray, "R K"]
-    ) -> None:
-        """Takes in what a dispatch's rounds tell; plain ones tell nothing."""
-        if bucket:
-            self.acceptance.learn(expected, accepted)

@@ -98,7 +98,7 @@ class TreeDecoder:
         state, first_token = decoder.prefill(weights, state, slot, tokens, count, is_last)
         state, records = decoder.decode(weights, state, rounds)
 
-    `insert`, `prefill`, `decode` and `release` donate the state they are given; `round` does not.
+    All that take and return a state donate the one they are given, but for `round`.
 
     Attributes:
         target: The target's geometry.

@@ -84,6 +84,41 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(target, every_bu
     assert every_bucket[:2] == [4, 8]
 
 
+@pytest.fixture
+def plain_rounds(monkeypatch):
+    """Only plain dispatches, of 5 rounds; what the pace is told of them."""
+    told = []
+    monkeypatch.setattr(AutoBudget, "choose", lambda self, context, rounds: Choice(0, 5))
+    monkeypatch.setattr(Pace, "learn", lambda self, *own: told.append(own))
+    return told
+
+
+def test_the_engine_feeds_the_head_behind_plain_rounds_and_prompts(target, plain_rounds):
+    """Prompts of one and of two chunks, and one that comes while others decode: the head sees all of them."""
+    prompts = [*PROMPTS, np.arange(131) % 61, [7]]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+    def run(step):
+        settings = TreeSettings(budget=16, width=3, algorithm="auto")
+        engine = Engine(target, random_head(SLIDING, 1), settings, slots=4, capacity=256)
+        for turn in range(4):
+            if turn in (0, 2):
+                for prompt in prompts[turn : turn + 2]:
+                    engine.submit(prompt, params)
+            step(engine)
+        return engine.state
+
+    behind = run(lambda engine: engine.step())
+    before = run(lambda engine: engine.step(5, engine._decoders[0].decode))
+    np.testing.assert_array_equal(behind.slots.lengths, [5 + 20, 3 + 20, 131 + 10, 1 + 10])
+    np.testing.assert_array_equal(behind.slots.lengths, before.slots.lengths)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), behind.proposer, before.proposer)
+    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(behind.proposer))
+    # Steps with a prompt are not timed.
+    assert [(bucket, rounds) for bucket, _, rounds, _ in plain_rounds] == [(0, 5)] * 2
+    assert all(seconds > 0 for *_, seconds in plain_rounds)
+
+
 def test_plain_rounds_feed_the_head_s_context(target):
     """At the end of a dispatch, all that tree rounds would have fed; an ended slot is left alone."""
     params = [dataclasses.replace(PARAMS[0], max_tokens=30), dataclasses.replace(PARAMS[0], max_tokens=5)]

@@ -5,9 +5,10 @@ import pytest
 
 from jetspec_jax.auto_budget import PROBE_ROUNDS, Acceptance, AutoBudget
 from jetspec_jax.round_costs import RoundCosts
+from jetspec_jax.tree.auto import Auto
 
 BUCKETS = (16, 32, 64, 128, 256)
-TOKENS, DISPATCH, ROUNDS = 20_000, 0.3, 16
+TOKENS, DISPATCH, ROUNDS, PROBING = 20_000, 0.3, 16, Auto().probing
 
 # Milliseconds of a round, plain first.
 LARGE_MODEL = (4.5, 5.9, 6.0, 6.1, 6.9, 9.4)
@@ -38,18 +39,19 @@ class World:
         return self.bias * mood * self.drafted[:bucket], accepted
 
 
-def simulate(auto, world, seconds, tokens=TOKENS):
-    """Time of the tokens, and how many rounds ran with each bucket."""
+def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0):
+    """Time of a token, and how many rounds ran with each bucket; the machine may be slower for now."""
     time, done, ran = 0.0, 0, np.zeros(len(seconds), int)
     while done < tokens:
         bucket, rounds = auto.choose(300, ROUNDS)
-        took = rounds * seconds[bucket] + DISPATCH
+        took = slower * (rounds * seconds[bucket] + DISPATCH)
         auto.pace.learn(bucket, 300, rounds, took)
         time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
-        auto.learn(bucket, expected, accepted)
+        if bucket:
+            auto.acceptance.learn(expected, accepted)
     return time / done, ran
 
 
@@ -63,7 +65,7 @@ def fixed(drafted, seconds):
 def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
     times = []
     for seed in range(3):
-        auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.01)
+        auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
         times.append(simulate(auto, World(drafted, seed), seconds)[0])
     per_token = fixed(drafted, seconds)
     assert np.mean(times) <= 1.03 * per_token.min()
@@ -74,14 +76,14 @@ def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
 def test_costs_that_were_timed_wrong(drafted):
     """Each bucket a few percent too fast or too slow, and all of them slower than they were."""
     timed = np.asarray(SMALL_MODEL) * [1.0, 0.94, 1.05, 0.95, 1.08, 0.93] / 1.3
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(timed), 0.01)
-    simulate(auto, World(drafted, 0), SMALL_MODEL)
-    time, ran = simulate(auto, World(drafted, 1), SMALL_MODEL)
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(timed), PROBING)
+    simulate(auto, World(drafted, 0), SMALL_MODEL, 2 * TOKENS)
+    time, ran = simulate(auto, World(drafted, 1), SMALL_MODEL, 2 * TOKENS)
     assert time <= 1.03 * fixed(drafted, SMALL_MODEL).min(), ran
 
 
 def test_the_pace_outlives_an_interruption():
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), 0.01)
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), PROBING)
     simulate(auto, World(GOOD, 0), SMALL_MODEL)
     before = auto.pace.seconds(300, ROUNDS)
     auto.pace.learn(0, 300, ROUNDS, 1000.0)
@@ -89,17 +91,29 @@ def test_the_pace_outlives_an_interruption():
     np.testing.assert_allclose(auto.pace.seconds(300, ROUNDS), before, rtol=0.06)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_busy_machine_is_forgotten(seed):
+    """Buckets that were only tried while it was slow are not slow for ever; nor is the first that ran."""
+    seconds, drafted = LARGE_MODEL, (0.1, 0.12, 0.14, 0.16, 0.16)  # plain is best, by 20 %
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
+    world = World(drafted, seed)
+    for slower, tokens in ((4.0, 60), (1.0, 300), (3.0, 2000), (1.0, 3000), (2.0, 500)):
+        simulate(auto, world, seconds, tokens, slower)
+    time, ran = simulate(auto, world, seconds, 50_000)
+    assert time <= 1.03 * fixed(drafted, seconds)[0], ran
+
+
 def test_follows_a_text_that_changes():
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), 0.01)
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), PROBING)
     for drafted, mostly_trees in ((POOR, False), (GOOD, True), (POOR, False)):
         _, ran = simulate(auto, World(drafted, 0), SMALL_MODEL)
-        assert (ran[0] < 0.2 * ran.sum()) == mostly_trees, ran
+        assert (ran[0] < 0.3 * ran.sum()) == mostly_trees, ran
 
 
 def test_the_account_bounds_what_probing_loses():
     """Trees never pay here: after the first, a probe comes only when plain rounds have earned it."""
     seconds = (1.0, 9.0, 9.0, 9.0, 9.0, 9.0)
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.01)
+    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
     time, ran = simulate(auto, World(POOR, 0), seconds)
     assert time <= 1.02 * fixed(POOR, seconds)[0]
     assert ran[1:].sum() > PROBE_ROUNDS, "it goes on asking"
