@@ -1,11 +1,22 @@
 """The config of GPT-OSS (``model_type`` "gpt_oss"): experts in every layer, every other layer slides."""
 
 from jetspec_jax.config.fields import Fields
-from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
+from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types
 from jetspec_jax.config.rope import FULL, SLIDING, read_rope
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import Routing
+
+# What transformers 5 takes a file to mean that says nothing of its rotary embedding.
+USUAL_THETA = 150000.0
+USUAL_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -33,7 +44,7 @@ def read(fields: Fields) -> ModelConfig:
     check_top_k(fields.where, experts)
     shared = {
         **heads,
-        "rope": read_rope(fields, heads["head_dim"], ("default", "yarn")),
+        "rope": _rope(fields, heads["head_dim"]),
         "experts": experts,
     }
     num_layers = fields.integer("num_hidden_layers")
@@ -46,6 +57,13 @@ def read(fields: Fields) -> ModelConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         layers=tuple(LayerConfig(**shared, window=window if kind == SLIDING else None) for kind in kinds),
     )
+
+
+def _rope(fields: Fields, head_dim: int) -> Rope:
+    """The rotary embedding. Only a file that says so has one that is not stretched."""
+    if "rope_parameters" not in fields and fields.get("rope_scaling") in (None, {}):
+        fields.raw = {**fields.raw, "rope_scaling": USUAL_SCALING}
+    return read_rope(fields, head_dim, ("default", "yarn"), theta=USUAL_THETA)
 
 
 def _check_quantization(fields: Fields) -> None:

@@ -13,17 +13,23 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(
-    fields: Fields, head_dim: int, types: Collection[str] = ("default",), *, partial: bool = False
+    fields: Fields,
+    head_dim: int,
+    types: Collection[str] = ("default",),
+    *,
+    partial: bool = False,
+    theta: float | None = None,
 ) -> Rope:
     """The one rotary embedding of a model, from either dialect or both.
 
-    A file without a base is refused rather than given a default: families differ in it, and so do readers.
+    A file without a base is refused, unless all readers of the family give it the same.
 
     Args:
         fields: The config.
         head_dim: Elements of a head.
         types: The rope types that the family may have.
         partial: Whether a part of a head may turn.
+        theta: The base of a file that has none.
 
     Raises:
         ValueError: The type or a setting is not supported, or there is no base, or there are two.
@@ -35,6 +41,8 @@ def read_rope(
             if "rope_theta" in own:
                 bases.add(own.positive("rope_theta"))
             found.append((own, _kind(own, types, fields.where, name)))
+    if not bases and theta is not None:
+        bases = {theta}
     if not bases:
         raise ValueError(f"{fields.where}: neither rope_theta nor rope_parameters.rope_theta is there")
     if len(bases) > 1:

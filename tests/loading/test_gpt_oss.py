@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -107,10 +108,35 @@ class TestConfig:
         assert parse_model_config(NEWER) == parse_model_config(GPT_OSS_20B)
 
     @pytest.mark.parametrize(
-        "absent", ["layer_types", "swiglu_limit", "num_experts_per_tok", "attention_bias"]
+        "absent",
+        [
+            "layer_types",
+            "swiglu_limit",
+            "num_experts_per_tok",
+            "attention_bias",
+            "rope_scaling",
+            "rope_theta",
+        ],
     )
     def test_what_may_be_left_out(self, absent):
         assert parse_model_config(without(GPT_OSS_20B, absent)) == parse_model_config(GPT_OSS_20B)
+
+    @pytest.mark.parametrize("rope", [{}, {"rope_scaling": None}, {"rope_scaling": {}}, {"rope_theta": 15e4}])
+    def test_a_file_without_rope_is_stretched(self, rope):
+        raw = {**without(GPT_OSS_20B, "rope_scaling", "rope_theta"), **rope}
+        assert parse_model_config(raw) == parse_model_config(GPT_OSS_20B)
+        # The base is read even so.
+        assert parse_model_config({**raw, "rope_theta": 2e5}).layers[0].rope == dataclasses.replace(
+            parse_model_config(GPT_OSS_20B).layers[0].rope, theta=2e5
+        )
+
+    @pytest.mark.parametrize(
+        "rope",
+        [{"rope_parameters": {}}, {"rope_scaling": {"rope_type": "default"}}],
+    )
+    def test_only_a_file_that_says_so_is_not_stretched(self, rope):
+        raw = {**without(GPT_OSS_20B, "rope_scaling", "rope_theta"), **rope}
+        assert parse_model_config(raw).layers[0].rope == Rope(150000.0, 64)
 
     def test_what_is_read(self):
         raw = {

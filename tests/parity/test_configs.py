@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from jetspec_jax.config import parse_model_config
+from tests.loading.published import without
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_step import HUB_TEXT, wrapped
 
@@ -14,7 +15,14 @@ pytestmark = pytest.mark.parity
 
 @pytest.mark.parametrize(
     ("theirs", "raw"),
-    [(transformers.GptOssConfig, GPT_OSS_20B), (transformers.Step3p7Config, wrapped(HUB_TEXT))],
+    [
+        (transformers.GptOssConfig, GPT_OSS_20B),
+        (transformers.GptOssConfig, without(GPT_OSS_20B, "rope_scaling", "rope_theta")),
+        (transformers.GptOssConfig, {**GPT_OSS_20B, "rope_scaling": None, "rope_theta": 2e5}),
+        (transformers.GptOssConfig, {**without(GPT_OSS_20B, "rope_theta"), "rope_scaling": {}}),
+        (transformers.GptOssConfig, {**without(GPT_OSS_20B, "rope_scaling"), "rope_parameters": {}}),
+        (transformers.Step3p7Config, wrapped(HUB_TEXT)),
+    ],
 )
 def test_translation(tmp_path, theirs, raw):
     # transformers takes what it gets apart.
