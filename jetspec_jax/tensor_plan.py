@@ -207,7 +207,7 @@ def _unused(
     skips = (*abstract(config).SKIPPED, ROTARY, *((TIED,) if tied else ()))
     unused, surplus = defaultdict(list), []
     for name in names:
-        reasons = (skip.reason for skip in skips if skip.matches(name, model.num_layers))
+        reasons = (skip.reason for skip in skips if skip.matches(name, model))
         reason = next(reasons, None)
         (surplus if reason is None else unused[reason]).append(name)
     return dict(unused), surplus

@@ -128,13 +128,20 @@ class Fields:
                 f"supported: {harmless[-1]!r}"
             )
 
-    def integer(self, *keys: str, least: int = 1) -> int:
+    def integer(self, *keys: str, least: int = 1, default: int | None = None) -> int:
         """An integer, under the first of several names that is there.
+
+        Args:
+            *keys: The names.
+            least: The smallest that it may be.
+            default: What it is where none of them is there; None refuses that.
 
         Raises:
             ValueError: It is none, or too small, or two names disagree.
         """
         value = self.one_of(*keys)
+        if value is None and default is not None:
+            return default
         if not is_int(value) or value < least:
             raise self.error(keys[0], f"an integer of at least {least}", value)
         return value

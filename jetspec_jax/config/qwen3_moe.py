@@ -49,7 +49,7 @@ def read(fields: Fields) -> ModelConfig:
 
 def _routed_layers(fields: Fields, num_layers: int) -> set[int]:
     """Every so many-th layer has experts, counted from 1, unless it is listed as dense."""
-    step = fields.integer("decoder_sparse_step") if "decoder_sparse_step" in fields else 1
+    step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in dense):
         raise fields.error("mlp_only_layers", "a list of layers", dense)

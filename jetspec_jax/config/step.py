@@ -65,9 +65,9 @@ def read(fields: Fields) -> ModelConfig:
     fields.inert("need_fp32_gate", "moe_layer_offset", "moe_every_n_layer", "output_router_logits")
     fields.inert("max_seq_len", "mtp_layer_types", "mtp_mlp_layer_types")
     # Published files do not say, all readers have it.
-    fields.assume(rms_norm_eps=1e-5, num_nextn_predict_layers=0)
+    fields.assume(rms_norm_eps=1e-5)
     decoder, num_layers = read_decoder(fields), fields.integer("num_hidden_layers")
-    surplus = fields.integer("num_nextn_predict_layers", "num_mtp_layers", least=0)
+    surplus = fields.integer("num_nextn_predict_layers", "num_mtp_layers", least=0, default=0)
     kinds = read_layer_types(fields, num_layers, surplus)
     if kinds is None:
         raise fields.error("layer_types", "a list", None)
@@ -90,6 +90,7 @@ def read(fields: Fields) -> ModelConfig:
         model_type="step3p5",
         **decoder,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        further_layers=surplus,
         layers=tuple(
             LayerConfig(
                 num_heads=heads[i],

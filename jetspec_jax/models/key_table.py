@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
 from jetspec_jax.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 
@@ -152,27 +153,29 @@ class Skip:
     Attributes:
         pattern: Regular expression of the whole name, such as ``r"model\.visual\..*"``.
         reason: What they are, for people: "vision tower".
-        extra_layers: Whether only layers that the config does not count are meant. The pattern's first group
-            is then the layer's index: ``r"model\.layers\.(\d+)\..*"``.
+        further_layers: Whether only the config's `ModelConfig.further_layers` are meant. The pattern's first
+            group is then the layer's index: ``r"model\.layers\.(\d+)\..*"``.
     """
 
     pattern: str
     reason: str
-    extra_layers: bool = False
+    further_layers: bool = False
 
     def __post_init__(self):
         """Refuses a pattern that says nothing of a layer's index.
 
         Raises:
-            ValueError: Extra layers are meant, and the pattern has no group.
+            ValueError: Further layers are meant, and the pattern has no group.
         """
-        if self.extra_layers and not re.compile(self.pattern).groups:
+        if self.further_layers and not re.compile(self.pattern).groups:
             raise ValueError(f"{self.pattern!r} has no group for the layer's index")
 
-    def matches(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor of this name is skipped in a model of so many layers."""
+    def matches(self, name: str, config: ModelConfig) -> bool:
+        """Whether a tensor of this name is skipped in a model of this config."""
         match = re.fullmatch(self.pattern, name)
-        return bool(match) and not (self.extra_layers and int(match[1]) < num_layers)
+        if not match or not self.further_layers:
+            return bool(match)
+        return 0 <= int(match[1]) - config.num_layers < config.further_layers
 
 
 #: What lies before and behind the layers.

@@ -101,5 +101,5 @@ class Step(Transformer):
     SKIPPED = (
         Skip(r"vision_model\..*", "vision tower"),
         Skip(r"vit_large_projector\..*", "projector of images"),
-        Skip(r"model\.layers\.(\d+)\..*", "layers that predict further tokens", extra_layers=True),
+        Skip(r"model\.layers\.(\d+)\..*", "layers that predict further tokens", further_layers=True),
     )

@@ -50,7 +50,7 @@ class OneByOne(Family):
     PREFIXES = ("model.", "model.language_model.", "language_model.model.")
     SKIPPED = (
         Skip(r"(model\.)?visual\..*", "vision tower"),
-        Skip(r".*\blayers\.(\d+)\..*", "layers that predict further tokens", extra_layers=True),
+        Skip(r".*\blayers\.(\d+)\..*", "layers that predict further tokens", further_layers=True),
     )
     KEYS = (
         *ENDS,

@@ -4,8 +4,12 @@ import re
 import numpy as np
 import pytest
 
+from jetspec_jax.config import parse_model_config
 from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layout import parse_layout
+from tests.loading.published import V4
+
+CONFIG = parse_model_config(V4)  # of three layers
 
 
 def numbered(*shape):
@@ -135,19 +139,17 @@ class TestKey:
 class TestSkip:
     def test_names(self):
         skip = Skip(r"model\.visual\..*", "vision tower")
-        assert skip.matches("model.visual.blocks.0.weight", 3)
-        assert not skip.matches("model.visuals.weight", 3)
-        assert not skip.matches("x.model.visual.weight", 3)
+        assert skip.matches("model.visual.blocks.0.weight", CONFIG)
+        assert not skip.matches("model.visuals.weight", CONFIG)
+        assert not skip.matches("x.model.visual.weight", CONFIG)
 
     def test_no_index_of_a_layer(self):
         with pytest.raises(ValueError, match="no group for the layer's index"):
-            Skip(r"model\.mtp\..*", "layers that predict further tokens", extra_layers=True)
+            Skip(r"model\.mtp\..*", "layers that predict further tokens", further_layers=True)
 
-    def test_layers_that_the_config_does_not_count(self):
-        skip = Skip(r"model\.layers\.(\d+)\..*", "layers that predict further tokens", extra_layers=True)
-        assert [skip.matches(f"model.layers.{i}.norm.weight", 3) for i in (0, 2, 3, 12)] == [
-            False,
-            False,
-            True,
-            True,
-        ]
+    @pytest.mark.parametrize(("further", "skipped"), [(0, []), (1, [3]), (2, [3, 4])])
+    def test_layers_that_predict_further_tokens(self, further, skipped):
+        skip = Skip(r"model\.layers\.(\d+)\..*", "layers that predict further tokens", further_layers=True)
+        config = dataclasses.replace(CONFIG, further_layers=further)
+        matches = [skip.matches(f"model.layers.{i}.norm.weight", config) for i in range(13)]
+        assert [i for i, match in enumerate(matches) if match] == skipped

@@ -136,7 +136,7 @@ class TestConfig:
     def test_published(self):
         assert PUBLISHED.num_layers == 45
         assert PUBLISHED.windows == (None, 512, 512, 512) * 11 + (None,)
-        assert PUBLISHED.rms_norm_eps == 1e-5
+        assert (PUBLISHED.rms_norm_eps, PUBLISHED.further_layers) == (1e-5, 3)
         full, sliding, last = (PUBLISHED.layers[i] for i in (0, 1, 44))
         assert (full.num_heads, sliding.num_heads, full.num_kv_heads, full.head_dim) == (64, 96, 8, 128)
         assert full.rope == Rope(5e6, 64, scaling=Llama3(2.0, 1.0, 32.0, 131072))
@@ -165,6 +165,15 @@ class TestConfig:
             "swiglu_limits_shared",
         }
         assert parse_model_config({**HUB_TEXT, **lists}) == PUBLISHED
+
+    def test_further_layers(self):
+        """Under either name, or none at all; then the lists have no surplus."""
+        renamed = {**without(NEWER_TEXT, "num_nextn_predict_layers"), "num_mtp_layers": 3}
+        assert parse_model_config(renamed) == PUBLISHED
+        none = parse_model_config(without(NEWER_TEXT, "num_nextn_predict_layers"))
+        assert none == dataclasses.replace(PUBLISHED, further_layers=0)
+        with pytest.raises(ValueError, match="num_nextn_predict_layers and num_mtp_layers mean the same and"):
+            parse_model_config({**NEWER_TEXT, "num_mtp_layers": 2})
 
     def test_layers_with_experts_as_numbers(self):
         assert parse_model_config({**HUB_TEXT, "moe_layers_enum": [*range(3, 45)]}) == PUBLISHED
@@ -265,9 +274,10 @@ class TestConfig:
 
 class TestCheckpoint:
     def test_other_tensors_are_left_out(self, tmp_path):
-        """Layers that predict further tokens, and what sees."""
+        """Layers that predict further tokens, as many as the config says, and what sees."""
         golden = FOLDER / "step3p7"
-        raw = json.loads((golden / "config.json").read_text())
+        none = json.loads((golden / "config.json").read_text())
+        raw = {**none, "text_config": {**none["text_config"], "num_nextn_predict_layers": 1}}
         tensors = load_file(golden / "model.safetensors")
         further = {
             name.replace("layers.1.", "layers.4."): value
@@ -282,9 +292,14 @@ class TestCheckpoint:
             "vision tower": sum(name.startswith("vision_model.") for name in tensors),
             "projector of images": 1,
         }
-        shorter = dataclasses.replace(config, layers=config.layers[:3])
+        with pytest.raises(ValueError, match=r"surplus: model\.layers\.4\.eh_proj\.weight"):
+            read_weights(folder, parse_model_config(none))
         with pytest.raises(ValueError, match=r"missing: model\.layers\.3"):
             read_weights(
                 write(tmp_path / "less", raw, {k: v for k, v in tensors.items() if ".3." not in k}), config
             )
-        assert len(read_weights(folder, shorter)["layers"]) == 3
+        shorter = dataclasses.replace(config, layers=config.layers[:3])
+        with pytest.raises(ValueError, match=r"surplus: model\.layers\.4\.") as error:
+            read_weights(folder, shorter)
+        assert "model.layers.3." not in str(error.value)
+        assert len(read_weights(folder, dataclasses.replace(shorter, further_layers=2))["layers"]) == 3

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import re
 
@@ -179,27 +180,26 @@ class TestUnused:
         "model.visual.blocks.0.weight",
         "visual.blocks.1.weight",
         "model.layers.2.mlp.experts.0.down_proj.weight",
-        "model.layers.12.anything",
+        "model.layers.3.anything",
     )
+    FURTHER = dataclasses.replace(CONFIG, further_layers=2)
 
     def test_is_counted_and_said(self, tmp_path, family, experts, caplog):
         # A type that is not read and any shape: nobody looks.
         extra = {name: np.zeros(3, np.int8) for name in self.EXTRA}
         folder = write(tmp_path / "it", RAW, one_by_one(*experts) | extra)
         with caplog.at_level(logging.INFO, logger="jetspec_jax"):
-            assert_are(read_weights(folder, CONFIG), experts)
+            assert_are(read_weights(folder, self.FURTHER), experts)
         assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
             ("INFO", f"{folder}: tensors left unread: 2, layers that predict further tokens"),
             ("INFO", f"{folder}: tensors left unread: 2, vision tower"),
         ]
-        assert unused_tensors(folder, CONFIG) == {
+        assert unused_tensors(folder, self.FURTHER) == {
             "layers that predict further tokens": sorted(self.EXTRA[2:]),
             "vision tower": list(self.EXTRA[:2]),
         }
-        assert describe(folder)["unused_tensors"] == {
-            "layers that predict further tokens": 2,
-            "vision tower": 2,
-        }
+        towers = write(tmp_path / "towers", RAW, one_by_one(*experts) | dict(list(extra.items())[:2]))
+        assert describe(towers)["unused_tensors"] == {"vision tower": 2}
 
     def test_what_nobody_knows_is_an_error(self, tmp_path, family, experts):
         extra = ("model.layers.1.mlp.experts.3.up_proj.weight", "audio.weight", *self.EXTRA)
@@ -207,6 +207,7 @@ class TestUnused:
         assert refused(tmp_path / "it", tensors) == [
             "  surplus: audio.weight",
             "  surplus: model.layers.1.mlp.experts.3.up_proj.weight",
+            *(f"  surplus: {name}" for name in self.EXTRA[2:]),
         ]
 
     def test_a_needed_tensor_is_never_skipped(self, tmp_path, monkeypatch, experts):
