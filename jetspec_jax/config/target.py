@@ -40,6 +40,21 @@ WRAPPERS: Mapping[str, Wrapper] = {
 }
 MODEL_TYPES = (*READERS, *WRAPPERS)
 
+_GATED_DELTA_NET = "most of its layers have linear attention (gated delta net)"
+_POSITIONS = "its rotary embedding has positions on three axes, and images enter several layers"
+#: Relatives of these families, and what they have that no model here has; their text models end in "_text".
+RELATIVES: Mapping[str, str] = {
+    "qwen2": "its queries and keys have biases and no norms",
+    "qwen2_moe": "its queries and keys have biases and no norms",
+    "qwen3_next": _GATED_DELTA_NET,
+    "qwen3_5": _GATED_DELTA_NET,
+    "qwen3_5_moe": _GATED_DELTA_NET,
+    "qwen3_vl": _POSITIONS,
+    "qwen3_vl_moe": _POSITIONS,
+    "gemma2": "its attention scores are capped",
+    "gemma3n": "it has embeddings for each layer, and layers that share keys and values",
+}
+
 
 def is_draft_head(raw: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` describes a draft head rather than a target."""
@@ -68,7 +83,11 @@ def parse_model_config(
     elif model_type in READERS:
         config = READERS[model_type](fields)
     else:
-        raise ValueError(f"{where}: unknown model_type {model_type!r}; supported: {', '.join(MODEL_TYPES)}")
+        reason = RELATIVES.get(str(model_type).removesuffix("_text"))
+        known = f"unknown model_type {model_type!r}"
+        if reason is not None:
+            known = f"model_type {model_type!r} is not supported: {reason}"
+        raise ValueError(f"{where}: {known}; supported: {', '.join(MODEL_TYPES)}")
     fields.done(top=True)
     return config
 

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 
@@ -15,7 +16,7 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
-from jetspec_jax.config.target import READERS, WRAPPERS
+from jetspec_jax.config.target import READERS, RELATIVES, WRAPPERS
 from jetspec_jax.models import FAMILIES
 from tests.loading.published import HEAD, V4, V5, with_dflash, without
 
@@ -89,10 +90,31 @@ class TestTarget:
         raw = without(V5, "tie_word_embeddings") | ({} if tied is None else {"tie_word_embeddings": tied})
         assert parse_model_config(raw).tie_word_embeddings is expected
 
-    @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_moe", None])
+    @pytest.mark.parametrize("model_type", ["llama", "llama_text", None, 3])
     def test_unknown_model_type(self, model_type):
         with pytest.raises(ValueError, match=rf"unknown model_type {model_type!r}; supported: qwen3"):
             parse_model_config({**V4, "model_type": model_type})
+
+    @pytest.mark.parametrize(
+        ("model_type", "feature"),
+        [
+            ("qwen3_next", "linear attention (gated delta net)"),
+            ("qwen3_5", "linear attention (gated delta net)"),
+            ("qwen3_5_moe", "linear attention (gated delta net)"),
+            ("qwen3_5_moe_text", "linear attention (gated delta net)"),
+            ("qwen3_vl_moe", "positions on three axes"),
+            ("gemma3n_text", "embeddings for each layer"),
+            ("gemma2", "attention scores are capped"),
+            ("qwen2", "no norms"),
+        ],
+    )
+    def test_relatives(self, model_type, feature):
+        complaint = f"config.json: model_type {model_type!r} is not supported: .*{re.escape(feature)}"
+        with pytest.raises(ValueError, match=f"^{complaint}.*; supported: qwen3, "):
+            parse_model_config({**V4, "model_type": model_type})
+
+    def test_no_relative_is_supported(self):
+        assert not {f"{name}{suffix}" for name in RELATIVES for suffix in ("", "_text")} & set(MODEL_TYPES)
 
     def test_a_draft_head_is_not_a_target(self):
         with pytest.raises(ValueError, match="draft head; load it with load_draft_head"):
