@@ -80,7 +80,9 @@ def load_target(
     folder = resolve(path_or_id)
     generation = folder / "generation_config.json"
     eos = parse_eos_token_ids(
-        read_json(folder / "config.json"), read_json(generation) if generation.exists() else None
+        read_json(folder / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        folder=folder,
     )
     if beyond := [token for token in eos if token >= config.vocab_size]:
         raise ValueError(

@@ -191,7 +191,9 @@ def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder
     folder = resolve(path, TOKENIZER_PATTERNS)
     generation = folder / "generation_config.json"
     end_ids = parse_eos_token_ids(
-        read_json(folder / "config.json"), read_json(generation) if generation.exists() else None
+        read_json(folder / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        folder=folder,
     )
     return Encoder(load_tokenizer(folder), end_ids, template_arguments)
 

@@ -1,6 +1,7 @@
 """The ``config.json`` of a target, by its family."""
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
@@ -111,20 +112,31 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
 
 
 def parse_eos_token_ids(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, folder: str | Path = ""
 ) -> tuple[int, ...]:
     """End-of-sequence ids: those of ``generation_config.json`` where it has any, else those of the config.
 
     A model of several modalities has them in its own config, or in that of its text model.
 
+    Args:
+        config: The ``config.json``.
+        generation_config: The ``generation_config.json``, if there is one.
+        folder: Where error messages say that the two are.
+
     Raises:
         ValueError: An id is no token id.
     """
-    for raw in (generation_config or {}, config, config.get("text_config") or {}):
+    for name, raw in (
+        ("generation_config.json", generation_config or {}),
+        ("config.json", config),
+        ("config.json: text_config", config.get("text_config") or {}),
+    ):
         eos = raw.get("eos_token_id")
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not all(is_int(token) and token >= 0 for token in ids):
-                raise ValueError(f"eos_token_id must be a token id or a list of them, not {eos!r}")
+                raise ValueError(
+                    f"{Path(folder) / name}: eos_token_id must be a token id or a list of them, not {eos!r}"
+                )
             return tuple(ids)
     return ()

@@ -305,8 +305,14 @@ def test_eos(config, generation, expected):
 
 @pytest.mark.parametrize("eos", ["</s>", 1.5, [None], ["2"], True])
 def test_eos_that_is_none(eos):
-    with pytest.raises(ValueError, match="eos_token_id"):
-        parse_eos_token_ids({"eos_token_id": eos}, None)
+    said = rf"eos_token_id must be a token id or a list of them, not {re.escape(repr(eos))}"
+    for raws, where in (
+        (({"eos_token_id": eos}, None), "config.json"),
+        (({"text_config": {"eos_token_id": eos}}, {}), "config.json: text_config"),
+        (({"eos_token_id": 2}, {"eos_token_id": eos}), "generation_config.json"),
+    ):
+        with pytest.raises(ValueError, match=f"^somewhere/{where}: {said}"):
+            parse_eos_token_ids(*raws, folder="somewhere")
 
 
 @pytest.mark.parametrize(
