@@ -110,22 +110,24 @@ class Fields:
         self.inert(*replaced)
         return True
 
-    def only(self, key: str, *harmless: Any, default: Any = None) -> None:
+    def only(self, key: str, *harmless: Any, default: Any = None, feature: str = "") -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.
 
         Args:
             key: The key.
             *harmless: Values that are supported.
             default: What it means when the key is absent or null.
+            feature: What the others stand for, where the key does not say so.
 
         Raises:
             ValueError: It holds another.
         """
         value = self.get(key, default)
         if value not in harmless and key not in self.ignored:
+            said = f"{key}={value!r}" if key in self else f"{key} is absent, which means {value!r}, and that"
             raise ValueError(
-                f"{self.where}: {key}={value!r} changes the model and is not supported; "
-                f"supported: {harmless[-1]!r}"
+                f"{self.where}: {said} changes the model and is not supported"
+                f"{feature and f' ({feature})'}; supported: {', '.join(map(repr, harmless))}"
             )
 
     def integer(self, *keys: str, least: int = 1, default: int | None = None) -> int:
@@ -143,7 +145,7 @@ class Fields:
         if value is None and default is not None:
             return default
         if not is_int(value) or value < least:
-            raise self.error(keys[0], f"an integer of at least {least}", value)
+            raise self.error(self.name(*keys), f"an integer of at least {least}", value)
         return value
 
     def positive(self, *keys: str) -> float:
@@ -154,7 +156,7 @@ class Fields:
         """
         value = self.one_of(*keys)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(keys[0], "a positive number", value)
+            raise self.error(self.name(*keys), "a positive number", value)
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -213,6 +215,10 @@ class Fields:
         if any(value != values[0] for value in values[1:]):
             raise ValueError(f"{self.where}: {' and '.join(found)} mean the same and differ: {values}")
         return values[0] if values else None
+
+    def name(self, *keys: str) -> str:
+        """The first of several names that is there, or else the first."""
+        return next((key for key in keys if key in self), keys[0])
 
     def error(self, key: str, wanted: str, value: Any) -> ValueError:
         """What is said of a value that is not what it should be."""

@@ -39,10 +39,10 @@ def read(fields: Fields) -> ModelConfig:
         ValueError: A key is missing, out of its range, or changes the maths and is not supported.
     """
     fields.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
-    # Embeddings for each layer, which the smallest models have: 256 features if a file does not say.
-    fields.only("hidden_size_per_layer_input", 0, default=256)
+    # The smallest models have them, and those are what the family's defaults describe.
+    fields.only("hidden_size_per_layer_input", 0, default=256, feature="per-layer embeddings")
     fields.inert("vocab_size_per_layer_input")
-    fields.only("num_kv_shared_layers", 0, default=0)
+    fields.only("num_kv_shared_layers", 0, default=0, feature="layers that share keys and values")
     fields.only("use_double_wide_mlp", False, default=False)
     # Tokens of one image see each other; those of text do not.
     fields.only("use_bidirectional_attention", "vision", False, None)
@@ -141,5 +141,5 @@ def _experts(fields: Fields) -> Experts | None:
         routing=Routing(fields.integer("top_k_experts")),
         activation=GELU_TANH,
     )
-    check_top_k(fields.where, experts)
+    check_top_k(fields, experts, "top_k_experts")
     return experts

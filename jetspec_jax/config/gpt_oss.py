@@ -33,15 +33,16 @@ def read(fields: Fields) -> ModelConfig:
     decoder, heads = read_decoder(fields), read_heads(fields)
     # Published files name no alpha, those of transformers 4 neither: all their readers have these two.
     fields.assume(swiglu_limit=7.0, swiglu_alpha=1.702)
+    top_k = "num_experts_per_tok", "experts_per_token"
     experts = Experts(
         count=fields.integer("num_local_experts", "num_experts"),
         size=fields.integer("intermediate_size"),
         # The chosen logits' softmax is the softmax of all, renormalised.
-        routing=Routing(fields.integer("num_experts_per_tok", "experts_per_token")),
+        routing=Routing(fields.integer(*top_k)),
         activation=Activation.gpt_oss(fields.positive("swiglu_limit"), fields.positive("swiglu_alpha")),
         biases=True,
     )
-    check_top_k(fields.where, experts)
+    check_top_k(fields, experts, *top_k)
     shared = {
         **heads,
         "rope": _rope(fields, heads["head_dim"]),

@@ -46,14 +46,21 @@ def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need pairs")
 
 
-def check_top_k(where: str, experts: Experts) -> None:
+def check_top_k(fields: Fields, experts: Experts, *names: str) -> None:
     """Checks that there are as many experts as a token is to pass.
+
+    Args:
+        fields: The config.
+        experts: The experts.
+        *names: What the config may call the number of those that a token passes.
 
     Raises:
         ValueError: There are fewer.
     """
     if experts.routing.top_k > experts.count:
-        raise ValueError(f"{where}: num_experts_per_tok {experts.routing.top_k} of {experts.count} experts")
+        raise ValueError(
+            f"{fields.where}: {fields.name(*names)} {experts.routing.top_k} of {experts.count} experts"
+        )
 
 
 def read_layer_types(fields: Fields, num_layers: int, surplus: int = 0) -> list[str] | None:

@@ -21,7 +21,7 @@ def read(fields: Fields) -> ModelConfig:
         size=fields.integer("moe_intermediate_size"),
         routing=Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
     )
-    check_top_k(fields.where, experts)
+    check_top_k(fields, experts, "num_experts_per_tok")
     # Unlike Qwen3, all layers slide or none does.
     slides = fields.flag("use_sliding_window")
     fields.inert("sliding_window")

@@ -109,14 +109,15 @@ def read(fields: Fields) -> ModelConfig:
 
 def _experts(fields: Fields) -> Experts:
     """The experts of every layer that has some, but for their bound."""
+    top_k = "num_experts_per_tok", "moe_top_k"
     routing = Routing(
-        fields.integer("num_experts_per_tok", "moe_top_k"),
+        fields.integer(*top_k),
         scores="sigmoid",
         scale=fields.positive("moe_router_scaling_factor"),
     )
     count = fields.integer("n_routed_experts", "moe_num_experts", "num_local_experts")
     experts = Experts(count, fields.integer("moe_intermediate_size"), routing)
-    check_top_k(fields.where, experts)
+    check_top_k(fields, experts, *top_k)
     return experts
 
 

@@ -1,5 +1,7 @@
 """Configs of Gemma 4: both dialects, alone or below another model's, and what is refused."""
 
+import re
+
 import pytest
 
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
@@ -150,8 +152,21 @@ def test_changed_maths(nested, key, value):
 
 
 def test_embeddings_of_each_layer_are_what_a_file_means_that_says_nothing():
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input=256 changes the model"):
-        parse_model_config(without(PUBLISHED, "hidden_size_per_layer_input"))
+    complaint = (
+        "config.json: hidden_size_per_layer_input is absent, which means 256, and that changes the model and "
+        "is not supported (per-layer embeddings); supported: 0"
+    )
+    for raw in (
+        without(PUBLISHED, "hidden_size_per_layer_input"),
+        {**PUBLISHED, "hidden_size_per_layer_input": None},
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(complaint)}$"):
+            parse_model_config(raw)
+
+
+def test_all_supported_values_are_said():
+    with pytest.raises(ValueError, match=r"use_bidirectional_attention='all' .* 'vision', False, None$"):
+        parse_model_config({**PUBLISHED, "use_bidirectional_attention": "all"})
 
 
 @pytest.mark.parametrize(
@@ -163,7 +178,7 @@ def test_embeddings_of_each_layer_are_what_a_file_means_that_says_nothing():
         ({"global_head_dim": 15}, "head_dim 15 is odd"),
         ({"num_global_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
         ({"rope_parameters": None}, "rope_parameters has no sliding_attention"),
-        ({"top_k_experts": 7}, "num_experts_per_tok 7 of 6 experts"),
+        ({"top_k_experts": 7}, "top_k_experts 7 of 6 experts"),
         ({"num_experts": None}, "num_experts must be an integer"),
         ({"sliding_window": None}, "sliding_window must be an integer"),
         ({"attn_logit_softcapping": 50.0}, r"unknown keys \['attn_logit_softcapping'\]"),
