@@ -361,6 +361,9 @@ class TestFiles:
         assert load_target(folder).eos_token_ids == ()
         (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
         assert load_target(folder).eos_token_ids == (3, 5)
+        (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+        with pytest.raises(ValueError, match=rf"^{folder}/generation_config\.json: eos_token_id must be"):
+            load_target(folder)
         own = write(tmp_path / "own", {**V4, "eos_token_id": 7}, tensors)
         assert load_target(own).eos_token_ids == (7,)
 
