@@ -3,7 +3,7 @@
 Of the weights only the files' headers are read; a hub repository is fetched whole, as it is to load it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         if target is not None:
             raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
         config = parse_model_config(raw, where=str(folder / "config.json"))
-        return {"kind": "target", "path": str(folder), **_model(config), **_weights(folder, config)}
+        return {"kind": "target", "path": str(folder), **_model(raw, config), **_weights(folder, config)}
     head = parse_draft_head_config(raw, where=str(folder / "config.json"))
     about = {
         "kind": "draft head",
@@ -54,7 +54,7 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         "num_target_layers": head.num_target_layers,
         "scaled_embeddings": head.scaled_embeddings,
         "capped_logits": head.capped_logits,
-        **_model(head.layers),
+        **_model(raw, head.layers),
         **_weights(folder, head),
     }
     if target is not None:
@@ -68,7 +68,7 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
     return about
 
 
-def _model(config: ModelConfig) -> dict[str, Any]:
+def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     def of_layers(values: Iterable[Any]) -> Any:
         """The one value of all layers, or the several."""
         found = list(dict.fromkeys(values))
@@ -76,8 +76,12 @@ def _model(config: ModelConfig) -> dict[str, Any]:
 
     layers = config.layers
     experts = [layer.experts for layer in layers]
+    # A model of several modalities has another type than its text model.
+    types = {"model_type": raw["model_type"]}
+    if config.model_type != raw["model_type"]:
+        types["text_model_type"] = config.model_type
     return {
-        "model_type": config.model_type,
+        **types,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": of_layers(layer.mlp_size for layer in layers),

@@ -36,4 +36,6 @@ def test_text_model(tmp_path, name, swapped):
     assert ours.config == alone.config
     assert ours.eos_token_ids == alone.eos_token_ids
     jax.tree.map(np.testing.assert_array_equal, ours.weights, alone.weights)
-    assert sum(describe(tmp_path)["unused_tensors"].values()) == 2
+    about = describe(tmp_path)
+    assert sum(about["unused_tensors"].values()) == 2
+    assert (about["model_type"], about["text_model_type"]) == (name, f"{name}_text")
