@@ -155,7 +155,7 @@ class Fields:
             ValueError: As for `integer`.
         """
         value = self.one_of(*keys)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not is_number(value) or not 0 < value < math.inf:
             raise self.error(self.name(*keys), "a positive number", value)
         return float(value)
 
@@ -248,3 +248,8 @@ class Fields:
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a JSON value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ The hub's lists of layers go on with those that predict further tokens, which no
 
 from dataclasses import replace
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import Fields, is_number
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import (
     check_heads,
@@ -176,7 +176,7 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
 def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> list[Activation]:
     """SiLU of each layer, bounded where the list has a bound; null and 0 are none."""
     limits = fields.list(key, num_layers, surplus=surplus) or [None] * num_layers
-    if not all(limit is None or (isinstance(limit, int | float) and limit >= 0) for limit in limits):
+    if not all(limit is None or (is_number(limit) and limit >= 0) for limit in limits):
         raise fields.error(key, "bounds that are not negative", limits)
     return [Activation.step(float(limit)) if limit else SILU for limit in limits]
 

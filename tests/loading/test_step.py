@@ -219,6 +219,8 @@ class TestConfig:
             ({"layer_types": ["linear_attention"] * 48}, "unsupported layer types"),
             ({"swiglu_limits": [7.0]}, "1 swiglu_limits for 45 layers"),
             ({"swiglu_limits": [-1.0] * 48}, "swiglu_limits must be bounds that are not negative"),
+            ({"swiglu_limits": [True] * 48}, "swiglu_limits must be bounds that are not negative"),
+            ({"swiglu_limits_shared": [0.0, False] * 24}, "swiglu_limits_shared must be bounds that are not"),
             ({"moe_layers_enum": None}, "moe_layers_enum must be the layers that have experts"),
             ({"moe_layers_enum": "3,x"}, "moe_layers_enum must be the layers that have experts"),
             ({"moe_layers_enum": "3,48"}, r"moe_layers_enum has \[48\]"),
