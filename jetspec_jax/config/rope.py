@@ -97,6 +97,29 @@ def read_layer_rope(
     return _rope(fields, kind, head_dim, fields.positive("rope_theta"), partial)
 
 
+def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool = False) -> int:
+    """How many elements of a head turn.
+
+    Args:
+        where: What error messages call the object that has the key.
+        key: The key.
+        share: What it says: their share of all.
+        head_dim: Elements of a head.
+        odd: Whether one may be left over.
+
+    Raises:
+        ValueError: They are none, or more than there are, or make no pairs.
+    """
+    size = int(share * head_dim)
+    if not (size >= 2 and share <= 1 and (odd or size % 2 == 0)):
+        wanted = "at least 2 of them" if odd else "2, 4, 6, ... of them"
+        raise ValueError(
+            f"{where}: {key}={share!r} makes {size} of {head_dim} elements of a head turn; "
+            f"it must be at most 1 and make {wanted} turn"
+        )
+    return size
+
+
 def _kind(own: Fields, types: Collection[str], where: str, name: str) -> str:
     kind = own.get("rope_type", own.get("type", "default"))
     if kind not in types:
@@ -110,12 +133,13 @@ def _rope(own: Fields, kind: str, head_dim: int, theta: float, partial: bool) ->
     own.inert("rope_theta", "rope_type", "type")
     size, turning, scaling = head_dim, None, None
     share = own.positive("partial_rotary_factor") if "partial_rotary_factor" in own else 1.0
+    if share != 1.0 and not partial and kind != "proportional":
+        raise ValueError(f"{where}: unsupported settings partial_rotary_factor {share} in {name}")
     if kind == "proportional":
-        turning = int(share * head_dim // 2)
+        # An odd element out is left to those that do not turn.
+        turning = part_of_head(own.where, "partial_rotary_factor", share, head_dim, odd=True) // 2
     elif share != 1.0:
-        if not partial:
-            raise ValueError(f"{where}: unsupported settings partial_rotary_factor {share} in {name}")
-        size = int(head_dim * share)
+        size = part_of_head(own.where, "partial_rotary_factor", share, head_dim)
     if kind in ("linear", "llama3", "yarn"):
         scaling = _scaling(own, kind)
     if surplus := sorted(set(own.raw) - own.used):

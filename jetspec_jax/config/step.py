@@ -14,7 +14,7 @@ from jetspec_jax.config.layers import (
     read_exceptions,
     read_layer_types,
 )
-from jetspec_jax.config.rope import FULL, SLIDING, read_layer_rope, read_layer_ropes
+from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_rope, read_layer_ropes
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Routing
 
@@ -191,6 +191,11 @@ def _ropes(fields: Fields, kinds: list[str], head_dim: int, surplus: int) -> lis
     parts = fields.list("partial_rotary_factors", len(kinds), surplus=surplus) or [1.0] * len(kinds)
     if bases is None:
         raise fields.error("rope_theta", "a list", None)
+    for key, values in (("rope_theta", bases), ("partial_rotary_factors", parts)):
+        if not all(is_number(value) and value > 0 for value in values):
+            raise fields.error(key, "a list of positive numbers", values)
+    for part in set(parts) - {1.0}:
+        part_of_head(fields.where, "partial_rotary_factors", part, head_dim)
     scaling = fields.object("rope_scaling")
     stretched = {} if scaling is None else scaling.raw  # what full layers have besides
     return [

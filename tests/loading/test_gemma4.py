@@ -50,6 +50,8 @@ COMMON = {
     "vocab_size_per_layer_input": 19,
 }
 PUBLISHED = {**COMMON, "global_head_dim": 16, "num_global_key_value_heads": 1}
+TURNING = {"rope_theta": 1e6, "rope_type": "proportional"}
+PLAIN = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
 WIDE = {"head_dim": 16, "num_key_value_heads": 1}
 SAVED = {**COMMON, "per_layer_config": {"1": WIDE, "3": WIDE}, "use_bidirectional_attention": None}
 WRAPPER = {
@@ -178,6 +180,17 @@ def test_all_supported_values_are_said():
         ({"global_head_dim": 15}, "head_dim 15 is odd"),
         ({"num_global_key_value_heads": 3}, "4 attention heads are no multiple of 3 KV heads"),
         ({"rope_parameters": None}, "rope_parameters has no sliding_attention"),
+        *(
+            (
+                {"rope_parameters": {"full_attention": {**TURNING, "partial_rotary_factor": share}, **PLAIN}},
+                f"rope_parameters: full_attention: partial_rotary_factor={share} makes {size} of 16 elements",
+            )
+            for share, size in ((1.5, 24), (0.1, 1), (0.01, 0))
+        ),
+        (
+            {"rope_parameters": {"full_attention": {**TURNING, "partial_rotary_factor": 0}, **PLAIN}},
+            "full_attention: partial_rotary_factor must be a positive number, not 0",
+        ),
         ({"top_k_experts": 7}, "top_k_experts 7 of 6 experts"),
         ({"num_experts": None}, "num_experts must be an integer"),
         ({"sliding_window": None}, "sliding_window must be an integer"),

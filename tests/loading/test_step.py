@@ -118,6 +118,7 @@ NEWER_TEXT = {
     "use_cache": True,
     "vocab_size": 128896,
 }
+PLAIN = {"rope_theta": 10000.0, "rope_type": "default"}
 PUBLISHED = parse_model_config(HUB_TEXT)
 
 
@@ -234,6 +235,21 @@ class TestConfig:
             ({"sliding_window": None}, "sliding_window must be an integer"),
             ({"rope_theta": 1e4}, "rope_theta must be a list"),
             ({"rope_theta": None}, "rope_theta must be a list"),
+            ({"rope_theta": [5e6, None] * 24}, "rope_theta must be a list of positive numbers"),
+            (
+                {"partial_rotary_factors": [0.5, "1"] * 24},
+                "partial_rotary_factors must be a list of positive",
+            ),
+            ({"partial_rotary_factors": [1.5] * 48}, "partial_rotary_factors=1.5 makes 192 of 128 elements"),
+            ({"partial_rotary_factors": [1.001] * 48}, "partial_rotary_factors=1.001 makes 128 of 128"),
+            (
+                {"partial_rotary_factors": [0.004] * 48},
+                "partial_rotary_factors=0.004 makes 0 of 128 elements",
+            ),
+            (
+                {"partial_rotary_factors": [0.4] * 48},
+                "partial_rotary_factors=0.4 makes 51 of 128 .* 2, 4, 6, ... of them",
+            ),
             ({"rope_scaling": {"rope_type": "yarn"}}, "unsupported rope type 'yarn' in rope_scaling"),
             (
                 {"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 4}},
@@ -264,6 +280,18 @@ class TestConfig:
             (
                 {"per_layer_config": {"1": {"num_attention_heads": 96, "head_dim": 64}}},
                 r"per_layer_config: 1: unknown keys \['head_dim'\]",
+            ),
+            *(
+                (
+                    {
+                        "rope_parameters": {
+                            **NEWER_TEXT["rope_parameters"],
+                            SLIDING: {**PLAIN, "partial_rotary_factor": part},
+                        }
+                    },
+                    f"rope_parameters: sliding_attention: partial_rotary_factor={part} makes {size} of 128",
+                )
+                for part, size in ((1.5, 192), (0.004, 0), (0.4, 51))
             ),
             ({"rope_parameters": {FULL: {"rope_theta": 1e4}}}, "rope_parameters has no sliding_attention"),
             ({"num_experts_per_tok": 300}, "num_experts_per_tok 300 of 288 experts"),
