@@ -97,18 +97,21 @@ class Fields:
         """Gives keys that files of this family leave out the values that all their readers give them."""
         self.raw = {**self.raw, **{key: value for key, value in values.items() if key not in self}}
 
-    def newer(self, key: str, *replaced: str) -> bool:
-        """Whether the config has a key of the newer dialect, and so none of the older ones that it replaced.
+    def check_agree(self, key: str, newer: Any, older: Any, *replaced: str) -> None:
+        """Checks that keys of the older dialect say what the key of the newer one says that replaced them.
+
+        Args:
+            key: That key; without it there is nothing to check.
+            newer: What it says.
+            older: What the others say.
+            *replaced: The others.
 
         Raises:
-            ValueError: It has both.
+            ValueError: They differ.
         """
-        if key not in self:
-            return False
-        if both := [old for old in replaced if old in self]:
-            raise ValueError(f"{self.where}: {key} takes the place of {', '.join(both)}, and both are there")
-        self.inert(*replaced)
-        return True
+        if key in self and newer != older:
+            there = [name for name in replaced if name in self]
+            raise ValueError(f"{self.where}: {key} and {', '.join(there)} mean the same and differ")
 
     def only(self, key: str, *harmless: Any, default: Any = None, feature: str = "") -> None:
         """Refuses a key that changes the maths, unless it has a harmless value.

@@ -3,7 +3,7 @@
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types
-from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes, read_rope
+from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import GELU_TANH
 
 #: Keys of the model of text and images (``model_type`` "gemma3") that say nothing about text.
@@ -75,11 +75,19 @@ def _layer_types(fields: Fields) -> list[str]:
 
 def _ropes(fields: Fields, head_dim: int) -> dict[str, Rope]:
     """Of each type of layer; in the older dialect only full layers are stretched."""
-    types = "default", "linear"
-    if fields.newer("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"):
-        return read_layer_ropes(fields, {FULL: head_dim, SLIDING: head_dim}, types)
-    fields.assume(rope_theta=1e6, rope_local_base_freq=1e4)  # left out like the sizes above
-    return {
-        FULL: read_rope(fields, head_dim, types),
-        SLIDING: Rope(fields.positive("rope_local_base_freq"), head_dim),
-    }
+    types, newer = ("default", "linear"), {}
+    if "rope_parameters" in fields:
+        newer = read_layer_ropes(fields, {FULL: head_dim, SLIDING: head_dim}, types)
+    else:
+        fields.assume(rope_theta=1e6, rope_local_base_freq=1e4)  # left out like the sizes above
+    objects, older = fields.get("rope_parameters", {}), {}
+    for kind, key, scaling in (
+        (FULL, "rope_theta", fields.object("rope_scaling")),
+        (SLIDING, "rope_local_base_freq", None),
+    ):
+        base = fields.positive(key) if key in fields else None
+        older[kind] = read_older_layer_rope(
+            fields.where, objects.get(kind, {}), scaling, head_dim, types, rope_theta=base
+        )
+    fields.check_agree("rope_parameters", newer, older, "rope_theta", "rope_local_base_freq", "rope_scaling")
+    return older

@@ -99,15 +99,16 @@ def _heads(fields: Fields, kinds: list[str], shares: bool) -> dict[str, dict[str
     The older dialect has keys for full layers; the newer one an object of exceptions, layer by layer.
     """
     usual = read_heads(fields)
-    if fields.newer("per_layer_config", "global_head_dim", "num_global_key_value_heads"):
-        heads = _exceptions(fields, kinds, usual)
-    else:
-        full = {**usual, "head_dim": fields.integer("global_head_dim")}
-        if "num_global_key_value_heads" in fields:
-            kv_heads = fields.integer("num_global_key_value_heads")
-            # Models whose layers all have values of their own may have the key, and do not heed it.
-            full["num_kv_heads"] = kv_heads if shares else usual["num_kv_heads"]
-        heads = {SLIDING: usual, FULL: full}
+    newer = _exceptions(fields, kinds, usual) if "per_layer_config" in fields else {}
+    full = dict(newer.get(FULL, usual))
+    if not newer or "global_head_dim" in fields:
+        full["head_dim"] = fields.integer("global_head_dim")
+    if "num_global_key_value_heads" in fields:
+        kv_heads = fields.integer("num_global_key_value_heads")
+        # Models whose layers all have values of their own may have the key, and do not heed it.
+        full["num_kv_heads"] = kv_heads if shares else usual["num_kv_heads"]
+    heads = {SLIDING: usual, **newer, FULL: full}
+    fields.check_agree("per_layer_config", newer, heads, "global_head_dim", "num_global_key_value_heads")
     for own in heads.values():
         check_heads(fields.where, own["num_heads"], own["num_kv_heads"], own["head_dim"])
     return heads

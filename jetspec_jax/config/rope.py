@@ -5,6 +5,7 @@ The newer one has ``rope_parameters``: one object, or one for each type of layer
 
 import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
@@ -95,6 +96,46 @@ def read_layer_rope(
     where, _, name = fields.where.rpartition(": ")
     kind = _kind(fields, types, where, name)
     return _rope(fields, kind, head_dim, fields.positive("rope_theta"), partial)
+
+
+def read_older_layer_rope(
+    where: str,
+    newer: Mapping[str, Any],
+    scaling: Fields | None,
+    head_dim: int,
+    types: Collection[str] = ("default",),
+    *,
+    partial: bool = False,
+    **own: float | None,
+) -> Rope:
+    """The rotary embedding of a layer by the older dialect, where both may be there.
+
+    What its keys leave open is as in the newer dialect.
+
+    Args:
+        where: What error messages call the config.
+        newer: The newer dialect's object for the layer; empty where there is none.
+        scaling: ``rope_scaling``, if the layer is stretched: in place of all of ``newer`` but for ``own``.
+        head_dim: Elements of a head.
+        types: The rope types that the family may have.
+        partial: Whether a part of a head may turn.
+        **own: Settings that have keys of their own; None where they do not say.
+
+    Raises:
+        ValueError: As for `read_rope`.
+    """
+    said = {key: value for key, value in own.items() if value is not None}
+    settings = dict(newer)
+    if scaling is not None:
+        settings = {**{key: newer[key] for key in own if key in newer}, **scaling.raw}
+        for key, value in said.items():
+            if scaling.get(key, value) != value:
+                raise ValueError(
+                    f"{scaling.where}: {key} is given twice and differs: {scaling.get(key)}, {value}"
+                )
+    return read_layer_rope(
+        Fields({**settings, **said}, f"{where}: rope_scaling"), head_dim, types, partial=partial
+    )
 
 
 def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool = False) -> int:

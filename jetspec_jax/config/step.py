@@ -14,7 +14,7 @@ from jetspec_jax.config.layers import (
     read_exceptions,
     read_layer_types,
 )
-from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_rope, read_layer_ropes
+from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Routing
 
@@ -158,11 +158,14 @@ def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> li
 
 def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
     """Of each layer whether it has experts; the hub's dialect lists those that do, as text or numbers."""
-    if fields.newer("mlp_layer_types", "moe_layers_enum"):
+    newer = []
+    if "mlp_layer_types" in fields:
         kinds = fields.list("mlp_layer_types", num_layers, surplus=surplus) or []
         if unknown := sorted({str(kind) for kind in kinds} - {"dense", "sparse"}):
             raise ValueError(f"{fields.where}: unsupported layer types {unknown} in mlp_layer_types")
-        return [kind == "sparse" for kind in kinds]
+        newer = [kind == "sparse" for kind in kinds]
+        if "moe_layers_enum" not in fields:
+            return newer
     listed = fields.get("moe_layers_enum")
     items = listed.split(",") if isinstance(listed, str) else listed
     if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
@@ -170,7 +173,9 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
     sparse = {int(item) for item in items}
     if beyond := [layer for layer in sparse if layer >= num_layers + surplus]:
         raise ValueError(f"{fields.where}: moe_layers_enum has {beyond} of {num_layers} layers")
-    return [layer in sparse for layer in range(num_layers)]
+    older = [layer in sparse for layer in range(num_layers)]
+    fields.check_agree("mlp_layer_types", newer, older, "moe_layers_enum")
+    return older
 
 
 def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> list[Activation]:
@@ -183,30 +188,35 @@ def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> lis
 
 def _ropes(fields: Fields, kinds: list[str], head_dim: int, surplus: int) -> list[Rope]:
     """Each layer's rotary embedding. In the hub's dialect bases and turning parts are those of layers."""
-    types = "default", "llama3"
-    if fields.newer("rope_parameters", "rope_theta", "partial_rotary_factors", "rope_scaling"):
+    types, newer, count = ("default", "llama3"), [], len(kinds)
+    if "rope_parameters" in fields:
         by_kind = read_layer_ropes(fields, dict.fromkeys(kinds, head_dim), types, partial=True)
-        return [by_kind[kind] for kind in kinds]
-    bases = fields.list("rope_theta", len(kinds), surplus=surplus)
-    parts = fields.list("partial_rotary_factors", len(kinds), surplus=surplus) or [1.0] * len(kinds)
-    if bases is None:
+        newer = [by_kind[kind] for kind in kinds]
+    objects = fields.get("rope_parameters", {})
+    bases = fields.list("rope_theta", count, surplus=surplus)
+    parts = fields.list("partial_rotary_factors", count, surplus=surplus)
+    if bases is None and not newer:
         raise fields.error("rope_theta", "a list", None)
     for key, values in (("rope_theta", bases), ("partial_rotary_factors", parts)):
-        if not all(is_number(value) and value > 0 for value in values):
+        if not all(is_number(value) and value > 0 for value in values or []):
             raise fields.error(key, "a list of positive numbers", values)
-    for part in set(parts) - {1.0}:
+    for part in set(parts or []) - {1.0}:
         part_of_head(fields.where, "partial_rotary_factors", part, head_dim)
-    scaling = fields.object("rope_scaling")
-    stretched = {} if scaling is None else scaling.raw  # what full layers have besides
-    return [
-        read_layer_rope(
-            Fields(
-                {"rope_theta": base, "partial_rotary_factor": part, **(stretched if kind == FULL else {})},
-                f"{fields.where}: rope_scaling",
-            ),
+    scaling = fields.object("rope_scaling")  # of full layers only
+    older = [
+        read_older_layer_rope(
+            fields.where,
+            objects.get(kind, {}),
+            scaling if kind == FULL else None,
             head_dim,
             types,
             partial=True,
+            rope_theta=base,
+            partial_rotary_factor=part,
         )
-        for kind, base, part in zip(kinds, bases, parts, strict=True)
+        for kind, base, part in zip(kinds, bases or [None] * count, parts or [None] * count, strict=True)
     ]
+    fields.check_agree(
+        "rope_parameters", newer, older, "rope_theta", "partial_rotary_factors", "rope_scaling"
+    )
+    return older

@@ -181,9 +181,36 @@ def test_rotary_embeddings_that_are_not_whole(rope, message):
 
 
 def test_both_dialects_in_one_file():
-    with pytest.raises(ValueError, match="rope_parameters takes the place of rope_theta, and both are there"):
-        parse_model_config({**NEWER, "rope_theta": 1e6})
-    assert parse_model_config({**NEWER, "rope_scaling": None}) == parse_model_config(NEWER)
+    keys = {key: OLDER[key] for key in ("rope_theta", "rope_local_base_freq", "rope_scaling")}
+    for agreeing in (keys, *({key: value} for key, value in keys.items()), {"rope_scaling": None}):
+        assert parse_model_config({**NEWER, **agreeing}) == parse_model_config(NEWER)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rope_theta": 1e6},
+        {"rope_local_base_freq": 1e4},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "default"}},
+        {"rope_theta": 500000.0, "rope_local_base_freq": 1e4},
+    ],
+)
+def test_dialects_that_differ(other):
+    with pytest.raises(
+        ValueError, match=f"^config.json: rope_parameters and {', '.join(other)} mean the same and differ"
+    ):
+        parse_model_config({**NEWER, **other})
+
+
+def test_a_base_that_is_given_twice():
+    scaling = {**OLDER["rope_scaling"], "rope_theta": 1e6}
+    with pytest.raises(
+        ValueError, match=r"rope_scaling: rope_theta is given twice and differs: 1000000\.0, 5"
+    ):
+        parse_model_config({**OLDER, "rope_scaling": scaling})
+    scaling["rope_theta"] = OLDER["rope_theta"]
+    assert parse_model_config({**OLDER, "rope_scaling": scaling}) == parse_model_config(OLDER)
 
 
 class TestWrapper:

@@ -195,7 +195,10 @@ def test_all_supported_values_are_said():
         ({"num_experts": None}, "num_experts must be an integer"),
         ({"sliding_window": None}, "sliding_window must be an integer"),
         ({"attn_logit_softcapping": 50.0}, r"unknown keys \['attn_logit_softcapping'\]"),
-        ({"per_layer_config": {}}, "per_layer_config takes the place of global_head_dim, num_global_key"),
+        (
+            {"per_layer_config": {}},
+            "per_layer_config and global_head_dim, num_global_key_value_heads mean the",
+        ),
     ],
 )
 def test_refused(changes, message):
@@ -217,6 +220,15 @@ def test_refused(changes, message):
 def test_exceptions_that_make_no_sense(layers, message):
     with pytest.raises(ValueError, match=message):
         parse_model_config({**SAVED, "per_layer_config": layers})
+
+
+def test_both_dialects_in_one_file():
+    keys = {key: PUBLISHED[key] for key in ("global_head_dim", "num_global_key_value_heads")}
+    for agreeing in (keys, *({key: value} for key, value in keys.items())):
+        assert parse_model_config({**SAVED, **agreeing}) == parse_model_config(SAVED)
+    for key, value in (("global_head_dim", 8), ("num_global_key_value_heads", 2)):
+        with pytest.raises(ValueError, match=f"per_layer_config and {key} mean the same and differ"):
+            parse_model_config({**SAVED, key: value})
 
 
 def test_indices_with_zeros():

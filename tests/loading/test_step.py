@@ -153,6 +153,19 @@ class TestConfig:
     def test_dialects(self, raw):
         assert parse_model_config(raw) == PUBLISHED
 
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            ["moe_layers_enum"],
+            ["rope_theta"],
+            ["partial_rotary_factors"],
+            ["rope_scaling"],
+            ["moe_layers_enum", "rope_theta", "partial_rotary_factors", "rope_scaling"],
+        ],
+    )
+    def test_both_dialects_in_one_file(self, keys):
+        assert parse_model_config({**NEWER_TEXT, **{key: HUB_TEXT[key] for key in keys}}) == PUBLISHED
+
     def test_lists_without_further_layers(self):
         """transformers trims the lists of a file, and other files never had the surplus."""
         lists = {
@@ -225,7 +238,10 @@ class TestConfig:
             ({"moe_layers_enum": None}, "moe_layers_enum must be the layers that have experts"),
             ({"moe_layers_enum": "3,x"}, "moe_layers_enum must be the layers that have experts"),
             ({"moe_layers_enum": "3,48"}, r"moe_layers_enum has \[48\]"),
-            ({"mlp_layer_types": ["sparse"] * 45}, "mlp_layer_types takes the place of moe_layers_enum"),
+            (
+                {"mlp_layer_types": ["sparse"] * 45},
+                "mlp_layer_types and moe_layers_enum mean the same and differ",
+            ),
             ({"moe_top_k": 300}, "moe_top_k 300 of 288 experts"),
             ({"moe_top_k": 0}, "moe_top_k must be an integer of at least 1, not 0"),
             ({"moe_top_k": None}, "num_experts_per_tok must be an integer of at least 1, not None"),
@@ -295,7 +311,12 @@ class TestConfig:
             ),
             ({"rope_parameters": {FULL: {"rope_theta": 1e4}}}, "rope_parameters has no sliding_attention"),
             ({"num_experts_per_tok": 300}, "num_experts_per_tok 300 of 288 experts"),
-            ({"rope_theta": [1e4] * 45}, "rope_parameters takes the place of rope_theta"),
+            ({"partial_rotary_factors": [1.0] * 45}, "rope_parameters and partial_rotary_factors mean the"),
+            (
+                {"rope_scaling": {**HUB_TEXT["rope_scaling"], "factor": 4.0}},
+                "rope_parameters and rope_scaling mean the same and differ",
+            ),
+            ({"rope_theta": [1e4] * 45}, "rope_parameters and rope_theta mean the same and differ"),
         ],
     )
     def test_refused_of_the_newer_dialect(self, changes, complaint):
