@@ -41,12 +41,16 @@ from jetspec_jax.tensor_plan import (
     expected_parameters,
     make_plan,
     stored_dtypes,
+    untied,
 )
 
 INDEX = "model.safetensors.index.json"
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
+
+# Of each of two tensors that are compared, so much is held at a time.
+_COMPARED_BYTES = 64 * 2**20
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -64,7 +68,8 @@ def read_weights(
     Raises:
         ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain float
             (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
-            parameter is made of tensors of different types.
+            parameter is made of tensors of different types; or the head that a config ties to the embedding
+            is stored too and differs from it.
         FileNotFoundError: There are no weights.
     """
     weights: Weights = {}
@@ -90,6 +95,9 @@ def read_parameters(
             dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
         else:
             dtypes = [dtype] * len(plan.sources)
+        for name, embedding in plan.copies:
+            if not _equal(name, embedding, tensors):
+                raise ValueError(f"{folder}: {untied(name, embedding)}")
         # Small checkpoints are there before a bar could be read.
         bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
         for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
@@ -106,7 +114,7 @@ def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[
     """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
 
     They are what the family's module skips, the second copy of a tied embedding, and the rotary buffers of
-    older exporters.
+    older exporters. Nothing is read, so of a second copy only the shape is known to be right.
 
     Raises:
         ValueError: As for `read_weights`.
@@ -329,6 +337,23 @@ def _open(
     if lost := sorted(set(weight_map) - set(tensors)):
         wrong.append(f"the index names tensors that no shard holds: {lost}")
     return tensors, make_plan(_about(tensors), config, str(folder), wrong)
+
+
+def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
+    """Whether two matrices of one shape hold the same values, of whatever types; some rows at a time."""
+    count, width = tensors[name].about.shape
+    step = max(1, _COMPARED_BYTES // (4 * width))
+    slices = [tensors[own].file.get_slice(own) for own in (name, other)]
+    bar = tqdm(range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, leave=False)
+    for begin in bar:
+        ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
+        # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.
+        if ours.dtype == theirs.dtype and np.array_equal(ours.view(np.uint8), theirs.view(np.uint8)):
+            continue
+        if not np.array_equal(ours.astype(np.float32), theirs.astype(np.float32), equal_nan=True):
+            bar.close()
+            return False
+    return True
 
 
 def _about(tensors: Mapping[str, _Tensor]) -> dict[str, Stored]:

@@ -73,10 +73,13 @@ class Plan(NamedTuple):
     Attributes:
         sources: All parameters.
         unused: Names of the tensors that are known to be of no use here, by what they are.
+        copies: Those of them that have to hold what another tensor holds, each with its name: a head that is
+            stored beside the embedding that it is tied to. Their shapes are known to be equal.
     """
 
     sources: list[Source]
     unused: dict[str, list[str]]
+    copies: list[tuple[str, str]]
 
 
 def expected_parameters(
@@ -121,7 +124,8 @@ def make_plan(
 
     Raises:
         ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is not read (all
-            are listed, but for those that are like many others).
+            are listed, but for those that are like many others); or a head that is stored though the config
+            ties it cannot be the embedding.
     """
     missing, other, sources, known = [], [], [], set()
     for parameter in expected_parameters(config, stored):
@@ -137,11 +141,23 @@ def make_plan(
             other += _unfit(key, parameter.shape, stored)
         sources.append(Source(parameter, parameter.forms[taken]))
     unused, surplus = _unused(sorted(stored.keys() - known), config)
+    [embedding] = [keys[0].name for own, keys in sources if own.path == ("embed_tokens",)] or [""]
+    copies = [(name, embedding) for name in unused.get(TIED.reason, ())]
+    for name, _ in copies:
+        other += _no_copy(name, embedding, stored)
     absent = [f"missing: {name}" for name in sorted(missing)]
     if wrong := [*wrong, *absent, *(f"surplus: {name}" for name in surplus), *other]:
         lines = "\n  ".join(_shortened(wrong))
         raise ValueError(f"{where} does not hold the tensors of its config:\n  {lines}")
-    return Plan(sources, unused)
+    return Plan(sources, unused, copies)
+
+
+def untied(name: str, embedding: str) -> str:
+    """What to say of a stored head that is not the embedding that the config ties it to."""
+    return (
+        f"{name} is not {embedding}, and the config ties them; where the head is a matrix of its own, "
+        "config.json has to say so with tie_word_embeddings: false"
+    )
 
 
 def stored_dtypes(sources: Iterable[Source], stored: Mapping[str, Stored], where: str) -> list[np.dtype]:
@@ -196,6 +212,16 @@ def _unfit(key: Key, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> li
         for name in there
         if stored[name].dtype not in allowed
     ]
+
+
+def _no_copy(name: str, embedding: str, stored: Mapping[str, Stored]) -> list[str]:
+    """Why a tensor cannot be a copy of the embedding, as far as shapes and types tell."""
+    if stored[name].dtype not in FILE_DTYPES:
+        return [f"unsupported type: {name} is {stored[name].dtype}, not one of {tuple(FILE_DTYPES)}"]
+    if embedding not in stored or stored[name].shape == stored[embedding].shape:
+        return []
+    shapes = f"{name} is {list(stored[name].shape)} and {embedding} is {list(stored[embedding].shape)}"
+    return [f"not tied: {shapes}: {untied(name, embedding)}"]
 
 
 def _unused(

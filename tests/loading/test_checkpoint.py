@@ -15,6 +15,7 @@ from huggingface_hub import constants as hub_constants
 from safetensors.numpy import load_file
 
 from jetspec_jax import load_draft_head, load_target, safetensors_io
+from jetspec_jax.describe import describe
 from jetspec_jax.safetensors_io import save_checkpoint
 from tests.loading.published import (
     HEAD,
@@ -258,6 +259,61 @@ class TestTensors:
         assert target.config.tie_word_embeddings
         assert "lm_head" not in target.weights
         np.testing.assert_array_equal(target.weights["embed_tokens"], tensors["model.embed_tokens.weight"])
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_tied_and_stored_in_another_type(self, tmp_path, dtype):
+        """Values count: both types hold these."""
+        tensors = random_tensors(target_shapes(TIED), np.float16)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(dtype)
+        tensors["lm_head.weight"][2, 3] = tensors["model.embed_tokens.weight"][2, 3] = np.nan
+        target = load_target(write(tmp_path / "tied", TIED, tensors), dtype="float32")
+        np.testing.assert_array_equal(target.weights["embed_tokens"], tensors["model.embed_tokens.weight"])
+
+    # The first and the last rows, with all rows in one part, with some in each, and with one.
+    @pytest.mark.parametrize("row", [0, 18])
+    @pytest.mark.parametrize("part", [2**20, 4 * 12 * 4, 1])
+    def test_tied_and_another_head_stored(self, tmp_path, monkeypatch, row, part):
+        monkeypatch.setattr(safetensors_io, "_COMPARED_BYTES", part)
+        tensors = random_tensors(target_shapes(TIED))
+        head = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
+        load_target(write(tmp_path / "tied", TIED, tensors, head))
+        head["lm_head.weight"][row, -1] += 1e-3
+        folder = write(tmp_path / "differs", TIED, tensors, head)
+        message = (
+            rf"{folder}: lm_head\.weight is not model\.embed_tokens\.weight, and the config ties them; .*"
+            "config.json has to say so with tie_word_embeddings: false"
+        )
+        with pytest.raises(ValueError, match=message):
+            load_target(folder)
+        # What the message says to do is right.
+        (folder / "config.json").write_text(json.dumps(V4))
+        np.testing.assert_array_equal(
+            load_target(folder, dtype="float32").weights["lm_head"], head["lm_head.weight"]
+        )
+
+    @pytest.mark.parametrize(
+        ("head", "message"),
+        [
+            (
+                np.zeros((20, 12), np.float32),
+                r"not tied: lm_head.weight is \[20, 12\] and .* is \[19, 12\].*",
+            ),
+            (np.zeros((19, 12), np.int8), "unsupported type: lm_head.weight is I8, not one of .*"),
+        ],
+    )
+    def test_tied_and_what_cannot_be_the_embedding(self, tmp_path, head, message):
+        """Found without reading, so `info` finds it too."""
+        tensors = random_tensors(target_shapes(TIED)) | {"lm_head.weight": head}
+        folder = write(tmp_path / "tied", TIED, tensors)
+        for look in (load_target, describe):
+            with pytest.raises(ValueError, match=f"does not hold the tensors of its config:\n  {message}$"):
+                look(folder)
+
+    def test_tied_without_an_embedding(self, tmp_path):
+        tensors = random_tensors(target_shapes(TIED))
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        with pytest.raises(ValueError, match=r"config:\n  missing: model\.embed_tokens\.weight$"):
+            load_target(write(tmp_path / "tied", TIED, tensors))
 
     def test_untied_without_lm_head(self, tmp_path):
         folder = write(tmp_path / "target", V4, random_tensors(target_shapes(TIED)))
