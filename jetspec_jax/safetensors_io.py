@@ -35,6 +35,7 @@ from jetspec_jax.models import Weights
 from jetspec_jax.models.key_table import Key
 from jetspec_jax.tensor_plan import (
     FILE_DTYPES,
+    TIED,
     ParameterPath,
     Plan,
     Stored,
@@ -60,6 +61,8 @@ def read_weights(
 ) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors.
 
+    One line of the log says what else the folder holds, if it does.
+
     Args:
         folder: The checkpoint.
         config: Its config.
@@ -73,8 +76,14 @@ def read_weights(
         FileNotFoundError: There are no weights.
     """
     weights: Weights = {}
-    for path, value in read_parameters(folder, config, dtype):
-        put(weights, path, jnp.asarray(value))
+    with contextlib.ExitStack() as stack:
+        tensors, plan = _open(folder, config, stack)
+        # A second copy of the embedding is compared with it: of that nothing is lost.
+        left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
+        if left:
+            _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
+        for path, value in _read(folder, tensors, plan, dtype):
+            put(weights, path, jnp.asarray(value))
     return weights
 
 
@@ -89,25 +98,7 @@ def read_parameters(
     """
     with contextlib.ExitStack() as stack:
         tensors, plan = _open(folder, config, stack)
-        for reason, names in plan.unused.items():
-            _log.info("%s: tensors left unread: %d, %s", folder, len(names), reason)
-        if dtype is None:
-            dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
-        else:
-            dtypes = [dtype] * len(plan.sources)
-        for name, embedding in plan.copies:
-            if not _equal(name, embedding, tensors):
-                raise ValueError(f"{folder}: {untied(name, embedding)}")
-        # Small checkpoints are there before a bar could be read.
-        bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
-        for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
-            value = np.empty(parameter.shape, own_dtype)
-            for key in keys:
-                try:
-                    key.from_file(value, *(tensors[name].file.get_tensor(name) for name in key.names))
-                except ValueError as error:
-                    raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
-            yield parameter.path, value
+        yield from _read(folder, tensors, plan, dtype)
 
 
 def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
@@ -337,6 +328,29 @@ def _open(
     if lost := sorted(set(weight_map) - set(tensors)):
         wrong.append(f"the index names tensors that no shard holds: {lost}")
     return tensors, make_plan(_about(tensors), config, str(folder), wrong)
+
+
+def _read(
+    folder: Path, tensors: Mapping[str, _Tensor], plan: Plan, dtype: jnp.dtype | None
+) -> Iterator[tuple[ParameterPath, np.ndarray]]:
+    """The parameters of a plan, one by one, once its copies are known to be copies."""
+    if dtype is None:
+        dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
+    else:
+        dtypes = [dtype] * len(plan.sources)
+    for name, embedding in plan.copies:
+        if not _equal(name, embedding, tensors):
+            raise ValueError(f"{folder}: {untied(name, embedding)}")
+    # Small checkpoints are there before a bar could be read.
+    bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+    for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
+        value = np.empty(parameter.shape, own_dtype)
+        for key in keys:
+            try:
+                key.from_file(value, *(tensors[name].file.get_tensor(name) for name in key.names))
+            except ValueError as error:
+                raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
+        yield parameter.path, value
 
 
 def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
