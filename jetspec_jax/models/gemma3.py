@@ -2,7 +2,7 @@
 
 from jetspec_jax.models.attention import Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
-from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, SANDWICH_KEYS, Skip
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Skip
 from jetspec_jax.models.layers import CenteredRMSNorm
 from jetspec_jax.models.transformer import Transformer
 
@@ -24,7 +24,7 @@ class Gemma3(Transformer):
     """A Gemma 3 target (``model_type`` "gemma3_text"), alone or as a part of one for images, "gemma3"."""
 
     LAYER = Gemma3Layer
-    KEYS = (*ENDS, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS)))
+    KEYS = (*ENDS, NESTED_HEAD, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS)))
     PREFIXES = ("model.", "model.language_model.", "language_model.model.")
     SKIPPED = (
         Skip(r"(model\.)?vision_tower\..*", "vision tower"),

@@ -13,7 +13,7 @@ from jetspec_jax.config.geometry import Experts
 from jetspec_jax.models.attention import PROJECTION_AXES, Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
 from jetspec_jax.models.feed_forward import MLP, RoutedExperts
-from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, SANDWICH_KEYS, Key, Skip
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, WideRMSNorm, einsum, param
 from jetspec_jax.models.transformer import Transformer
 from pallas_kernels.expert_choice import Choice, expert_choice
@@ -144,4 +144,4 @@ class Gemma4(Transformer):
         Skip(r"(model\.)?(vision_tower|embed_vision)\..*", "vision tower"),
         Skip(r"(model\.)?(audio_tower|embed_audio)\..*", "audio tower"),
     )
-    KEYS = (*ENDS, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS, *_OWN_KEYS)))
+    KEYS = (*ENDS, NESTED_HEAD, *(key.under("model.") for key in (*LAYER_KEYS, *SANDWICH_KEYS, *_OWN_KEYS)))

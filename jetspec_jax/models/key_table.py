@@ -185,6 +185,9 @@ ENDS = (
     Key("lm_head.weight", "lm_head"),
 )
 
+#: The head of a text model that is part of another, where files keep it with that part.
+NESTED_HEAD = Key("language_model.lm_head.weight", "lm_head", form="nested")
+
 LAYER_KEYS = (
     *(
         Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", layout, part)

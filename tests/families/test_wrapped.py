@@ -39,3 +39,39 @@ def test_text_model(tmp_path, name, swapped):
     about = describe(tmp_path)
     assert sum(about["unused_tensors"].values()) == 2
     assert (about["model_type"], about["text_model_type"]) == (name, f"{name}_text")
+
+
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def untied(folder, name, *heads):
+    """A wrapped file with the embedding in reverse as each of these heads, which are not tied to it."""
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    wrapped = {"language_model." + key: tensor for key, tensor in tensors.items()}
+    head = tensors["model.embed_tokens.weight"][::-1]
+    save_file(wrapped | {own: head.copy() for own in heads}, folder / "model.safetensors")
+    text = json.loads((FOLDER / name / "config.json").read_text()) | {"tie_word_embeddings": False}
+    raw = {"model_type": name, "text_config": text, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_of_its_own(tmp_path, name, head):
+    """Beside the text model's other tensors, or with them."""
+    weights = load_target(untied(tmp_path, name, head), dtype="float32").weights
+    np.testing.assert_array_equal(weights.pop("lm_head"), weights["embed_tokens"][::-1])
+    jax.tree.map(np.testing.assert_array_equal, weights, golden_target(name).weights)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((), "missing: lm_head.weight"),
+        (HEADS, "stored twice: lm_head, as lm_head.weight and as language_model"),
+    ],
+)
+def test_no_head_and_two(tmp_path, heads, message):
+    with pytest.raises(ValueError, match=f"config:\n  {message}"):
+        load_target(untied(tmp_path, "gemma3", *heads))
