@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from convert.folders import Checkpoint, kept_files, locate
+from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import check_manifest, read_orbax, write_orbax
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import (
@@ -55,7 +55,8 @@ def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED
     Args:
         source: A folder or a hub id.
         destination: The folder to write; it must not exist.
-        dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case.
+        dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case,
+            but for MXFP4, which is widened and so no longer named there.
 
     Raises:
         FileExistsError: The destination exists.
@@ -74,7 +75,7 @@ def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED
             put(weights, path, value)
     if to is not None:
         _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
-    write_orbax(destination, checkpoint.kind, kept_files(checkpoint.folder), weights)
+    write_orbax(destination, checkpoint.kind, converted_files(checkpoint.folder), weights)
     return _conversion(checkpoint, destination, "orbax", weights, left_out)
 
 
@@ -108,7 +109,7 @@ def to_huggingface(
     if to is not None:
         cast_in_place(weights, to)
         _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
-    files = kept_files(checkpoint.folder)
+    files = converted_files(checkpoint.folder)
     save_checkpoint(
         destination,
         checkpoint.raw,

@@ -1,6 +1,7 @@
 """What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
 
 import fnmatch
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
+from jetspec_jax.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
 
@@ -79,6 +81,18 @@ def kept_files(folder: Path) -> dict[str, bytes]:
         and not name.endswith(".index.json")
         and name != MANIFEST
     }
+
+
+def converted_files(folder: Path) -> dict[str, bytes]:
+    """What becomes of `kept_files`: the same bytes, but for a ``config.json`` of weights in MXFP4.
+
+    They are widened, so that has to go from it.
+    """
+    files = kept_files(folder)
+    raw = json.loads(files["config.json"])
+    if (widened := without_mxfp4(raw)) != raw:
+        files["config.json"] = (json.dumps(widened, indent=2) + "\n").encode()
+    return files
 
 
 def _layout(folder: Path) -> Layout:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from convert.conversion import STORED, parse_dtype
-from convert.folders import Checkpoint, kept_files, locate
+from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
 from jetspec_jax.config import DraftHeadConfig, check_head_fits
@@ -37,7 +37,8 @@ class Verification:
     Attributes:
         parameters: How many parameters were compared.
         differing: Names of those whose type or bits are not what the conversion should have made of them.
-        differing_files: Config and tokenizer files that are not the same, byte for byte.
+        differing_files: Config and tokenizer files that are not what the conversion should have made of them:
+            the same, byte for byte, but for a config of weights in MXFP4.
         compared: What outputs were computed: "logits of 32 tokens", ...
         largest_difference: Between two values of the outputs.
         relative_difference: Root mean square of the outputs' difference, over that of the source's outputs.
@@ -112,7 +113,7 @@ def verify(
     return Verification(
         parameters=len(names),
         differing=tuple(differing),
-        differing_files=tuple(_differing_files(before.folder, after.folder)),
+        differing_files=tuple(differing_files(before.folder, after.folder)),
         compared=_describe(before, drafted_for),
         largest_difference=float(np.abs(difference).max()),
         relative_difference=float(np.sqrt(np.mean(np.square(difference))) / max(size, 1e-30)),
@@ -139,6 +140,12 @@ def check_target(checkpoint: Checkpoint, target: str | Path | None) -> Checkpoin
     return found
 
 
+def differing_files(source: Path, destination: Path) -> list[str]:
+    """Config and tokenizer files of the destination that are not what a conversion makes of the source's."""
+    before, after = converted_files(source), kept_files(destination)
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
 def _compare(
     held: Weights,
     others: Iterable[tuple[ParameterPath, np.ndarray]],
@@ -163,11 +170,6 @@ def _compare(
 def _bits(value: np.ndarray) -> np.ndarray:
     """The bytes: as numbers, two zeros would be equal and no NaN would be."""
     return np.ascontiguousarray(value).view(np.uint8)
-
-
-def _differing_files(source: Path, destination: Path) -> list[str]:
-    before, after = kept_files(source), kept_files(destination)
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _describe(checkpoint: Checkpoint, target: Checkpoint | None) -> str:

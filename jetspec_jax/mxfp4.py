@@ -8,6 +8,8 @@ Source: OCP Microscaling Formats (MX) specification 1.0, and the layout of the p
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,3 +62,13 @@ def widen(
         return values.astype(dtype, copy=False)
     # A float32's lower half, which comes first, is 0 here: leaving it out is faster than a conversion.
     return values.view(np.uint16)[..., 1::2].view(dtype)
+
+
+def without_mxfp4(raw_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` for a checkpoint that is written: values are widened there, so it must not say MXFP4.
+
+    Other readers would look for blocks and scales.
+    """
+    quantization = raw_config.get("quantization_config")
+    packed = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
+    return {key: value for key, value in raw_config.items() if not (packed and key == "quantization_config")}

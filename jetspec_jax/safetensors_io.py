@@ -33,6 +33,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.models import Weights
 from jetspec_jax.models.key_table import Key
+from jetspec_jax.mxfp4 import without_mxfp4
 from jetspec_jax.tensor_plan import (
     FILE_DTYPES,
     TIED,
@@ -140,7 +141,8 @@ def save_checkpoint(
 
     Args:
         folder: Where to; it must not exist yet.
-        raw_config: The ``config.json``, which also says whether this is a target or a head.
+        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
+            not written, is left out of it.
         weights: The parameters.
         dtype: The type to store; None stores each parameter in its own.
         extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
@@ -174,7 +176,7 @@ def save_checkpoint(
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
         tensors |= {key.name: _Output(key, value, to) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
-    files: dict[str, str | bytes] = {"config.json": json.dumps(dict(raw_config), indent=2) + "\n"}
+    files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         weight_map = {name: file for file, shard in shards.items() for name in sorted(shard)}

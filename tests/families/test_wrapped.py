@@ -69,7 +69,7 @@ def test_a_head_of_its_own(tmp_path, name, head):
     ("heads", "message"),
     [
         ((), "missing: lm_head.weight"),
-        (HEADS, "stored twice: lm_head, as lm_head.weight and as language_model"),
+        (HEADS, "stored twice: lm_head, as lm_head.weight and as "),
     ],
 )
 def test_no_head_and_two(tmp_path, heads, message):

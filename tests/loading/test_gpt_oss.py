@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import jax
@@ -9,7 +10,8 @@ from jetspec_jax import load_target, logits
 from jetspec_jax.config import Experts, Rope, parse_model_config
 from jetspec_jax.config.geometry import Yarn
 from jetspec_jax.describe import describe
-from jetspec_jax.mxfp4 import widen
+from jetspec_jax.mxfp4 import widen, without_mxfp4
+from jetspec_jax.safetensors_io import save_checkpoint
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import Routing
 from tests.loading.published import random_tensors, without, write
@@ -241,6 +243,18 @@ class TestMxfp4:
         out = np.asarray(logits(target, ids))
         assert out.std() > 0.5
         np.testing.assert_array_equal(out, logits(wide, ids))
+
+    def test_what_is_written_does_not_say_that_it_is_packed(self, tmp_path, packed):
+        target = load_target(packed, dtype="float32")
+        save_checkpoint(tmp_path / "ours", TINY, target.weights, dtype="float32")
+        raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+        assert raw == without(TINY, "quantization_config")
+        again = load_target(tmp_path / "ours", dtype="float32")
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), target.weights, again.weights))
+
+    @pytest.mark.parametrize("raw", [{}, {"quantization_config": None}, {"quantization_config": {"bits": 8}}])
+    def test_no_other_entry_is_taken_away(self, raw):
+        assert without_mxfp4({**raw, "zoom": 2}) == {**raw, "zoom": 2}
 
     def test_rows_that_are_no_whole_blocks(self, tmp_path):
         raw = {**TINY, "hidden_size": 80}
