@@ -49,11 +49,9 @@ def read_rope(
     if len(bases) > 1:
         raise ValueError(f"{fields.where}: rope_theta is given twice and differs: {sorted(bases)}")
     (theta,) = bases
-    ropes = {_rope(own, kind, head_dim, theta, partial) for own, kind in found}
-    # An object that says "default" beside one that says more adds nothing.
-    ropes = {rope for rope in ropes if rope != Rope(theta, head_dim)} or {Rope(theta, head_dim)}
+    ropes = {_rope(own, kind, head_dim, theta, partial) for own, kind in found} or {Rope(theta, head_dim)}
     if len(ropes) > 1:
-        raise ValueError(f"{fields.where}: rope_parameters and rope_scaling differ")
+        raise ValueError(f"{fields.where}: rope_parameters and rope_scaling mean the same and differ")
     return ropes.pop()
 
 

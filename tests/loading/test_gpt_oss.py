@@ -140,6 +140,13 @@ class TestConfig:
         raw = {**without(GPT_OSS_20B, "rope_scaling", "rope_theta"), **rope}
         assert parse_model_config(raw).layers[0].rope == Rope(150000.0, 64)
 
+    def test_both_dialects_in_one_file(self):
+        keys = {key: GPT_OSS_20B[key] for key in ("rope_theta", "rope_scaling")}
+        assert parse_model_config({**NEWER, **keys}) == parse_model_config(NEWER)
+        for other in ({"rope_type": "default"}, {**GPT_OSS_20B["rope_scaling"], "factor": 4.0}):
+            with pytest.raises(ValueError, match="rope_parameters and rope_scaling mean the same and differ"):
+                parse_model_config({**NEWER, "rope_scaling": other})
+
     def test_what_is_read(self):
         raw = {
             **GPT_OSS_20B,
