@@ -14,6 +14,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the u
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 from jaxtyping import install_import_hook
 
 import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
@@ -34,9 +35,23 @@ hypothesis.settings.load_profile("fixed")
 @pytest.fixture(scope="module")
 def quick_compiles():
     """For modules of many small programs: compiling is most of their time, and less without optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Before JAX 0.11 XLA has two ways to make code of a fusion on a CPU. The default takes twice as
+        # long without optimisations, and an option for all programs JAX has only in the environment.
+        if jax.__version_info__ < (0, 11):
+            patch.setattr(compiler, "get_compile_options", _with_older_fusions)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+_get_compile_options = compiler.get_compile_options
+
+
+def _with_older_fusions(*args, **kwargs):
+    options = _get_compile_options(*args, **kwargs)
+    options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+    return options
 
 
 @pytest.fixture(autouse=True, scope="module")
