@@ -19,6 +19,8 @@ from pallas_kernels.gated_activation import (
 from tests.kernels.activations import FORMULAS, GPT_OSS, NAMES
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TOLERANCE = {jnp.float32: 5e-6, jnp.bfloat16: 4e-3, jnp.float16: 5e-4}  # one rounding, at most half a step
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
 # Every dtype, and every shape in one of them: no rows, one feature, a chunk, two, and some of another.

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels.paged_write import api, implementations, paged_write, pallas_triton
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 PAGES, PAGE = 6, 4
 SLOTS = PAGES * PAGE
 LOWEST, HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max

@@ -12,6 +12,8 @@ from pallas_kernels.differentiable import differentiable
 from pallas_kernels.qkv_rotary import api, implementations, pallas_triton, qkv_rotary, reference
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 EPS = 1e-3  # large enough to matter
 # Relative to a head's largest element, as rotary mixes two: five roundings of each.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2, jnp.float16: 2e-3}

@@ -11,6 +11,8 @@ from pallas_kernels.differentiable import differentiable
 from pallas_kernels.rms_norm import api, implementations, pallas_triton, reference, rms_norm
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 EPS = 1e-3  # large enough to matter
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.2e-2, jnp.float16: 1.5e-3}  # three roundings
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels.token_filter import api, implementations, least_kept, pallas_triton
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # Vocabularies of part of a kernel's chunk, of two chunks and of no whole number of them.
 CASES = [
     (1000, jnp.float32),

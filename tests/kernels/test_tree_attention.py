@@ -15,6 +15,8 @@ from pallas_kernels.tree_attention.reference import unpack_mask
 from pallas_kernels.tree_attention.shapes import SHAPES
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 PAGE, TABLE, SPARE = 16, 3, 3
 CAPACITY = PAGE * TABLE
 LENGTHS = (0, 1, 7, 33, CAPACITY)

@@ -12,6 +12,8 @@ import pytest
 from pallas_kernels.tree_growth import Growth, api, implementations, pallas_triton, tree_growth
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # Sequences, levels, candidates, nodes: buckets of a decoder at JetSpec's width and depth, sizes that are no
 # powers of two, one candidate only, and more nodes than one warp takes.
 SIZES = [
