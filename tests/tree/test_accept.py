@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from jetspec_jax.tree import accept
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 jitted = jax.jit(accept, static_argnames="max_depth")
 
 

@@ -25,6 +25,8 @@ from jetspec_jax.tree import (
     top_candidates,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def grow(candidates, roots, caps, budget, max_depth, num_nodes):
     roots, caps, *limits = (jnp.asarray(value, jnp.int32) for value in (roots, caps, budget, max_depth))

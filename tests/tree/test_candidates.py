@@ -5,6 +5,8 @@ import pytest
 
 from jetspec_jax.tree import top_candidates
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 jitted = jax.jit(top_candidates, static_argnums=1)
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from jetspec_jax.tree import ancestor_bits, ancestor_mask
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def unpack(bits, num_nodes):
     """Bits as booleans, by NumPy's own little-endian unpacking."""

@@ -6,6 +6,8 @@ import pytest
 
 from jetspec_jax.tree import accept, algorithm_names, build_tree, reach_of, tree_buckets
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 BUDGETS = (2, 3, 5, 16, 33, 64)
 DEPTH, VOCAB, WIDTH = 6, 12, 4
 
