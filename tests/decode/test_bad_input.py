@@ -18,6 +18,8 @@ from tests.decode.tiny import (
     word_tokenizer,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIG = with_windows(TINY, None)
 LIMIT = CONFIG.max_position_embeddings
 GOOD = [1, 2, 3]

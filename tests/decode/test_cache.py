@@ -17,6 +17,8 @@ from jetspec_jax.prefill import prefill
 from jetspec_jax.proposer import DraftHeadProposer, Unseen, feed, taps_of
 from tests.decode.tiny import TINY, head_config, with_windows
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 PAGE, NO_PAGE = 4, 9  # pages 0..8
 NUM_NODES = 6
 # (key/value heads, head size) of each layer: of one model's layers some may differ.

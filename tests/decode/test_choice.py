@@ -12,6 +12,8 @@ from jetspec_jax.choice import choose, perturb
 from jetspec_jax.sampling import Sampling, SamplingParams
 from pallas_kernels.token_filter.reference import _float_at, _threshold
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 
 jitted_choose = jax.jit(choose, static_argnames="max_depth")

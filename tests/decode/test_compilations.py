@@ -9,6 +9,8 @@ from jetspec_jax import LLM, SamplingParams, generate, generate_tree
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIG = with_windows(TINY, None)
 
 

@@ -10,6 +10,8 @@ import pytest
 import jetspec_jax as jj
 from tests.decode.tiny import TINY, random_head, random_target
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 PROMPT = [5, 9, 2, 7]
 
 

@@ -28,6 +28,8 @@ from jetspec_jax.cache import Slots, attend_over
 from jetspec_jax.models import bind
 from jetspec_jax.proposer import DraftHeadProposer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 GOLDENS = Path(__file__).parent / "goldens"
 CONTEXTS = (5, 6, 9, 16, 23)
 HEADS = ("draft_head_causal", "draft_head_bidirectional")
