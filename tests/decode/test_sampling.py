@@ -14,6 +14,8 @@ from jetspec_jax.config import Rope
 from jetspec_jax.sampling import Sampling
 from tests.decode.tiny import TINY, random_head, random_target
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # So few tokens that every pair of them can be counted.
 VOCAB = 8
 LAYER = dataclasses.replace(TINY.layers[0], num_heads=2, num_kv_heads=1, head_dim=8, rope=Rope(5e5, 8))
