@@ -7,6 +7,8 @@ from jetspec_jax.auto_budget import PROBE_ROUNDS, Acceptance, AutoBudget
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree.auto import Auto
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 BUCKETS = (16, 32, 64, 128, 256)
 TOKENS, DISPATCH, ROUNDS, PROBING = 20_000, 0.3, 16, Auto().probing
 
