@@ -22,6 +22,8 @@ from train.objectives import Mean
 from train.stages import Deadline, OutOfTime, claim
 from train.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIT = Fit(steps=24, batch=4, learning_rate=1e-1, warmup=4, save_every=5, evaluate_every=6, log_every=4)
 GOAL = jnp.arange(6.0).reshape(3, 2)
 
