@@ -63,25 +63,26 @@ def round_work(
     body -= parameters(target, EXPERTS)
     work = {
         "verify": Work(
-            itemsize * (body + chosen + lm_head + rows * target.hidden_size + batch * _kv(target, context)),
+            itemsize
+            * (body + chosen + lm_head + rows * target.hidden_size + batch * _prefix(target, context)),
             2 * rows * (body + own + lm_head) + rows * _scores(target, context),
         ),
         # Of each slot's path at least the root is written.
-        "commit": Work(itemsize * batch * _kv(target, 1), 0),
+        "commit": Work(itemsize * batch * _token(target), 0),
     }
     if head is None:
         return work
     features = parameters(head, FEATURES)
     drafts = parameters(head) - features
     # Each layer's keys and values of the features, by the projections that the draft slots use too.
-    features += head.layers.hidden_size * _kv(head.layers, 1)
+    features += head.layers.hidden_size * _token(head.layers)
     rows = batch * head.block_size
     work["draft"] = Work(
-        itemsize * (drafts + lm_head + rows * target.hidden_size + batch * _kv(head.layers, context)),
+        itemsize * (drafts + lm_head + rows * target.hidden_size + batch * _prefix(head.layers, context)),
         2 * rows * drafts + 2 * batch * head.depth * lm_head + rows * _scores(head.layers, context),
     )
     work["commit"] = Work(
-        work["commit"].bytes + itemsize * (features + batch * _kv(head.layers, 1)), 2 * batch * features
+        work["commit"].bytes + itemsize * (features + batch * _token(head.layers)), 2 * batch * features
     )
     return work
 
@@ -108,17 +109,21 @@ def _experts(config: ModelConfig, touched: Mapping[int, int]) -> tuple[int, int]
     return serving, read
 
 
-def _kv(config: ModelConfig, tokens: int) -> int:
-    """Elements of the keys and values of a slot's last tokens, as far as each layer's window reaches."""
-    return sum(layer.kv_size * _seen(layer.window, tokens) for layer in config.layers)
+def _token(config: ModelConfig) -> int:
+    """Elements of the keys and values of a token, in all layers."""
+    return sum(layer.kv_size for layer in config.layers)
+
+
+def _prefix(config: ModelConfig, context: int) -> int:
+    """Elements of a slot's keys and values that its root sees: no other row sees more of them."""
+    return sum(layer.kv_size * (_seen(layer.window, context) - 1) for layer in config.layers)
 
 
 def _scores(config: ModelConfig, context: int) -> int:
     """Operations of one row's attention to the context and itself: products with keys and with values."""
-    return sum(
-        4 * layer.num_heads * layer.head_dim * _seen(layer.window, context + 1) for layer in config.layers
-    )
+    return sum(4 * layer.num_heads * layer.head_dim * _seen(layer.window, context) for layer in config.layers)
 
 
-def _seen(window: int | None, tokens: int) -> int:
-    return tokens if window is None else min(window, tokens)
+def _seen(window: int | None, context: int) -> int:
+    """How many tokens the row behind a context sees, in a window or without one: itself is among them."""
+    return context + 1 if window is None else min(window, context + 1)

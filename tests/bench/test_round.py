@@ -290,8 +290,23 @@ class TestWork:
         target = dataclasses.replace(with_windows(TINY.target, 8, None), tie_word_embeddings=True)
         counted = work.round_work(target, None, batch=1, context=100, budget=1, itemsize=4)
         read = 2 * self.LAYER + 64 + self.LM_HEAD
-        assert counted["verify"].bytes == 4 * (read + 64 + (8 + 100) * 2 * 2 * 16)
+        assert counted["verify"].bytes == 4 * (read + 64 + (7 + 100) * 2 * 2 * 16)
         assert counted["verify"].operations == 2 * read + (8 + 101) * 4 * 4 * 16
+
+    @pytest.mark.parametrize(("context", "window"), [(0, 8), (3, 8), (7, 8), (8, 8), (100, 8), (100, 1)])
+    def test_a_window_holds_the_row_itself(self, context, window):
+        """Counted by the rule of the attention: a key is seen while it lies less than the window behind."""
+        target, without = (with_windows(TINY.target, own, None) for own in (window, None))
+        behind = sum(context - position < window for position in range(context))
+        counted, all_seen = (
+            work.round_work(config, None, batch=1, context=context, budget=1, itemsize=1)
+            for config in (target, without)
+        )
+        unseen = context - behind
+        assert all_seen["verify"].bytes - counted["verify"].bytes == unseen * 2 * 2 * 16
+        assert all_seen["verify"].operations - counted["verify"].operations == unseen * 4 * 4 * 16
+        # Whatever the window, the root's keys and values are written.
+        assert all_seen["commit"] == counted["commit"]
 
     def test_the_longer_of_reading_and_computing_counts(self):
         assert work.Work(bytes=10, operations=6).seconds(bandwidth=2, rate=3) == 5
