@@ -16,7 +16,14 @@ from bench.decode_plot import plot_decode
 from bench.decode_record import begin_report, finish_report
 from bench.decode_report import Rows, tables_of
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
-from bench.pair import add_pair_arguments, add_trees_arguments, check_numbers, describe_pair, load_pair
+from bench.pair import (
+    add_pair_arguments,
+    add_trees_arguments,
+    check_numbers,
+    check_trees,
+    describe_pair,
+    load_pair,
+)
 from bench.prompt_work import make_works
 from bench.prompts import load_prompts
 from bench.report import add_report_arguments, check_report, show, shown, write_json
@@ -52,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
     """
     check_numbers(arguments, "repeats", "batch")
+    check_trees(arguments)
     check_report(arguments)
     budget = arguments.plot_budget
     if budget is not None and budget not in arguments.budgets:

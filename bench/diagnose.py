@@ -16,7 +16,14 @@ from jaxtyping import Float
 
 from bench.acceptance import Counts, Followed, count_accepted, follow, table_of, taken
 from bench.acceptance_plot import plot_diagnosis
-from bench.pair import add_pair_arguments, add_round_arguments, check_numbers, describe_pair, load_pair
+from bench.pair import (
+    add_pair_arguments,
+    add_round_arguments,
+    check_numbers,
+    check_round,
+    describe_pair,
+    load_pair,
+)
 from bench.prompt_work import make_works
 from bench.prompts import load_prompts
 from bench.report import (
@@ -30,7 +37,6 @@ from bench.report import (
 )
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.tree import get_algorithm
 
 # A branch is called faithful within so many nats.
 FAITHFUL = 5.0
@@ -68,8 +74,8 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
     check_numbers(arguments)
+    check_round(arguments)
     check_report(arguments)
-    get_algorithm(arguments.algorithm)
     tree = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
     prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     enable_compilation_cache(arguments.compilation_cache)

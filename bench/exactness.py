@@ -21,6 +21,7 @@ from bench.pair import (
     add_pair_arguments,
     add_trees_arguments,
     check_numbers,
+    check_trees,
     describe_pair,
     load_pair,
 )
@@ -59,6 +60,7 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
     check_numbers(arguments, "batch")
+    check_trees(arguments)
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {

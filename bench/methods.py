@@ -10,6 +10,7 @@ from jetspec_jax import Head, Target
 from jetspec_jax.config import read_json
 from jetspec_jax.engine import PLAIN, TreeSettings
 from jetspec_jax.tree import Algorithm, algorithm_names, get_algorithm
+from jetspec_jax.tree.algorithms import check_algorithm
 
 ALL = "all"
 
@@ -48,6 +49,8 @@ def choose_algorithms(
         ValueError: A name, an option, a value or the profile is not valid, or nothing uses it.
     """
     names = list(dict.fromkeys(algorithm_names() if ALL in names else names))
+    for name in names:
+        check_algorithm(name)
     given: dict[str, dict[str, Any]] = {}
     for option in options:
         path, equals, value = option.partition("=")
@@ -74,10 +77,9 @@ def choose_algorithms(
     chosen: dict[str, str | Algorithm] = {}
     for name in names:
         own_table = table if name in readers else None
-        if name in given or own_table is not None:
-            chosen[name] = get_algorithm(name, given.get(name), own_table)
-        else:
-            chosen[name] = name
+        # Also the one that stays a name is made: what it needs is known before models are loaded.
+        made = get_algorithm(name, given.get(name), own_table)
+        chosen[name] = made if name in given or own_table is not None else name
     return chosen
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from bench.prompt_sets import PROMPT_SETS
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO
-from jetspec_jax import Head, Target, load_draft_head, load_target
+from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.tree import algorithm_names
+from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
 
@@ -112,6 +112,33 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
     for name in ("num_prompts", "max_tokens", "width", *numbers):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+
+
+def check_trees(arguments: argparse.Namespace) -> None:
+    """Checks what `add_trees_arguments` added but for the algorithms, before anything is loaded.
+
+    Raises:
+        ValueError: A budget or a temperature is out of its range.
+    """
+    for budget in arguments.budgets:
+        bucket_for(budget)
+    for temperature in arguments.temperatures:
+        SamplingParams(temperature=temperature)
+
+
+def check_round(arguments: argparse.Namespace) -> None:
+    """Checks what `add_round_arguments` added but for the type, before anything is loaded.
+
+    Raises:
+        ValueError: The algorithm is unknown, or the temperature or the budget is out of its range. A tree of
+            one node drafts nothing, so there is nothing to measure.
+    """
+    get_algorithm(arguments.algorithm)
+    SamplingParams(temperature=arguments.temperature)
+    if not 2 <= arguments.budget <= BUCKETS[-1]:
+        raise ValueError(
+            f"--budget must be in 2..{BUCKETS[-1]} (nodes, root and a draft included), not {arguments.budget}"
+        )
 
 
 def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[TreeSettings] = ()) -> Pair:

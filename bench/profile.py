@@ -18,7 +18,14 @@ import numpy as np
 
 from bench.acceptance import Followed, count_reached, count_tree, follow, table_of, taken
 from bench.acceptance_plot import plot_profile
-from bench.pair import add_pair_arguments, add_round_arguments, check_numbers, describe_pair, load_pair
+from bench.pair import (
+    add_pair_arguments,
+    add_round_arguments,
+    check_numbers,
+    check_round,
+    describe_pair,
+    load_pair,
+)
 from bench.prompt_work import make_works
 from bench.prompts import load_prompts
 from bench.report import (
@@ -32,7 +39,7 @@ from bench.report import (
 )
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
+from jetspec_jax.tree import Candidates, Profile, Routing
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
 from jetspec_jax.tree.routing import CLASSES
@@ -58,10 +65,10 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the profile and its picture."""
     check_numbers(arguments, "least_nodes")
+    check_round(arguments)
     check_report(arguments)
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
-    get_algorithm(arguments.algorithm)
     settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
     prompts = load_prompts(arguments.prompts, arguments.num_prompts)
     enable_compilation_cache(arguments.compilation_cache)

@@ -230,10 +230,19 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("profile", ["--least-share", "2"], r"--least-share must lie in 0..1, not 2.0"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
         ("diagnose", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("diagnose", ["--budget", "0"], "budget must be in 1..256"),
+        (
+            "diagnose",
+            ["--budget", "1"],
+            "--budget must be in 2..256 (nodes, root and a draft included), not 1",
+        ),
+        ("profile", ["--budget", "1", "--least-nodes", "1"], "--budget must be in 2..256"),
+        ("profile", ["--budget", "257"], "--budget must be in 2..256"),
+        ("diagnose", ["--temperature", "nan"], "temperature must be a finite number of at least 0, not nan"),
     ],
 )
-def test_bad_settings_are_one_line(tmp_path, capsys, command, arguments, message):
+def test_bad_settings_are_one_line(tmp_path, capsys, monkeypatch, command, arguments, message):
+    for own in (profile, diagnose):
+        monkeypatch.setattr(own, "load_pair", None)  # nothing is loaded for them
     assert main([command, *arguments, "--json", str(tmp_path / "x.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from bench import decode, prompt_work
+from bench import decode, exactness, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
 from bench.decode_report import Rows, at_budget, best_of, notes_of
@@ -355,6 +355,28 @@ class TestAlgorithms:
         assert error.startswith("bench: ")
         assert error.count("\n") == 1
         assert said in error
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--algorithms", "accum_logp", "beam"], "unknown tree algorithm 'beam'; known algorithms: "),
+            (["--algorithms", "beam", "--profile", "{}/profile.json"], "unknown tree algorithm 'beam'"),
+            (["--budgets", "16", "257"], "budget must be in 1..256 (nodes, root included), got 257"),
+            (["--budgets", "0"], "budget must be in 1..256 (nodes, root included), got 0"),
+            (["--temperatures", "0", "-1"], "temperature must be a finite number of at least 0, not -1.0"),
+            (["--temperatures", "nan"], "temperature must be a finite number of at least 0, not nan"),
+        ],
+    )
+    @pytest.mark.parametrize("command", [decode, exactness])
+    def test_what_needs_no_models_is_checked_before_they_are_loaded(
+        self, tmp_path, capsys, monkeypatch, command, arguments, said
+    ):
+        (tmp_path / "profile.json").write_text("{}")
+        monkeypatch.setattr(command, "load_pair", None)
+        words = [word.replace("{}", str(tmp_path)) for word in arguments]
+        name = command.__name__.removeprefix("bench.")
+        assert main([name, *words, "--json", str(tmp_path / "out.json")]) == 2
+        assert capsys.readouterr().err.startswith(f"bench: {said}")
 
     def test_a_device_too_small_for_the_largest_is_known_before_anything_is_compiled(
         self, tmp_path, capsys, monkeypatch
