@@ -9,7 +9,7 @@ from typing import Any
 from jetspec_jax import Head, Target
 from jetspec_jax.config import read_json
 from jetspec_jax.engine import PLAIN, TreeSettings
-from jetspec_jax.tree import Algorithm, algorithm_names, get_algorithm
+from jetspec_jax.tree import Algorithm, Profile, algorithm_names, get_algorithm
 from jetspec_jax.tree.algorithms import check_algorithm
 
 ALL = "all"
@@ -70,7 +70,7 @@ def choose_algorithms(
             ) from error
         if not equals or not name:
             raise ValueError(f"--algorithm-option takes [ALGORITHM.]NAME=VALUE, not {option!r}")
-    table = None if profile is None else read_json(profile)
+    table = None if profile is None else Profile.parse(read_json(profile), where=str(profile))
     readers = {name for name in names if takes_profile(name)}
     if profile is not None and not readers:
         raise ValueError(f"--profile: none of {', '.join(names)} takes a profile")

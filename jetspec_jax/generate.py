@@ -1,6 +1,6 @@
 """Token ids in, completions out: plain decoding and tree decoding of a list of prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Completion
@@ -9,6 +9,7 @@ from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TokenIds, TreeSettings,
 from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree.routing import hints_of_each
 
 
 def generate(
@@ -99,11 +100,7 @@ def per_prompt(
 
 def hints_per_prompt(routing: Hints | Sequence[Hints | None] | None, count: int) -> list[Hints | None]:
     """What is known of each of ``count`` prompts; ValueError if that is not said of as many."""
-    if routing is None or isinstance(routing, Mapping):
-        return [routing] * count
-    if len(routing) != count:
-        raise ValueError(f"{len(routing)} routing hints for {count} prompts")
-    return list(routing)
+    return hints_of_each(routing, count, "prompts")
 
 
 def slots_for(count: int, max_slots: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from jetspec_jax.config import read_json
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling import SamplingParams, draw_seed
-from jetspec_jax.tree import Algorithm, Hints, algorithm_names, get_algorithm
+from jetspec_jax.tree import Algorithm, Hints, Profile, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
 
@@ -119,5 +119,6 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
             raise ValueError(
                 f"--algorithm-option takes NAME=VALUE with a JSON value, not {text!r}"
             ) from error
-    profile = None if arguments.profile is None else read_json(arguments.profile)
+    path = arguments.profile
+    profile = None if path is None else Profile.parse(read_json(path), where=str(path))
     return get_algorithm(arguments.algorithm, options, profile)

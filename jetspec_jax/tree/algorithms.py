@@ -4,6 +4,7 @@ All trees grow best-first out of the same candidates. An algorithm decides how: 
 each depth may have, what is added to their priority, and whether children come all at once or one by one.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Real
@@ -53,9 +54,12 @@ class Algorithm:
     Attributes:
         one_by_one: Whether a node's children are inserted each by its own priority, instead of all of them
             when their parent's turn comes.
+        table: What a profile must have if one is given: "depth_rank_accept", "per_class_histograms", or None
+            where either may be absent.
     """
 
     one_by_one: ClassVar[bool] = False
+    table: ClassVar[str | None] = None
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """How trees grow out of some candidates; runs inside a compiled round, so it must be traceable."""
@@ -96,6 +100,8 @@ def algorithm_names() -> tuple[str, ...]:
 
 def check_algorithm(name: str) -> None:
     """Raises ValueError, listing the known names, unless ``name`` is one of them."""
+    if not isinstance(name, str):
+        raise ValueError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
     if name not in _KNOWN:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 
@@ -126,7 +132,8 @@ def get_algorithm(
         profile: The table of an algorithm that takes one, as JSON has it or read already.
 
     Raises:
-        ValueError: The name or an option is unknown, or a value or the table is not valid.
+        ValueError: The name or an option is unknown, a value or the table is not valid, or the profile lacks
+            the table that the algorithm reads.
     """
     check_algorithm(name)
     kind, given = _KNOWN[name], dict(options or {})
@@ -138,7 +145,10 @@ def get_algorithm(
     if profile is not None:
         if not takes_profile:
             raise ValueError(f"the tree algorithm {name!r} takes no profile")
-        given["profile"] = profile if isinstance(profile, Profile) else Profile.parse(profile)
+        read = profile if isinstance(profile, Profile) else Profile.parse(profile)
+        if kind.table is not None and not read.has(kind.table):
+            raise ValueError(f"{read.where} has no {kind.table}, which the tree algorithm {name!r} reads")
+        given["profile"] = read
     missing = [
         f.name
         for f in fields(kind)
@@ -153,14 +163,19 @@ def get_algorithm(
 
 
 def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the options that are no number, boolean or algorithm as their default is."""
+    """Raises ValueError, with the options that are no number, boolean or algorithm as their default is.
+
+    A number must be finite, unless the default is infinite.
+    """
     wrong = []
     for option in fields(kind):
         value, usual = given.get(option.name, option.default), option.default
         if isinstance(usual, bool):
             fits, meant = isinstance(value, bool), "true or false"
         elif isinstance(usual, Real):
-            fits, meant = isinstance(value, Real) and not isinstance(value, bool), "a number"
+            fits, meant = _is_number(value), "a finite number"
+            if math.isinf(usual):
+                fits, meant = fits or value in (math.inf, -math.inf), "a number"
         elif isinstance(usual, Algorithm):
             fits, meant = isinstance(value, str | Algorithm), "an algorithm or the name of one"
         else:
@@ -169,6 +184,14 @@ def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> 
             wrong.append(f"{option.name} must be {meant}, not {value!r}")
     if wrong:
         raise ValueError(f"options of the tree algorithm {name!r}: {'; '.join(wrong)}")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that is finite as a float."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _check_kind(kind: type[Algorithm]) -> None:

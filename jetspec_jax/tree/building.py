@@ -158,9 +158,10 @@ def _algorithm(
 ) -> Algorithm:
     if isinstance(named, str):
         return get_algorithm(named, options, profile)
+    own = algorithm_of(named)
     if options or profile is not None:
         raise ValueError(f"{named} has its options already; name the algorithm to give others")
-    return algorithm_of(named)
+    return own
 
 
 def _integer(name: str, value: SupportsIndex, most: int, meaning: str) -> int:

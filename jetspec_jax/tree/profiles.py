@@ -1,6 +1,6 @@
 """Tables of measured acceptance, which some algorithms take their caps from.
 
-The JSON, of which both parts may be absent::
+The JSON, of which one table may be absent where no algorithm reads it::
 
     {"version": 1,
      "depth_rank_accept": [[0.6, 0.2, ...], ...],
@@ -13,8 +13,10 @@ carry no version and are read as well.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from jetspec_jax.tree.routing import check_classes
 
 VERSION = 1
 _KEYS = ("version", "depth_rank_accept", "per_class_histograms", "meta")
@@ -30,30 +32,45 @@ class Profile:
     Attributes:
         depth_rank_accept: By depth and rank; empty without one.
         class_caps: Caps by depth for each class that has a histogram, as pairs.
+        where: What errors call it, as the name of its file.
     """
 
     depth_rank_accept: Table = ()
     class_caps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    where: str = field(default="the profile", compare=False)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> "Profile":
+    def parse(cls, raw: Mapping[str, Any], where: str = "the profile") -> "Profile":
         """Reads what the JSON holds.
 
+        Args:
+            raw: The JSON.
+            where: What errors call it, as the name of its file.
+
         Raises:
-            ValueError: It is of another version, has unknown keys, or a table is misshapen.
+            ValueError: It is of another version, has unknown keys or classes, or a table is misshapen.
         """
         if not isinstance(raw, Mapping):
-            raise ValueError(f"a profile is an object with {', '.join(_KEYS)}, not {type(raw).__name__}")
+            keys = ", ".join(_KEYS)
+            raise ValueError(f"{where} must be an object with some of {keys}, not {type(raw).__name__}")
         if raw.get("version", VERSION) != VERSION:
-            raise ValueError(f"the profile is version {raw['version']!r}, and this reads version {VERSION}")
+            raise ValueError(f"{where} is version {raw['version']!r}, and this reads version {VERSION}")
         if unknown := sorted(raw.keys() - set(_KEYS)):
-            raise ValueError(f"unknown keys {unknown} in the profile; there are {', '.join(_KEYS)}")
-        classes = raw.get("per_class_histograms", {})
+            raise ValueError(f"unknown keys {unknown} in {where}; there are {', '.join(_KEYS)}")
+        classes, of_class = raw.get("per_class_histograms", {}), f"{where}: per_class_histograms"
         if not isinstance(classes, Mapping):
-            raise ValueError("per_class_histograms must be an object with a histogram for each class")
+            raise ValueError(f"{of_class} must be an object with a histogram for each class")
+        check_classes(classes, f"per_class_histograms of {where}")
         return cls(
-            _table(raw.get("depth_rank_accept", ()), "depth_rank_accept"),
-            tuple((name, _caps(own, f"per_class_histograms[{name!r}]")) for name, own in classes.items()),
+            _table(raw.get("depth_rank_accept", ()), f"{where}: depth_rank_accept"),
+            tuple((name, _caps(own, f"{of_class}[{name!r}]")) for name, own in classes.items()),
+            where,
+        )
+
+    def has(self, table: str) -> bool:
+        """Whether it has anything in a table, by its name in the JSON."""
+        return bool(
+            {"depth_rank_accept": self.depth_rank_accept, "per_class_histograms": self.class_caps}[table]
         )
 
     def caps_of(self, name: str) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int, Int32
 from jetspec_jax.tree.algorithms import Algorithm, Plan, register_algorithm
 from jetspec_jax.tree.candidates import Candidates
 from jetspec_jax.tree.profiles import NO_PROFILE, Profile
-from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing
+from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing, check_classes
 
 #: Caps by depth; the last goes on for all depths below.
 Template = tuple[int, ...]
@@ -67,8 +67,9 @@ class TaskRouter(Algorithm):
     Attributes:
         gap_high: A mean gap above this is decisive.
         gap_low: One below this is uncertain.
-        templates: Caps by depth for each of `CLASSES`, as a mapping; those left out stay as they are. The
-            last cap goes on below; more caps than the draft has rows are refused when a tree is planned.
+        templates: Caps by depth for each of `CLASSES`, as a mapping or its pairs; those left out stay as they
+            are. The last cap goes on below; more caps than the draft has rows are refused when a tree is
+            planned.
         force_baseline: Do as `accum_logp`.
     """
 
@@ -81,16 +82,13 @@ class TaskRouter(Algorithm):
         """Makes the templates hashable.
 
         Raises:
-            ValueError: A class is unknown, or a template no list of caps.
+            ValueError: The gaps are the wrong way round, a class is unknown or named twice, or a template is
+                no list of caps.
         """
-        if isinstance(self.templates, Mapping):
-            unknown = sorted(self.templates.keys() - set(CLASSES))
-            if unknown:
-                raise ValueError(f"unknown classes {unknown} in templates; there are {', '.join(CLASSES)}")
-            pairs = ((name, _template(own, f"templates[{name!r}]")) for name, own in self.templates.items())
-            object.__setattr__(self, "templates", tuple(sorted(pairs)))
-        elif self.templates is not None and not isinstance(self.templates, tuple):
-            raise ValueError(f"templates must map classes to lists of caps, not {self.templates!r}")
+        if not self.gap_low <= self.gap_high:
+            raise ValueError(f"gap_low must be at most gap_high, {self.gap_high}, not {self.gap_low}")
+        if self.templates is not None:
+            object.__setattr__(self, "templates", _templates(self.templates))
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """The template of each sequence's class."""
@@ -156,6 +154,8 @@ class ClassHistogram(TaskRouter):
         profile: Its ``per_class_histograms``.
     """
 
+    table: ClassVar[str | None] = "per_class_histograms"
+
     profile: Profile = NO_PROFILE
 
     def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
@@ -178,6 +178,8 @@ class DepthRankHistogram(Algorithm):
         tau: Least share of acceptances of a rank.
         profile: Its ``depth_rank_accept``.
     """
+
+    table: ClassVar[str | None] = "depth_rank_accept"
 
     tau: float = 0.02
     profile: Profile = NO_PROFILE
@@ -270,6 +272,18 @@ def _extended(template: Sequence[int], candidates: Candidates) -> Int32[Array, "
     _, depth, width = candidates.tokens.shape
     caps = [template[min(d, len(template) - 1)] for d in range(depth)]
     return jnp.asarray([min(max(cap, 1), width) for cap in caps], jnp.int32)
+
+
+def _templates(given: Any) -> tuple[tuple[str, Template], ...]:
+    """Templates as pairs in the order of their classes' names."""
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, tuple) or not all(isinstance(own, tuple) and len(own) == 2 for own in pairs):
+        raise ValueError(f"templates must map classes to lists of caps, not {given!r}")
+    names = [name for name, _ in pairs]
+    check_classes(names, "templates")
+    if len(set(names)) < len(names):
+        raise ValueError(f"templates must name each class once, not {', '.join(names)}")
+    return tuple(sorted((name, _template(caps, f"templates[{name!r}]")) for name, caps in pairs))
 
 
 def _template(caps: Any, name: str) -> Template:

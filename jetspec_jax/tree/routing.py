@@ -1,6 +1,6 @@
 """What a caller says of a request, for algorithms that route by it, as arrays of a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ _REASONING_TASKS = frozenset({"reasoning", "chain_of_thought", "cot", "math", "c
 _REASONING_MODES = frozenset({"reasoning", "cot"})
 _REASONING_TEXT = ("<think>", "step 1", "let me think", "let's think", "first,", "chain of thought")
 KEYS = ("task", "mode", "text")
+_MEANT = f"a mapping with any of {', '.join(KEYS)}, as {{'task': 'math'}}"
 
 #: What is known of one request: any of `KEYS`.
 Hints = Mapping[str, str]
@@ -50,7 +51,7 @@ class Routing(NamedTuple):
         """What was said of one sequence, as NumPy values without the batch axis.
 
         Raises:
-            ValueError: A key is unknown or a value no string.
+            ValueError: It is no mapping, a key is unknown, or a value no string.
         """
         values: Any = np.int32(task_class(hints)), np.bool_(reasoning(hints))
         return cls(*values)
@@ -60,15 +61,40 @@ class Routing(NamedTuple):
         """Hints for all sequences, or for each of them.
 
         Raises:
-            ValueError: There are not as many as sequences, or one has an unknown key or no string.
+            ValueError: As `hints_of_each`.
         """
-        own = [hints] * batch if hints is None or isinstance(hints, Mapping) else list(hints)
-        if len(own) != batch:
-            raise ValueError(f"{len(own)} routing hints for {batch} sequences")
+        own = hints_of_each(hints, batch, "sequences")
         return cls(
             jnp.asarray([task_class(hint) for hint in own], jnp.int32),
             jnp.asarray([reasoning(hint) for hint in own], bool),
         )
+
+
+def hints_of_each(
+    hints: Hints | Sequence[Hints | None] | None, count: int, things: str
+) -> list[Hints | None]:
+    """What is known of each of ``count`` things: the same, or what a sequence says of it.
+
+    Raises:
+        ValueError: There are not as many as things, or one is no mapping, has an unknown key or no string.
+    """
+    if hints is None or isinstance(hints, Mapping):
+        own = [hints] * count
+    elif isinstance(hints, Sequence) and not isinstance(hints, str):
+        own = list(hints)
+    else:
+        raise ValueError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
+    if len(own) != count:
+        raise ValueError(f"{len(own)} routing hints for {count} {things}")
+    for hint in own:
+        _checked(hint)
+    return own
+
+
+def check_classes(names: Iterable[Any], where: str) -> None:
+    """Raises ValueError for names that are none of `CLASSES`; ``where`` they were found."""
+    if unknown := sorted((name for name in names if name not in CLASSES), key=str):
+        raise ValueError(f"unknown classes {unknown} in {where}; there are {', '.join(CLASSES)}")
 
 
 def task_class(hints: Hints | None) -> int:
@@ -90,6 +116,8 @@ def reasoning(hints: Hints | None) -> bool:
 
 def _checked(hints: Hints | None) -> Hints:
     given = {} if hints is None else hints
+    if not isinstance(given, Mapping):
+        raise ValueError(f"routing is {_MEANT}, not {given!r}")
     wrong = [key for key, value in given.items() if key not in KEYS or not isinstance(value, str)]
     if wrong:
         raise ValueError(f"routing takes strings under {', '.join(KEYS)}; not valid: {wrong}")

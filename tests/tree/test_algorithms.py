@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -266,11 +268,11 @@ class TestOptions:
             ),
             ("top2gap_fanout", {"gamma": 1}, "it has: beta, g_0"),
             ("hybrid", {"alpha": -1.0}, "alpha must be a number of at least 0"),
-            ("hybrid", {"alpha": "1"}, "'hybrid': alpha must be a number, not '1'"),
+            ("hybrid", {"alpha": "1"}, "'hybrid': alpha must be a finite number, not '1'"),
             (
                 "top2gap_fanout",
                 {"beta": None, "g_0": True},
-                "beta must be a number, not None; g_0 must be a number, not True",
+                "beta must be a finite number, not None; g_0 must be a finite number, not True",
             ),
             ("reasoning_router", {"force_baseline": "no"}, "force_baseline must be true or false, not 'no'"),
             ("task_router", {"templates": {"hard": [1]}}, r"unknown classes \['hard'\] in templates"),
@@ -282,6 +284,32 @@ class TestOptions:
             ),
             ("reasoning_router", {"open_ended_template": []}, "open_ended_template must be a list of caps"),
             ("accum_logp", {"profile": {}}, "'accum_logp' takes no profile"),
+            (
+                "task_router",
+                {"templates": (3, 2, 1)},
+                r"templates must map classes to lists of caps, not \(3",
+            ),
+            (
+                "task_router",
+                {"templates": (("decisive", (1,)),)},
+                r"unknown classes \['decisive'\] in templates",
+            ),
+            ("task_router", {"templates": (([1], (1,)),)}, r"unknown classes \[\[1\]\] in templates"),
+            (
+                "class_histogram",
+                {"templates": (("balanced_task", (0,)),)},
+                r"templates\['balanced_task'\] must be a list of caps of at least 1, .* not \(0,\)",
+            ),
+            (
+                "task_router",
+                {"templates": (("balanced_task", (1,)), ("balanced_task", (2,)))},
+                "templates must name each class once, not balanced_task, balanced_task",
+            ),
+            ("top2gap_fanout", {"beta": math.nan}, "beta must be a finite number, not nan"),
+            ("depth_rank_histogram", {"tau": math.nan}, "tau must be a finite number, not nan"),
+            ("task_router", {"gap_high": math.inf}, "gap_high must be a finite number, not inf"),
+            ("hybrid", {"alpha": 10**400}, "alpha must be a finite number, not 1000"),
+            ("task_router", {"gap_low": 3.0}, "gap_low must be at most gap_high, 2.0, not 3.0"),
         ],
     )
     def test_refused(self, name, options, message):
@@ -343,6 +371,10 @@ class TestProfiles:
             ({"depth_rank_accept": [0.5]}, "depth_rank_accept must be a list of rows"),
             ({"depth_rank_accept": [[0.5, 1.5]]}, r"of shares in 0\.\.1"),
             ({"per_class_histograms": []}, "per_class_histograms must be an object"),
+            (
+                {"per_class_histograms": {"easy": [1]}},
+                r"unknown classes \['easy'\] in per_class_histograms of the",
+            ),
             ({"per_class_histograms": {"decisive_task": []}}, "must be a list of caps, or of rows"),
             ({"per_class_histograms": {"decisive_task": [1, 0.5]}}, "must be a list of caps, or of rows"),
         ],
@@ -350,6 +382,24 @@ class TestProfiles:
     def test_refused(self, raw, message):
         with pytest.raises(ValueError, match=message):
             Profile.parse(raw)
+        with pytest.raises(ValueError, match=r"my\.json"):
+            Profile.parse(raw, where="my.json")
+
+    @pytest.mark.parametrize(
+        ("name", "lacking", "table"),
+        [
+            ("depth_rank_histogram", {"per_class_histograms": {"balanced_task": [2]}}, "depth_rank_accept"),
+            ("class_histogram", {"depth_rank_accept": [[0.5]]}, "per_class_histograms"),
+        ],
+    )
+    def test_without_the_table_that_is_read(self, name, lacking, table):
+        for raw in (lacking, {"meta": {}}, Profile()):
+            message = f"^the profile has no {table}, which the tree algorithm '{name}' reads$"
+            with pytest.raises(ValueError, match=message):
+                get_algorithm(name, profile=raw)
+        with pytest.raises(ValueError, match=rf"^my\.json has no {table}"):
+            get_algorithm(name, profile=Profile.parse(lacking, where="my.json"))
+        assert get_algorithm(name) == type(get_algorithm(name))()  # none at all is none that lacks anything
 
 
 class TestRegistry:
@@ -407,3 +457,49 @@ def test_plans_are_traceable():
 def _plan_arrays(algorithm, candidates):
     plan = algorithm.plan(candidates, Routing.unsaid(2))
     return plan.caps, plan.bonus
+
+
+# The type checker of the tests would refuse these calls first, so they are made in a process without it.
+WRONG_TYPES = """
+import numpy as np
+from jetspec_jax.engine import TreeSettings
+from jetspec_jax.generate import hints_per_prompt
+from jetspec_jax.tree import AccumLogp, Auto, Routing, build_tree, get_algorithm
+
+def tree(**settings):
+    return build_tree(np.zeros((1, 2, 4), np.float32), [1], width=2, budget=4, **settings)
+
+for call in (
+    lambda: tree(algorithm=["chain"]),
+    lambda: tree(algorithm=["chain"], tau=1),
+    lambda: TreeSettings(algorithm=AccumLogp).check(None, None),
+    lambda: Auto(["chain"]),
+    lambda: tree(routing="math"),
+    lambda: tree(routing=["math"]),
+    lambda: hints_per_prompt("math", 1),
+    lambda: hints_per_prompt(["math"], 1),
+    lambda: Routing.of_one("math"),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_what_is_no_algorithm_and_no_routing():
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    algorithm = "a tree algorithm is its name, or an Algorithm with its options, not "
+    mapping = "a mapping with any of task, mode, text, as {'task': 'math'}"
+    assert done.stdout.splitlines() == [
+        f"{algorithm}['chain']",
+        f"{algorithm}['chain']",
+        f"{algorithm}{AccumLogp}",
+        f"{algorithm}['chain']",
+        f"routing is {mapping}, for all sequences, or a sequence of these, not 'math'",
+        f"routing is {mapping}, not 'math'",
+        f"routing is {mapping}, for all prompts, or a sequence of these, not 'math'",
+        f"routing is {mapping}, not 'math'",
+        f"routing is {mapping}, not 'math'",
+    ]
