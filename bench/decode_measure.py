@@ -120,7 +120,9 @@ class Bench:
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all that a method runs; the most bytes that have been in use."""
         engine, work = self._engine(method), next(iter(self._works.values()))
-        params = replace(work.params[0], max_tokens=min(WARM_UP_TOKENS, work.params[0].max_tokens))
+        # A request of one token, or one that ends with its first, has no round.
+        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
+        params = replace(work.params[0], max_tokens=most, ignore_eos=True)
         engine.complete(work.ids[:1], [params], work.routing[:1])
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 

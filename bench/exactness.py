@@ -8,7 +8,7 @@ are listed with their gaps, and nothing is judged.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -26,7 +26,7 @@ from bench.pair import (
     load_pair,
 )
 from bench.prompt_work import Work, make_works
-from bench.prompts import load_prompts
+from bench.prompts import Prompt, load_prompts
 from bench.report import (
     add_report_arguments,
     check_report,
@@ -74,16 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows, entries, about = [], [], {}
     with tqdm(total=len(dtypes) * len(temperatures) * (1 + len(trees)), desc="decode", unit="run") as bar:
         for dtype in dtypes:
-            pair = load_pair(arguments, dtype, trees.values())
-            works = make_works(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
-            about = {**describe_pair(pair, works.values()), "dtype": list(dtypes)}
-            for temperature, work in works.items():
-                case = {"dtype": dtype, "T": temperature}
-                judged = dtype == "float32"
-                for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
-                    found = compare(pair.target, work, outputs, plain, judged=judged)
-                    entries += [{**case, "method": name, **entry} for entry in found]
-                    rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
+            about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, bar)
+            rows += own_rows
+            entries += own_entries
+    about = {**about, "dtype": list(dtypes)}
     report = {
         "benchmark": "exactness",
         **machine(),
@@ -106,6 +100,30 @@ def run(arguments: argparse.Namespace) -> int:
     write_json(arguments.json, {**report, "notes": notes})
     plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
     return 1 if any(row["mistakes"] for row in rows) else 0
+
+
+def _ledger(
+    arguments: argparse.Namespace,
+    dtype: str,
+    prompts: Sequence[Prompt],
+    trees: Mapping[str, TreeSettings],
+    bar: Any,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """A description of the pair at one type of the weights, totals, and differences.
+
+    The pair is a local of this function alone, so that the device is free for the next type's.
+    """
+    pair = load_pair(arguments, dtype, trees.values())
+    works = make_works(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
+    rows, entries = [], []
+    for temperature, work in works.items():
+        case = {"dtype": dtype, "T": temperature}
+        judged = dtype == "float32"
+        for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
+            found = compare(pair.target, work, outputs, plain, judged=judged)
+            entries += [{**case, "method": name, **entry} for entry in found]
+            rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
+    return describe_pair(pair, works.values()), rows, entries
 
 
 def _decode(

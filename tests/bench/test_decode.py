@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,12 +11,13 @@ from bench import decode, exactness, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
 from bench.decode_report import Rows, at_budget, best_of, notes_of
-from bench.methods import choose_algorithms, choose_methods
-from bench.prompt_work import make_work
+from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.prompt_work import Work, make_work
 from bench.prompts import Prompt
-from jetspec_jax import Completion, load_draft_head, load_target, memory
+from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.tree import algorithm_names, get_algorithm
+from tests.decode.tiny import TINY, random_head, random_target
 from train.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -302,6 +304,17 @@ class TestRows:
         assert len(notes_of({**report, "arguments": {"profile": "mine.json"}})) == 2
 
 
+@pytest.mark.parametrize(("most", "warm"), [(1, 2), (3, 3), (64, 4)])
+def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(monkeypatch, most, warm):
+    """Also where the answer is one token, or ends with its first."""
+    seen = []
+    monkeypatch.setattr(Bench, "_engine", lambda *_: SimpleNamespace(complete=lambda *own: seen.append(own)))
+    work = Work([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
+    bench = Bench(random_target(TINY, 0), random_head(TINY, 1), {0.0: work}, batch=1, implementation=None)
+    bench._warm_up(PLAIN_METHOD)
+    assert seen == [([[1]], [SamplingParams(max_tokens=warm, ignore_eos=True)], [None])]
+
+
 class TestAlgorithms:
     def test_all(self):
         assert list(choose_algorithms(["all"])) == list(algorithm_names())
@@ -328,7 +341,10 @@ class TestAlgorithms:
             (["--algorithms", "hybrid", "--algorithm-option", "alpha"], "with a JSON value, not 'alpha'"),
             (["--profile", "{}/none.json"], "none.json"),
             (["--profile", "{}/profile.json"], "none of accum_logp takes a profile"),
-            (["--algorithms", "class_histogram", "--profile", "{}/profile.json"], "version 9"),
+            (
+                ["--algorithms", "class_histogram", "--profile", "{}/profile.json"],
+                "profile.json is version 9",
+            ),
             (["--budgets", "16", "512"], "512"),
             (["--width", "0"], "--width must be at least 1, not 0"),
             (["--width", "5000"], "width must lie in 1..4096, not 5000"),

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -97,6 +98,22 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     out = capsys.readouterr().out
     assert "MISTAKE" in out
     assert repr(entry["token_text"]) in out
+
+
+def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
+    held = []
+
+    def load(*_):
+        assert [ref for ref in held if ref() is not None] == []
+        own = Pair(random_target(TINY, 0), random_head(TINY, 1))
+        held.extend([weakref.ref(own.target), weakref.ref(own.head)])
+        return own
+
+    monkeypatch.setattr(exactness, "load_pair", load)
+    code, report = run(tmp_path / "ledger.json", "--temperatures", "0")
+    assert code == 0
+    assert len(held) == 4
+    assert report["dtype"] == ["float32", "bfloat16"]
 
 
 def test_two_equally_good_tokens_are_a_tie(tmp_path, broken, monkeypatch):
