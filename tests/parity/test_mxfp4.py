@@ -1,11 +1,17 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from convert import to_huggingface, to_orbax
+from jetspec_jax import load_target, logits
 from jetspec_jax.models.key_table import Key
+from tests.loading.published import write
+from tests.loading.test_gpt_oss import TINY, other_tensors, packed_experts
+from tests.parity.oracle import assert_close, oracle_logits, random_ids
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
 
 
 class TestExperts:
@@ -28,3 +34,20 @@ class TestExperts:
         ours = np.empty((3, 96, 80), np.float32)
         key.from_file(ours, blocks, powers)
         np.testing.assert_array_equal(ours, theirs.numpy())
+
+
+def test_a_converted_checkpoint_is_read_by_transformers(tmp_path):
+    """Widened by us, it is a plain model there: nothing of it says that it was packed."""
+    raw = {**TINY, "pad_token_id": 0}  # within the vocabulary
+    # Of matrices as large as they are, logits are so large that their rounding is above the tolerance.
+    factors = {1: np.float32(1), 2: np.float32(0.2)}
+    others = {name: tensor * factors[tensor.ndim] for name, tensor in other_tensors().items()}
+    packed = write(tmp_path / "packed", raw, others | packed_experts())
+    to_orbax(packed, tmp_path / "orbax", dtype="float32")
+    to_huggingface(tmp_path / "orbax", tmp_path / "back")
+    model, loading = transformers.GptOssForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values())
+    ids = random_ids(0, 2, 20)
+    assert_close(logits(load_target(packed, dtype="float32"), ids), oracle_logits(model, ids))
