@@ -70,10 +70,11 @@ def choose_algorithms(
             ) from error
         if not equals or not name:
             raise ValueError(f"--algorithm-option takes [ALGORITHM.]NAME=VALUE, not {option!r}")
-    table = None if profile is None else Profile.parse(read_json(profile), where=str(profile))
+    raw = None if profile is None else read_json(profile)
     readers = {name for name in names if takes_profile(name)}
-    if profile is not None and not readers:
+    if raw is not None and not readers:
         raise ValueError(f"--profile: none of {', '.join(names)} takes a profile")
+    table = None if raw is None else Profile.parse(raw, where=str(profile))
     chosen: dict[str, str | Algorithm] = {}
     for name in names:
         own_table = table if name in readers else None
