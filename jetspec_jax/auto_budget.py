@@ -49,7 +49,7 @@ class Choice(NamedTuple):
     rounds: int
 
 
-class Acceptance:
+class AcceptanceEstimate:
     """Running estimate of the tokens that a round of each bucket commits."""
 
     def __init__(self, buckets: Sequence[int]):
@@ -137,7 +137,7 @@ class Pace:
 class AutoBudget:
     """Chooses buckets, and keeps account of the time that goes into finding out."""
 
-    def __init__(self, acceptance: Acceptance, costs: RoundCosts, probing: float):
+    def __init__(self, acceptance: AcceptanceEstimate, costs: RoundCosts, probing: float):
         """Starts an account.
 
         Args:

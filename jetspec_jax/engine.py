@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import ArrayLike
 from tqdm import tqdm
 
-from jetspec_jax.auto_budget import Acceptance, AutoBudget, Choice
+from jetspec_jax.auto_budget import AcceptanceEstimate, AutoBudget, Choice
 from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
@@ -169,7 +169,9 @@ class Engine:
         # With "auto" one for each bucket, from plain decoding up; else only the engine's own.
         self._decoders = decoders_of(self.decoder)
         # Greedy and sampled requests have other shares of their drafts accepted.
-        self._acceptance = {kind: Acceptance(tree_buckets(self.decoder.bucket)) for kind in (False, True)}
+        self._acceptance = {
+            kind: AcceptanceEstimate(tree_buckets(self.decoder.bucket)) for kind in (False, True)
+        }
         self._auto: dict[bool, AutoBudget] = {}
         self.target, self.settings = target, settings
         self.weights = DecodeWeights(target.weights, proposer_weights)

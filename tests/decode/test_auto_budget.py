@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.auto_budget import PROBE_ROUNDS, Acceptance, AutoBudget
+from jetspec_jax.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree.auto import Auto
 
@@ -67,7 +67,7 @@ def fixed(drafted, seconds):
 def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
     times = []
     for seed in range(3):
-        auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
+        auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds), PROBING)
         times.append(simulate(auto, World(drafted, seed), seconds)[0])
     per_token = fixed(drafted, seconds)
     assert np.mean(times) <= 1.03 * per_token.min()
@@ -78,14 +78,14 @@ def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
 def test_costs_that_were_timed_wrong(drafted):
     """Each bucket a few percent too fast or too slow, and all of them slower than they were."""
     timed = np.asarray(SMALL_MODEL) * [1.0, 0.94, 1.05, 0.95, 1.08, 0.93] / 1.3
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(timed), PROBING)
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(timed), PROBING)
     simulate(auto, World(drafted, 0), SMALL_MODEL, 2 * TOKENS)
     time, ran = simulate(auto, World(drafted, 1), SMALL_MODEL, 2 * TOKENS)
     assert time <= 1.03 * fixed(drafted, SMALL_MODEL).min(), ran
 
 
 def test_the_pace_outlives_an_interruption():
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), PROBING)
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING)
     simulate(auto, World(GOOD, 0), SMALL_MODEL)
     before = auto.pace.seconds(300, ROUNDS)
     auto.pace.learn(0, 300, ROUNDS, 1000.0)
@@ -97,7 +97,7 @@ def test_the_pace_outlives_an_interruption():
 def test_a_busy_machine_is_forgotten(seed):
     """Buckets that were only tried while it was slow are not slow for ever; nor is the first that ran."""
     seconds, drafted = LARGE_MODEL, (0.1, 0.12, 0.14, 0.16, 0.16)  # plain is best, by 20 %
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds), PROBING)
     world = World(drafted, seed)
     for slower, tokens in ((4.0, 60), (1.0, 300), (3.0, 2000), (1.0, 3000), (2.0, 500)):
         simulate(auto, world, seconds, tokens, slower)
@@ -106,7 +106,7 @@ def test_a_busy_machine_is_forgotten(seed):
 
 
 def test_follows_a_text_that_changes():
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(SMALL_MODEL), PROBING)
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING)
     for drafted, mostly_trees in ((POOR, False), (GOOD, True), (POOR, False)):
         _, ran = simulate(auto, World(drafted, 0), SMALL_MODEL)
         assert (ran[0] < 0.3 * ran.sum()) == mostly_trees, ran
@@ -115,11 +115,11 @@ def test_follows_a_text_that_changes():
 def test_the_account_bounds_what_probing_loses():
     """Trees never pay here: after the first, a probe comes only when plain rounds have earned it."""
     seconds = (1.0, 9.0, 9.0, 9.0, 9.0, 9.0)
-    auto = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), PROBING)
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds), PROBING)
     time, ran = simulate(auto, World(POOR, 0), seconds)
     assert time <= 1.02 * fixed(POOR, seconds)[0]
     assert ran[1:].sum() > PROBE_ROUNDS, "it goes on asking"
-    never = AutoBudget(Acceptance(BUCKETS), costs_of(seconds), 0.0)
+    never = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds), 0.0)
     assert simulate(never, World(POOR, 0), seconds)[1][1:].sum() == PROBE_ROUNDS
 
 
@@ -132,13 +132,13 @@ def test_a_short_dispatch_pays_more_of_it_each_round():
 
 class TestAcceptance:
     def test_learns_the_mean_of_what_it_saw(self):
-        acceptance = Acceptance((16, 32))
+        acceptance = AcceptanceEstimate((16, 32))
         for _ in range(200):
             acceptance.learn(np.full((16, 2), [1.0, 1.5]), np.tile([[1, 2], [3, 4]], (8, 1)))
         np.testing.assert_allclose(acceptance.tokens(), [1.0, 3.0, 4.0], rtol=0.02)
 
     def test_larger_trees_than_were_seen_move_along(self):
-        acceptance = Acceptance((16, 32))
+        acceptance = AcceptanceEstimate((16, 32))
         for _ in range(200):
             acceptance.learn(np.full((16, 1), 0.5), np.full((16, 1), 1))
         plain, small, large = acceptance.tokens()
@@ -148,13 +148,13 @@ class TestAcceptance:
         assert large == pytest.approx(2.25, rel=0.02)
 
     def test_nothing_accepted_at_all(self):
-        acceptance = Acceptance((16, 32))
+        acceptance = AcceptanceEstimate((16, 32))
         for _ in range(300):
             acceptance.learn(np.zeros((16, 2)), np.zeros((16, 2), int))
         np.testing.assert_allclose(acceptance.tokens(), 1.0, atol=1e-3)
 
     def test_no_round_changes_nothing(self):
-        acceptance = Acceptance((16, 32))
+        acceptance = AcceptanceEstimate((16, 32))
         before = acceptance.tokens()
         acceptance.learn(np.zeros((0, 1)), np.zeros((0, 1), int))
         np.testing.assert_array_equal(acceptance.tokens(), before)
