@@ -18,10 +18,11 @@ from jetspec_jax.compilation_cache import enable_compilation_cache
 from jetspec_jax.completion import Completion
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, Request, TreeSettings, check_request, make_decoder
+from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TreeSettings, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
 from jetspec_jax.generate import hints_per_prompt, per_prompt, slots_for
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
+from jetspec_jax.request import Request, check_request
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 

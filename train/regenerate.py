@@ -11,8 +11,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.engine import PLAIN, Engine, Request, TokenIds, TreeSettings, check_request
+from jetspec_jax.engine import PLAIN, Engine, TreeSettings
 from jetspec_jax.generate import slots_for
+from jetspec_jax.request import Request, TokenIds, check_request
 from jetspec_jax.sampling import SamplingParams
 from train.documents import Writer
 from train.manifest import REGENERATE, Settings, ShardPlan

@@ -1,0 +1,88 @@
+"""A request: a prompt on its way through an engine, and what is checked before anything is done for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import ArrayLike
+
+from jetspec_jax.checkpoint import Target
+from jetspec_jax.completion import Output
+from jetspec_jax.engine_size import PAGE_SIZE
+from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.state import RoundRecord, SlotSettings
+
+#: A prompt: a list of token ids, or an array of them.
+TokenIds = ArrayLike | Sequence[int]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way through the engine.
+
+    Attributes:
+        prompt: Its tokens.
+        params: How it is sampled and when it stops.
+        settings: The same as arrays for its slot.
+        output: What it has got so far.
+        abandoned: Nobody waits for it any more; the next step takes it out.
+        slot: Where it decodes, once it was admitted.
+        pages: What it holds, once it was admitted.
+    """
+
+    prompt: np.ndarray
+    params: SamplingParams
+    settings: SlotSettings
+    output: Output
+    abandoned: bool = False
+    slot: int = -1
+    pages: Sequence[int] = ()
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
+        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_SIZE)
+
+    def collect(self, records: RoundRecord) -> None:
+        """Takes the tokens of the rounds that it took part in."""
+        of_slot = (records.tokens, records.counts, records.tree_sizes)
+        for tokens, count, size in zip(*(part[:, self.slot].tolist() for part in of_slot), strict=True):
+            if not count:
+                break
+            self.output.add_round(tokens[:count], size)
+
+
+def check_request(
+    target: Target, prompt: TokenIds, params: SamplingParams, *, capacity: int | None = None
+) -> np.ndarray:
+    """Checks a request before anything is done for it; its prompt as an array of token ids.
+
+    Raises:
+        ValueError: What is wrong with it.
+    """
+    if not isinstance(target, Target):
+        raise ValueError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"expected SamplingParams, not {type(params).__name__}")
+    config = target.config
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError("the prompt is empty; it needs at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"a prompt must be a list of token ids, not {prompt!r}")
+    for name, tokens in (("prompt", ids), ("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))):
+        outside = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
+            )
+    total = len(ids) + params.max_tokens
+    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
+    if total > limit:
+        raise ValueError(
+            f"{len(ids)} prompt tokens plus max_tokens={params.max_tokens} make {total}, beyond the "
+            f"context limit of {limit}; max_tokens could be at most {limit - len(ids)}"
+        )
+    if params.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
+    return ids.astype(np.int32)
