@@ -14,8 +14,8 @@ from jetspec_jax.config import (
     ModelConfig,
     check_head_fits,
     parse_draft_head_config,
-    parse_eos_token_ids,
     parse_model_config,
+    read_eos_token_ids,
     read_json,
 )
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
@@ -78,12 +78,7 @@ def load_target(
     resolved = resolve_dtype(dtype)
     check_memory(lambda: {TARGET_WEIGHTS: weight_bytes(config, resolved)})
     folder = resolve(path_or_id)
-    generation = folder / "generation_config.json"
-    eos = parse_eos_token_ids(
-        read_json(folder / "config.json"),
-        read_json(generation) if generation.exists() else None,
-        folder=folder,
-    )
+    eos = read_eos_token_ids(folder)
     if beyond := [token for token in eos if token >= config.vocab_size]:
         raise ValueError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"

@@ -18,7 +18,7 @@ from jetspec_jax.checkpoint import (
     resolve,
     resolve_dtype,
 )
-from jetspec_jax.config import ModelConfig, check_head_fits, parse_eos_token_ids, read_json
+from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import PLAIN, TreeSettings
 from jetspec_jax.sampling import SamplingParams
@@ -189,12 +189,7 @@ def name_of(target: str | Path) -> str:
 
 def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder:
     folder = resolve(path, TOKENIZER_PATTERNS)
-    generation = folder / "generation_config.json"
-    end_ids = parse_eos_token_ids(
-        read_json(folder / "config.json"),
-        read_json(generation) if generation.exists() else None,
-        folder=folder,
-    )
+    end_ids = read_eos_token_ids(folder)
     return Encoder(load_tokenizer(folder), end_ids, template_arguments)
 
 

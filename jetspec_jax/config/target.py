@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
-from jetspec_jax.config.fields import Fields, is_int
+from jetspec_jax.config.fields import Fields, is_int, read_json
 from jetspec_jax.config.geometry import ModelConfig
 
 #: Reads a family's keys.
@@ -109,6 +109,16 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
     fields.only("tie_word_embeddings", config.tie_word_embeddings, default=config.tie_word_embeddings)
     fields.inert(*wrapper.inert)
     return config
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of a checkpoint's folder: see `parse_eos_token_ids`."""
+    generation = folder / "generation_config.json"
+    return parse_eos_token_ids(
+        read_json(folder / "config.json"),
+        read_json(generation) if generation.exists() else None,
+        folder=folder,
+    )
 
 
 def parse_eos_token_ids(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
-_COLUMNS = (128, 64)  # narrower, a row is less than the memory moves at once
+_COLUMNS = (128, 64)  # narrower ones made one token slower on an H200, though programs were more
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
 _MOST_STAGES = 6
