@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from bench.scene import Scene
+from jetspec_jax.cache import PAGE_SIZE
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.engine import PAGE_SIZE
 from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
 
 

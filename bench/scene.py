@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache import Slots
+from jetspec_jax.cache import PAGE_SIZE, Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.engine import PAGE_SIZE
+from jetspec_jax.engine_size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
 
 # More than any run emits: no slot may stop while it is timed.
@@ -61,7 +61,7 @@ class Scene:
     @property
     def pages_per_slot(self) -> int:
         """T."""
-        return -(-(self.context + self.room) // PAGE_SIZE)
+        return pages_for(self.context + self.room)
 
     @property
     def capacity(self) -> int:

@@ -55,12 +55,12 @@ class EngineSize:
             raise ValueError(f"an engine needs at least one slot, not {slots}")
         if not 1 <= capacity <= limit:
             raise ValueError(f"capacity must lie in 1..{limit}, the target's context limit, not {capacity}")
-        return cls(slots, capacity, slots * -(-capacity // PAGE_SIZE) if num_pages is None else num_pages)
+        return cls(slots, capacity, slots * pages_for(capacity) if num_pages is None else num_pages)
 
     @property
     def pages_per_slot(self) -> int:
         """Pages that a slot can name."""
-        return -(-self.capacity // PAGE_SIZE)
+        return pages_for(self.capacity)
 
     def tokens_in_store(self, layer: LayerConfig) -> int:
         """Tokens of a slot for which a layer's store has room."""
@@ -78,6 +78,11 @@ class EngineSize:
             page_size=PAGE_SIZE,
             dtype=dtype,
         )
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_SIZE)
 
 
 def default_capacity(config: ModelConfig, need: int) -> int:

@@ -8,7 +8,7 @@ from jaxtyping import ArrayLike
 
 from jetspec_jax.checkpoint import Target
 from jetspec_jax.completion import Output
-from jetspec_jax.engine_size import PAGE_SIZE
+from jetspec_jax.engine_size import pages_for
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import RoundRecord, SlotSettings
 
@@ -41,7 +41,7 @@ class Request:
     @property
     def num_pages(self) -> int:
         """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
-        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_SIZE)
+        return pages_for(len(self.prompt) + self.params.max_tokens)
 
     def collect(self, records: RoundRecord) -> None:
         """Takes the tokens of the rounds that it took part in."""
