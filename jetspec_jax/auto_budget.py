@@ -162,12 +162,15 @@ class AutoBudget:
         few = min(rounds, PROBE_ROUNDS)
         probe = self._most_promising(best, rates)
         if probe is not None:
-            loss = few * (seconds[probe] - tokens[probe] / rates[best])
-            loss += self.costs.dispatches[probe] * (1 - few / rounds)  # one dispatch more
+            each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
+            losses = {few: few * each + another * (1 - few / rounds)}
+            if self.acceptance.known(probe):
+                losses[rounds] = rounds * each  # tells more, and makes no dispatch more
+            turns = min(losses, key=losses.__getitem__)
             # Before anything is known of trees, a probe need not be paid for.
-            if self._account >= loss or not self.acceptance.known(1):
-                self._account = max(self._account - loss, 0.0)
-                return Choice(probe, few)
+            if self._account >= losses[turns] or not self.acceptance.known(1):
+                self._account = max(self._account - losses[turns], 0.0)
+                return Choice(probe, turns)
         rounds = self.acceptance.trusted(best, rounds)
         if not self.acceptance.known(best):
             return Choice(best, rounds)
@@ -176,21 +179,20 @@ class AutoBudget:
         self._account = min(self._account, few * float(seconds.max()) + max(self.costs.dispatches))
         return Choice(best, rounds)
 
-    def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float | None) -> None:
+    def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float) -> None:
         """Takes in what a dispatch tells.
 
         Args:
             bucket: Its index.
             context: Committed tokens of a slot before it, on average.
             records: Of its rounds, on the host; with more than the tokens, if it drafted.
-            seconds: How long it took; None if it did not run alone.
+            seconds: How long its rounds took.
         """
         ran = np.asarray(records.counts) > 0
         if bucket:
             scores, path = np.asarray(records.scores)[ran], np.asarray(records.path)[ran]
             self.acceptance.learn(*reach_of(scores, path, self.acceptance.buckets[:bucket]))
-        if seconds is not None:
-            self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
+        self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
 
     def _most_promising(self, best: int, rates: Float[np.ndarray, "K"]) -> int | None:
         """The bucket to find out about: a larger one than the best, or one that nobody knows the pace of."""

@@ -341,10 +341,9 @@ class TreeDecoder:
 
     @property
     def feeds_late(self) -> bool:
-        """Whether the proposer sees a dispatch's tokens behind it.
+        """Whether the proposer sees a dispatch's tokens behind it, by a program of its own.
 
-        While nobody drafts nobody needs them, and one pass over all of them is cheaper than one a round. It
-        is a program of its own: the records, which the host waits for, do not wait for it.
+        While nobody drafts nobody needs them, and one pass over all of them is cheaper than one a round.
         """
         return self.bucket == 1 and self.proposer is not None
 

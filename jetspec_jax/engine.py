@@ -23,7 +23,13 @@ from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.engine_size import PAGE_SIZE, PREFILL_CHUNK, EngineSize, check_engine_memory
+from jetspec_jax.engine_size import (
+    PAGE_SIZE,
+    PREFILL_CHUNK,
+    UNSEEN_ROWS,
+    EngineSize,
+    check_engine_memory,
+)
 from jetspec_jax.memory import array_bytes
 from jetspec_jax.proposer import DraftHeadProposer, Proposer, Unseen
 from jetspec_jax.request import Request, TokenIds, check_request
@@ -183,8 +189,10 @@ class Engine:
         self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        # Committed, but not shown to the proposer.
-        self._unseen: deque[Unseen] = deque()
+        # Committed, but not shown to the proposer, with the requests that it is of.
+        self._unseen: deque[tuple[Unseen, Sequence[Request]]] = deque()
+        # What a dispatch tells, not yet taken in.
+        self._untold: Callable[[], None] = _nothing
 
     def submit(self, prompt: TokenIds, params: SamplingParams, routing: Hints | None = None) -> Request:
         """Queues a prompt.
@@ -269,7 +277,6 @@ class Engine:
         """
         if decode is None:
             self._prepare_auto()
-        self._feed()  # what a step that was interrupted has left: nobody else has its pages yet
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
@@ -288,38 +295,58 @@ class Engine:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
+        late = decode is None and decoder.feeds_late
+        if not late and self._unseen:
+            self._feed()
+            if auto is not None and not first_tokens:
+                jax.block_until_ready(self.state.proposer)  # the rounds are to be timed alone
         started = time.perf_counter()
-        records = self._decode(decoder, choice.rounds, decode)
-        first_tokens, records = jax.device_get((first_tokens, records))
-        for request, token in first_tokens:
-            request.output.add_tokens([int(token)])
+        records = self._decode(decoder, choice.rounds, late, decode)
+        self._untold()  # while the device is at work
+        self._untold = _nothing
+        if first_tokens:
+            tokens = jax.device_get([token for _, token in first_tokens])
+            started = time.perf_counter()  # the prefills are over
+            for (request, _), token in zip(first_tokens, tokens, strict=True):
+                request.output.add_tokens([int(token)])
+        records = jax.device_get(records)
         if auto is not None:
-            # Prefills take time too.
-            seconds = None if first_tokens else time.perf_counter() - started
-            auto.observe(choice.bucket, context, records, seconds)
+            seconds = time.perf_counter() - started
+            self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
         for request in list(self._running):
             request.collect(records)
             if request.output.finish_reason is not None:
                 self._release(request)
 
-    def _decode(self, decoder: TreeDecoder, rounds: int, decode: Decode | None) -> RoundRecord:
+    def _decode(self, decoder: TreeDecoder, rounds: int, late: bool, decode: Decode | None) -> RoundRecord:
         """Launches rounds; their records, still on the device."""
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         count = np.int32(rounds)
-        if decode is None and decoder.feeds_late:
-            # Launched behind the rounds, so that neither they nor the host wait for what nobody needs yet.
-            self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
-            self._unseen.append(unseen)
-            self._feed()
+        if not late:
+            self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
             return records
-        self._feed()
-        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
+        self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
+        self._keep(unseen, tuple(self._running))
         return records
 
+    def _keep(self, unseen: Unseen, requests: Sequence[Request]) -> None:
+        """Keeps what the proposer has not seen: most of it is never drafted behind.
+
+        A request that ends takes what is only its own along. What is kept of others may lie in pages that
+        meanwhile are somebody else's, whose own tokens then follow it: they are fed in order.
+        """
+        self._unseen.append((unseen, requests))
+        while sum(own.taps.shape[0] * own.taps.shape[1] for own, _ in self._unseen) > UNSEEN_ROWS:
+            self._feed_first()
+
     def _feed(self) -> None:
-        """Shows the proposer what it has not seen yet."""
+        """Shows the proposer all that it has not seen."""
         while self._unseen:
-            self.state = self.decoder.feed(self.weights, self.state, self._unseen.popleft())
+            self._feed_first()
+
+    def _feed_first(self) -> None:
+        unseen, _ = self._unseen.popleft()
+        self.state = self.decoder.feed(self.weights, self.state, unseen)
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
@@ -371,7 +398,6 @@ class Engine:
         """Launches the prompt's chunks; the first generated token, still on the device."""
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
-            self._feed()  # the last chunk only is left to be fed behind the rounds
             part = request.prompt[start : start + PREFILL_CHUNK]
             self.state, token, unseen = self.decoder.prefill_unfed(
                 self.weights,
@@ -381,13 +407,14 @@ class Engine:
                 np.int32(len(part)),
                 np.bool_(start + PREFILL_CHUNK >= len(request.prompt)),
             )
-            self._unseen.append(unseen)
+            self._keep(unseen, (request,))
         assert token is not None, "check_request lets no empty prompt in"
         return token
 
     def _release(self, request: Request) -> None:
         self.state = self.decoder.release(self.state, np.int32(request.slot))
         self._running.remove(request)
+        self._unseen = deque(own for own in self._unseen if not set(own[1]).isdisjoint(self._running))
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
 
@@ -432,6 +459,10 @@ def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
         for bucket in tree_buckets(decoder.bucket)
     )
     return (plain, *trees)
+
+
+def _nothing() -> None:
+    pass
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
 from jetspec_jax.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.state import DecodeState
-from jetspec_jax.tree import BUCKETS
+from jetspec_jax.tree import BUCKETS, Auto, algorithm_of
 from pallas_kernels.dispatch import gpu_problem
 
 PREFILL_CHUNK = 128
+# Most rows of taps that are kept for the proposer until it drafts; more are shown to it before.
+UNSEEN_ROWS = 4096
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
 # Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
@@ -119,9 +121,11 @@ def check_engine_memory(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
         stores = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
+        unseen = unseen_bytes(decoder, size, dtype)
         return {
             **weights(),
             f"stores of {size.slots} x {size.capacity} tokens": array_bytes(stores),
+            **({"taps for the draft head": unseen} if unseen else {}),
             f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
             "margin": largest_parameter_bytes(decoder.target, dtype),
         }
@@ -164,6 +168,14 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
     return 4 * logits + dtype.itemsize * rows * (kept + layer) + attention
+
+
+def unseen_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
+    """Bytes, from above, of the taps of tokens that the proposer has not seen: kept, and of one dispatch."""
+    late = isinstance(algorithm_of(decoder.algorithm), Auto) and decoder.bucket > 1
+    rows = max(PREFILL_CHUNK, size.slots * decoder.max_rounds if late else 0)
+    features = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    return dtype.itemsize * features * (UNSEEN_ROWS + rows)
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

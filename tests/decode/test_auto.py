@@ -93,30 +93,47 @@ def plain_rounds(monkeypatch):
     return told
 
 
-def test_the_engine_feeds_the_head_behind_plain_rounds_and_prompts(target, plain_rounds):
-    """Prompts of one and of two chunks, and one that comes while others decode: the head sees all of them."""
-    prompts = [*PROMPTS, np.arange(131) % 61, [7]]
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+@pytest.mark.parametrize("rows", [0, 200, 4096])
+def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypatch, rows):
+    """Prompts of one and of two chunks, some that come while others decode, in pages of those that ended."""
+    monkeypatch.setattr("jetspec_jax.engine.UNSEEN_ROWS", rows)
+    lengths, most = (5, 131, 1, 30, 20), (7, 60, 12, 30, 30)
+    prompts = [np.random.default_rng(n).integers(0, 64, n) for n in lengths]
 
     def run(step):
         settings = TreeSettings(budget=16, width=3, algorithm="auto")
-        engine = Engine(target, random_head(SLIDING, 1), settings, slots=4, capacity=256)
-        for turn in range(4):
-            if turn in (0, 2):
-                for prompt in prompts[turn : turn + 2]:
-                    engine.submit(prompt, params)
+        engine = Engine(target, random_head(SLIDING, 1), settings, slots=3, capacity=256, num_pages=5)
+        for prompt, own in zip(prompts, most, strict=True):
+            engine.submit(prompt, SamplingParams(max_tokens=own, ignore_eos=True))
+        for _ in range(6):
             step(engine)
-        return engine.state
+        return engine
 
-    behind = run(lambda engine: engine.step())
-    before = run(lambda engine: engine.step(5, engine._decoders[0].decode))
-    np.testing.assert_array_equal(behind.slots.lengths, [5 + 20, 3 + 20, 131 + 10, 1 + 10])
-    np.testing.assert_array_equal(behind.slots.lengths, before.slots.lengths)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), behind.proposer, before.proposer)
-    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(behind.proposer))
-    # Steps with a prompt are not timed.
-    assert [(bucket, rounds) for bucket, _, rounds, _ in plain_rounds] == [(0, 5)] * 2
-    assert all(seconds > 0 for *_, seconds in plain_rounds)
+    kept = run(lambda engine: engine.step())
+    told = list(plain_rounds)
+    waiting = sum(unseen.taps.shape[0] * unseen.taps.shape[1] for unseen, _ in kept._unseen)
+    assert waiting <= rows
+    assert waiting > 0 or not rows
+    assert all(any(request in kept._running for request in of) for _, of in kept._unseen)
+    kept._feed()
+    at_once = run(lambda engine: engine.step(5, engine._decoders[0].decode))
+    assert [len(request.prompt) for request in kept._running] == [131, 30, 20]  # the others have ended
+    for ours, theirs in zip(kept._running, at_once._running, strict=True):
+        length = int(kept.state.slots.lengths[ours.slot])
+        assert length == len(ours.prompt) + len(ours.output.token_ids) - 1
+        assert length == at_once.state.slots.lengths[theirs.slot]
+        for a, b in zip(
+            jax.tree.leaves(kept.state.proposer), jax.tree.leaves(at_once.state.proposer), strict=True
+        ):
+            a, b = (
+                leaf[np.asarray(own.pages)].reshape(-1, *leaf.shape[2:])[:length]
+                for leaf, own in ((a, ours), (b, theirs))
+            )
+            np.testing.assert_allclose(a, b, atol=1e-6)
+            assert np.abs(a).max(axis=(1, 2)).min() > 0
+    # What was learnt of the last dispatch is taken in with the next.
+    assert [(bucket, rounds) for bucket, _, rounds, _ in told] == [(0, 5)] * 5
+    assert all(seconds > 0 for *_, seconds in told)
 
 
 def test_plain_rounds_feed_the_head_s_context(target):

@@ -106,9 +106,10 @@ def test_a_busy_machine_is_forgotten(seed):
 
 
 def test_follows_a_text_that_changes():
-    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING)
+    """After a while: probes are few, and are few rounds."""
+    autos = [AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING) for _ in range(3)]
     for drafted, mostly_trees in ((POOR, False), (GOOD, True), (POOR, False)):
-        _, ran = simulate(auto, World(drafted, 0), SMALL_MODEL)
+        ran = sum(simulate(auto, World(drafted, i), SMALL_MODEL)[1] for i, auto in enumerate(autos))
         assert (ran[0] < 0.3 * ran.sum()) == mostly_trees, ran
 
 

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jetspec_jax import (
@@ -20,14 +21,14 @@ from jetspec_jax import (
 )
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import Engine, TreeSettings, make_decoder
-from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
+from jetspec_jax.engine_size import EngineSize, check_engine_memory, unseen_bytes, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
-PARTS = ("stores of", "workspace for", "margin")
+PARTS = ("stores of", "taps for the draft head", "workspace for", "margin")
 
 
 @pytest.fixture
@@ -83,7 +84,32 @@ def test_stores_are_counted_as_they_are_allocated():
     tokens = 3 * 3 * 64  # whole pages
     row = TINY.layers[0].kv_size * 4
     assert array_bytes((engine.state.stores, engine.state.proposer)) == tokens * row * (TINY.num_layers + 1)
-    assert list(parts) == ["stores of 3 x 130 tokens", "workspace for 3 x 16 nodes", "margin"]
+    stores, taps, workspace = (
+        "stores of 3 x 130 tokens",
+        "taps for the draft head",
+        "workspace for 3 x 16 nodes",
+    )
+    assert list(parts) == [stores, taps, workspace, "margin"]
+    assert list(needs(decoder_for(TINY, 1), engine.size)) == [stores, "workspace for 3 x 1 nodes", "margin"]
+
+
+@pytest.mark.parametrize(("algorithm", "rows"), [("accum_logp", 128), ("auto", 3 * 64)])
+def test_taps_are_counted_as_they_are_kept(algorithm, rows):
+    """As many rows as are kept, and those of the chunk or the dispatch that has just come."""
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=3, capacity=130)
+    one = engine._decoders[0]
+
+    def last(weights, state):
+        state = dataclasses.replace(state, proposer=None)
+        if one.feeds_late:
+            return one.decode_unfed(weights, state, 1)[-1].taps
+        return one.prefill_unfed(weights, state, 0, np.zeros(128, np.int32), 5, True)[-1].taps
+
+    taps = jax.eval_shape(last, engine.weights, engine.state)
+    assert np.prod(taps.shape[:2]) == rows
+    row = 2 * TINY.hidden_size * 4  # two layers are tapped
+    assert unseen_bytes(engine.decoder, engine.size, FLOAT32) == 4096 * row + array_bytes(taps)
 
 
 def test_weights_are_counted_as_they_are_loaded():
@@ -124,7 +150,7 @@ def test_an_engine_that_does_not_fit_is_refused(device):
     with pytest.raises(DeviceMemoryError, match=r"too little memory on .* needed, .* free") as info:
         Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
     lines = str(info.value).splitlines()
-    assert_lists(lines[1:4], PARTS)
+    assert_lists(lines[1:5], PARTS)
     device(enough)
     Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
     device(None)
@@ -172,7 +198,7 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
     device(enough - 1)
     with pytest.raises(DeviceMemoryError) as info:
         LLM(budget=64, dtype="float32")
-    listed = str(info.value).splitlines()[1:6]
+    listed = str(info.value).splitlines()[1:7]
     assert_lists(listed, ("weights of the target", "weights of the draft head", *PARTS))
     assert re.search("would fit: budget 32, capacity 512, dtype bfloat16", str(info.value))
     device(enough)
