@@ -3,8 +3,8 @@
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
 Seconds are measured beforehand (`jetspec_jax.round_costs`) and corrected by what dispatches take. Tokens are
 estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but nothing
-about larger ones, and a plain round nothing at all. So now and then a few rounds run with a larger bucket
-than looks best, as often as a small share of the time can pay for them. The choice falls between dispatches,
+about larger ones, and a plain round nothing at all. So now and then a dispatch runs with a larger bucket than
+looks best, as often as a small share of the time can pay for it. The choice falls between dispatches,
 on the host, among programs that are there: nothing compiles, and the tokens are the target's own whatever is
 chosen.
 """
@@ -19,7 +19,7 @@ from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.state import RoundRecord
 from jetspec_jax.tree import reach_of
 
-#: Rounds of a dispatch that is to find something out.
+#: Rounds of a dispatch that is to find something out, unless all that it could have are cheaper.
 PROBE_ROUNDS = 8
 # Horizons of running means, in rounds of a slot. What the head expects follows the text; how far it is wrong
 # is a property of the pair and of the request's settings, and takes many rounds to tell.
@@ -165,7 +165,7 @@ class AutoBudget:
             each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
             losses = {few: few * each + another * (1 - few / rounds)}
             if self.acceptance.known(probe):
-                losses[rounds] = rounds * each  # tells more, and makes no dispatch more
+                losses[rounds] = rounds * each  # no dispatch more, and it tells more
             turns = min(losses, key=losses.__getitem__)
             # Before anything is known of trees, a probe need not be paid for.
             if self._account >= losses[turns] or not self.acceptance.known(1):

@@ -215,7 +215,8 @@ class TreeDecoder:
         """Shows committed tokens to the proposer, in the order of their commits. ``state`` is donated."""
         if self.proposer is None:
             return state
-        return replace(state, proposer=feed(self.proposer, weights.proposer, state.proposer, unseen))
+        own, _ = feed(self.proposer, weights.proposer, state.proposer, unseen)
+        return replace(state, proposer=own)
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation over all slots; those that are not active keep their state."""

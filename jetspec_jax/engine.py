@@ -1,11 +1,12 @@
 """The host's side of decoding: requests wait, get a slot and pages, are prefilled, decode, and leave.
 
-The host waits once per dispatch: it launches prefills and a loop of many rounds, then fetches that loop's
-records. All that depends on a request travels as arrays, so after the first request nothing compiles.
+The host launches prefills and a loop of many rounds, then waits for that loop's records. All that depends on
+a request travels as arrays, so after the first request nothing compiles.
 """
 
 import functools
 import logging
+import math
 import time
 import traceback
 from collections import deque
@@ -26,12 +27,12 @@ from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.engine_size import (
     PAGE_SIZE,
     PREFILL_CHUNK,
-    UNSEEN_ROWS,
     EngineSize,
     check_engine_memory,
+    unseen_rows,
 )
 from jetspec_jax.memory import array_bytes
-from jetspec_jax.proposer import DraftHeadProposer, Proposer, Unseen
+from jetspec_jax.proposer import DraftHeadProposer, Proposer, Unseen, feed, taps_of
 from jetspec_jax.request import Request, TokenIds, check_request
 from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
@@ -171,6 +172,8 @@ class Engine:
         """
         if self.busy:
             raise RuntimeError("the engine is in use")
+        self._learn()
+        self._unseen.clear()  # of requests that were abandoned
         size, old = EngineSize.of(self.target.config, slots, capacity), self.size
         check_engine_memory(self.decoder, size, self.dtype, reclaimed=array_bytes(self.state))
         del self.state  # two sets of stores may not fit the device
@@ -191,8 +194,14 @@ class Engine:
         self._running: list[Request] = []
         # Committed, but not shown to the proposer, with the requests that it is of.
         self._unseen: deque[tuple[Unseen, Sequence[Request]]] = deque()
+        self._unseen_rows = unseen_rows(self.decoder)
+        # Of what was shown last; ready once it has been.
+        self._fed: jax.Array | None = None
+        # Launched, but not handed out.
+        self._first_tokens: list[tuple[Request, jax.Array]] = []
+        self._records: RoundRecord | None = None
         # What a dispatch tells, not yet taken in.
-        self._untold: Callable[[], None] = _nothing
+        self._untold: Callable[[], None] | None = None
 
     def submit(self, prompt: TokenIds, params: SamplingParams, routing: Hints | None = None) -> Request:
         """Queues a prompt.
@@ -277,10 +286,12 @@ class Engine:
         """
         if decode is None:
             self._prepare_auto()
+        if self._records is not None:
+            self._hand_out()  # what a step that was interrupted has launched
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
-        first_tokens = self._admit()
+        self._admit()
         if self._waiting and not self._running:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
@@ -293,60 +304,77 @@ class Engine:
         context = self._mean_context()
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
+            if not auto.acceptance.known(1):
+                self._learn()  # before it guesses again
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
-        late = decode is None and decoder.feeds_late
-        if not late and self._unseen:
-            self._feed()
-            if auto is not None and not first_tokens:
-                jax.block_until_ready(self.state.proposer)  # the rounds are to be timed alone
         started = time.perf_counter()
-        records = self._decode(decoder, choice.rounds, late, decode)
-        self._untold()  # while the device is at work
-        self._untold = _nothing
-        if first_tokens:
-            tokens = jax.device_get([token for _, token in first_tokens])
-            started = time.perf_counter()  # the prefills are over
-            for (request, _), token in zip(first_tokens, tokens, strict=True):
-                request.output.add_tokens([int(token)])
-        records = jax.device_get(records)
+        self._records = self._decode(decoder, choice.rounds, decode)
+        if auto is not None and (before := [token for _, token in self._first_tokens] + self._feeding()):
+            # The rounds are timed alone, but launched while the device is at work.
+            jax.block_until_ready(before)
+            started = time.perf_counter()
+        self._learn()
+        records = jax.device_get(self._records)
         if auto is not None:
             seconds = time.perf_counter() - started
             self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Gives requests their tokens; those that end leave."""
+        tokens, records = jax.device_get(([token for _, token in self._first_tokens], self._records))
+        for (request, _), token in zip(self._first_tokens, tokens, strict=True):
+            request.output.add_tokens([int(token)])
+        self._first_tokens, self._records = [], None
         for request in list(self._running):
             request.collect(records)
             if request.output.finish_reason is not None:
                 self._release(request)
 
-    def _decode(self, decoder: TreeDecoder, rounds: int, late: bool, decode: Decode | None) -> RoundRecord:
+    def _learn(self) -> None:
+        """Takes in what the last dispatch told."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            untold()
+
+    def _decode(self, decoder: TreeDecoder, rounds: int, decode: Decode | None) -> RoundRecord:
         """Launches rounds; their records, still on the device."""
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         count = np.int32(rounds)
-        if not late:
-            self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
+        if decode is None and decoder.feeds_late:
+            self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
+            self._keep(unseen, tuple(self._running))
             return records
-        self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
-        self._keep(unseen, tuple(self._running))
+        self._feed()
+        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
         return records
 
     def _keep(self, unseen: Unseen, requests: Sequence[Request]) -> None:
-        """Keeps what the proposer has not seen: most of it is never drafted behind.
+        """Keeps what the proposer has not seen: while others draft, or nobody does, nobody needs it.
 
-        A request that ends takes what is only its own along. What is kept of others may lie in pages that
-        meanwhile are somebody else's, whose own tokens then follow it: they are fed in order.
+        A request that ends takes along what is only its own. What is kept of others may lie in pages that
+        meanwhile are somebody else's, whose own tokens then follow it: they are shown in order.
         """
+        if self.decoder.proposer is None or not requests:
+            return
         self._unseen.append((unseen, requests))
-        while sum(own.taps.shape[0] * own.taps.shape[1] for own, _ in self._unseen) > UNSEEN_ROWS:
-            self._feed_first()
+        if sum(math.prod(own.taps.shape[:2]) for own, _ in self._unseen) > self._unseen_rows:
+            self._feed()
 
     def _feed(self) -> None:
         """Shows the proposer all that it has not seen."""
         while self._unseen:
-            self._feed_first()
+            self._show(self._unseen.popleft()[0])
 
-    def _feed_first(self) -> None:
-        unseen, _ = self._unseen.popleft()
-        self.state = self.decoder.feed(self.weights, self.state, unseen)
+    def _show(self, unseen: Unseen) -> None:
+        own, self._fed = feed(self.decoder.proposer, self.weights.proposer, self.state.proposer, unseen)
+        self.state = replace(self.state, proposer=own)
+
+    def _feeding(self) -> list[jax.Array]:
+        """What is ready once the proposer has seen all that it was shown since this was last asked."""
+        fed, self._fed = self._fed, None
+        return [] if fed is None else [fed]
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
@@ -372,14 +400,18 @@ class Engine:
         self._auto = {
             kind: AutoBudget(known, costs, algorithm.probing) for kind, known in self._acceptance.items()
         }
+        # What shows a prompt is compiled now, with nothing to show: it may not be needed for long.
+        features = len(taps_of(self.decoder.proposer)) * self.target.config.hidden_size
+        taps = jnp.zeros((1, PREFILL_CHUNK, features), self.dtype)
+        slot = jax.tree.map(lambda all_: all_[:1], self.state.slots)
+        self._show(Unseen(taps, slot, jnp.zeros(1, jnp.int32)))
 
     def _mean_context(self) -> float:
         """Committed tokens of a running slot."""
         return float(np.mean([len(r.prompt) + len(r.output.token_ids) for r in self._running] or [0]))
 
-    def _admit(self) -> list[tuple[Request, jax.Array]]:
+    def _admit(self) -> None:
         """Gives free slots and pages to waiting requests, in order, and launches their prefills."""
-        admitted = []
         while self._waiting and self._free_slots:
             request = self._waiting[0]
             pages = self.pool.reserve(request.num_pages)
@@ -391,8 +423,7 @@ class Engine:
             table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)
-            admitted.append((request, self._prefill(request)))
-        return admitted
+            self._first_tokens.append((request, self._prefill(request)))
 
     def _prefill(self, request: Request) -> jax.Array:
         """Launches the prompt's chunks; the first generated token, still on the device."""
@@ -414,7 +445,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         self.state = self.decoder.release(self.state, np.int32(request.slot))
         self._running.remove(request)
-        self._unseen = deque(own for own in self._unseen if not set(own[1]).isdisjoint(self._running))
+        self._unseen = deque(own for own in self._unseen if not set(self._running).isdisjoint(own[1]))
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
 
@@ -459,10 +490,6 @@ def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
         for bucket in tree_buckets(decoder.bucket)
     )
     return (plain, *trees)
-
-
-def _nothing() -> None:
-    pass
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from jetspec_jax.tree import BUCKETS, Auto, algorithm_of
 from pallas_kernels.dispatch import gpu_problem
 
 PREFILL_CHUNK = 128
-# Most rows of taps that are kept for the proposer until it drafts; more are shown to it before.
+# Most rows of taps that are kept until the proposer drafts.
 UNSEEN_ROWS = 4096
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
@@ -170,12 +170,16 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     return 4 * logits + dtype.itemsize * rows * (kept + layer) + attention
 
 
+def unseen_rows(decoder: TreeDecoder) -> int:
+    """Most rows of taps that are kept until the proposer drafts; of one that always does, none."""
+    return UNSEEN_ROWS if isinstance(algorithm_of(decoder.algorithm), Auto) and decoder.bucket > 1 else 0
+
+
 def unseen_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
     """Bytes, from above, of the taps of tokens that the proposer has not seen: kept, and of one dispatch."""
-    late = isinstance(algorithm_of(decoder.algorithm), Auto) and decoder.bucket > 1
-    rows = max(PREFILL_CHUNK, size.slots * decoder.max_rounds if late else 0)
-    features = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
-    return dtype.itemsize * features * (UNSEEN_ROWS + rows)
+    kept = unseen_rows(decoder)
+    rows = kept + max(PREFILL_CHUNK, size.slots * decoder.max_rounds if kept else 0)
+    return dtype.itemsize * rows * len(taps_of(decoder.proposer)) * decoder.target.hidden_size
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

@@ -81,9 +81,9 @@ class Unseen(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def feed(proposer: Proposer, weights: Any, state: Any, unseen: Unseen) -> Any:
-    """The proposer's state once it has seen the tokens. ``state`` is donated."""
-    return proposer.commit(weights, state, *unseen)
+def feed(proposer: Proposer, weights: Any, state: Any, unseen: Unseen) -> tuple[Any, Int[Array, ""]]:
+    """The proposer's state once it has seen the tokens, and how many they were. ``state`` is donated."""
+    return proposer.commit(weights, state, *unseen), jnp.sum(unseen.counts)
 
 
 class PreparedHead(NamedTuple):

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate, generate_tree, round_costs
+from jetspec_jax import SamplingParams, decode, generate, generate_tree, round_costs
 from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
 from jetspec_jax.engine import Engine, TreeSettings
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import SLIDING, random_head, random_target, serve
+from tests.decode.tiny import SLIDING, finish, random_head, random_target, serve
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -93,10 +93,10 @@ def plain_rounds(monkeypatch):
     return told
 
 
-@pytest.mark.parametrize("rows", [0, 200, 4096])
+@pytest.mark.parametrize("rows", [0, 300, 4096])
 def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypatch, rows):
     """Prompts of one and of two chunks, some that come while others decode, in pages of those that ended."""
-    monkeypatch.setattr("jetspec_jax.engine.UNSEEN_ROWS", rows)
+    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", rows)
     lengths, most = (5, 131, 1, 30, 20), (7, 60, 12, 30, 30)
     prompts = [np.random.default_rng(n).integers(0, 64, n) for n in lengths]
 
@@ -113,7 +113,7 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
     told = list(plain_rounds)
     waiting = sum(unseen.taps.shape[0] * unseen.taps.shape[1] for unseen, _ in kept._unseen)
     assert waiting <= rows
-    assert waiting > 0 or not rows
+    assert waiting > 0 or rows < 4096
     assert all(any(request in kept._running for request in of) for _, of in kept._unseen)
     kept._feed()
     at_once = run(lambda engine: engine.step(5, engine._decoders[0].decode))
@@ -134,6 +134,84 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
     # What was learnt of the last dispatch is taken in with the next.
     assert [(bucket, rounds) for bucket, _, rounds, _ in told] == [(0, 5)] * 5
     assert all(seconds > 0 for *_, seconds in told)
+
+
+def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch):
+    """Without prefills and the head's: a wait for those takes 100 seconds here, one for records 1."""
+    now, told = [0.0], []
+
+    def takes(seconds, real):
+        def wait(value):
+            now[0] += seconds
+            return real(value)
+
+        return wait
+
+    turns = iter((0, 0, 1, 1, 0))
+    monkeypatch.setattr(AutoBudget, "choose", lambda self, context, rounds: Choice(next(turns), 3))
+    monkeypatch.setattr(Pace, "learn", lambda self, *own: told.append(own))
+    monkeypatch.setattr(jax, "block_until_ready", takes(100.0, jax.block_until_ready))
+    monkeypatch.setattr(jax, "device_get", takes(1.0, jax.device_get))
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))
+    waited = []
+    for _ in range(5):
+        before = now[0]
+        engine.step()
+        waited.append(now[0] - before >= 100.0)
+    # For the prefill, and for the head to see the first two dispatches.
+    assert waited == [True, False, True, False, False]
+    assert [(bucket, seconds) for bucket, *_, seconds in told] == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
+
+
+def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
+    """One free probe, although engines change their size after every request, and nothing compiles later."""
+    chosen, choose = [], AutoBudget.choose
+
+    def noted(self, context, rounds):
+        chosen.append(choose(self, context, rounds))
+        return chosen[-1]
+
+    monkeypatch.setattr(AutoBudget, "choose", noted)
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    for turn, tokens in enumerate((30, 6, 6, 6, 6)):
+        engine.resize(1 + turn % 2, 256)
+        with compilations() as seen:
+            serve(engine, [PROMPTS[turn % 2]], [SamplingParams(max_tokens=tokens, ignore_eos=True)])
+        assert turn < 2 or seen == []
+    assert chosen[0] == Choice(1, 8)
+    assert chosen.count(Choice(1, 8)) == 1
+    assert chosen[-1] == Choice(0, 64)
+
+
+def test_an_interrupted_step_loses_nothing(target, every_bucket, monkeypatch):
+    """Neither tokens nor what they tell, wherever it was interrupted."""
+    [plain] = generate(target, PROMPTS[:1], PARAMS[0])
+    settings = TreeSettings(budget=32, width=3, algorithm="auto")
+    for owner, name, calls in (
+        (jax, "device_get", 1),
+        (jax, "device_get", 4),
+        (jax, "block_until_ready", 0),
+        (AutoBudget, "observe", 1),
+    ):
+        engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+        real, left = getattr(owner, name), itertools.count(calls, -1)
+
+        def interrupted(*own, real=real, left=left):
+            if next(left) == 0:
+                raise KeyboardInterrupt
+            return real(*own)
+
+        request = engine.submit(PROMPTS[0], PARAMS[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                finish(engine)
+        finish(engine)
+        assert request.output.token_ids == plain.token_ids, name
 
 
 def test_plain_rounds_feed_the_head_s_context(target):
@@ -316,6 +394,17 @@ class TestCosts:
             for decoder in engine._decoders:
                 engine.state, _ = decoder.decode(engine.weights, engine.state, np.int32(1))
         assert seen == []
+
+    def test_are_of_rounds_alone(self, engine, monkeypatch):
+        """What shows plain rounds to the head is compiled, but not timed."""
+        shown, feed = [], decode.feed
+        monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own) or feed(*own))
+        clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
+        clock.compile(engine._decoders)
+        assert len(shown) == 1
+        for made in engine._decoders:
+            assert clock.seconds(made, 64, 2) > 0
+        assert len(shown) == 1
 
     def test_an_engine_is_of_use_after_an_interrupt(self, engine, monkeypatch):
         def interrupted(decoders, weights, state, **_):

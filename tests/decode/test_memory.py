@@ -93,8 +93,8 @@ def test_stores_are_counted_as_they_are_allocated():
     assert list(needs(decoder_for(TINY, 1), engine.size)) == [stores, "workspace for 3 x 1 nodes", "margin"]
 
 
-@pytest.mark.parametrize(("algorithm", "rows"), [("accum_logp", 128), ("auto", 3 * 64)])
-def test_taps_are_counted_as_they_are_kept(algorithm, rows):
+@pytest.mark.parametrize(("algorithm", "kept", "rows"), [("accum_logp", 0, 128), ("auto", 4096, 3 * 64)])
+def test_taps_are_counted_as_they_are_kept(algorithm, kept, rows):
     """As many rows as are kept, and those of the chunk or the dispatch that has just come."""
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=3, capacity=130)
@@ -109,7 +109,7 @@ def test_taps_are_counted_as_they_are_kept(algorithm, rows):
     taps = jax.eval_shape(last, engine.weights, engine.state)
     assert np.prod(taps.shape[:2]) == rows
     row = 2 * TINY.hidden_size * 4  # two layers are tapped
-    assert unseen_bytes(engine.decoder, engine.size, FLOAT32) == 4096 * row + array_bytes(taps)
+    assert unseen_bytes(engine.decoder, engine.size, FLOAT32) == kept * row + array_bytes(taps)
 
 
 def test_weights_are_counted_as_they_are_loaded():
