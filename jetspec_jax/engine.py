@@ -195,8 +195,8 @@ class Engine:
         # Committed, but not shown to the proposer, with the requests that it is of.
         self._unseen: deque[tuple[Unseen, Sequence[Request]]] = deque()
         self._unseen_rows = unseen_rows(self.decoder)
-        # Of what was shown last; ready once it has been.
-        self._fed: jax.Array | None = None
+        # Ready once the proposer has seen what it was shown since the last rounds began.
+        self._fed: list[jax.Array] = []
         # Launched, but not handed out.
         self._first_tokens: list[tuple[Request, jax.Array]] = []
         self._records: RoundRecord | None = None
@@ -308,9 +308,13 @@ class Engine:
                 self._learn()  # before it guesses again
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
+        late = decode is None and decoder.feeds_late
+        if not late:
+            self._feed()
+        before, self._fed = [*(token for _, token in self._first_tokens), *self._fed], []
         started = time.perf_counter()
-        self._records = self._decode(decoder, choice.rounds, decode)
-        if auto is not None and (before := [token for _, token in self._first_tokens] + self._feeding()):
+        self._records = self._decode(decoder, choice.rounds, late, decode)
+        if auto is not None and before:
             # The rounds are timed alone, but launched while the device is at work.
             jax.block_until_ready(before)
             started = time.perf_counter()
@@ -338,16 +342,15 @@ class Engine:
         if untold is not None:
             untold()
 
-    def _decode(self, decoder: TreeDecoder, rounds: int, decode: Decode | None) -> RoundRecord:
+    def _decode(self, decoder: TreeDecoder, rounds: int, late: bool, decode: Decode | None) -> RoundRecord:
         """Launches rounds; their records, still on the device."""
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         count = np.int32(rounds)
-        if decode is None and decoder.feeds_late:
-            self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
-            self._keep(unseen, tuple(self._running))
+        if not late:
+            self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
             return records
-        self._feed()
-        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
+        self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
+        self._keep(unseen, tuple(self._running))
         return records
 
     def _keep(self, unseen: Unseen, requests: Sequence[Request]) -> None:
@@ -368,13 +371,8 @@ class Engine:
             self._show(self._unseen.popleft()[0])
 
     def _show(self, unseen: Unseen) -> None:
-        own, self._fed = feed(self.decoder.proposer, self.weights.proposer, self.state.proposer, unseen)
-        self.state = replace(self.state, proposer=own)
-
-    def _feeding(self) -> list[jax.Array]:
-        """What is ready once the proposer has seen all that it was shown since this was last asked."""
-        fed, self._fed = self._fed, None
-        return [] if fed is None else [fed]
+        own, seen = feed(self.decoder.proposer, self.weights.proposer, self.state.proposer, unseen)
+        self.state, self._fed = replace(self.state, proposer=own), [seen]
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""

@@ -136,7 +136,14 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
     assert all(seconds > 0 for *_, seconds in told)
 
 
-def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "waits"),
+    [
+        (4096, [True, False, True, False, False]),  # for the prefill, and for two dispatches to be shown
+        (0, [True, True, True, False, False]),  # each is shown behind itself
+    ],
+)
+def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, rows, waits):
     """Without prefills and the head's: a wait for those takes 100 seconds here, one for records 1."""
     now, told = [0.0], []
 
@@ -153,6 +160,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", takes(100.0, jax.block_until_ready))
     monkeypatch.setattr(jax, "device_get", takes(1.0, jax.device_get))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", rows)
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
     engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))
@@ -161,8 +169,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch):
         before = now[0]
         engine.step()
         waited.append(now[0] - before >= 100.0)
-    # For the prefill, and for the head to see the first two dispatches.
-    assert waited == [True, False, True, False, False]
+    assert waited == waits
     assert [(bucket, seconds) for bucket, *_, seconds in told] == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
 
 
