@@ -41,6 +41,7 @@ from jetspec_jax.state import (
 from jetspec_jax.tree import (
     BUCKETS,
     Algorithm,
+    Auto,
     Candidates,
     Routing,
     TokenTree,
@@ -140,6 +141,12 @@ class TreeDecoder:
     def depth(self) -> int:
         """D, the largest depth of this decoder's trees; 0 in plain decoding."""
         return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
+
+    @property
+    def auto(self) -> Auto | None:
+        """The algorithm, where it chooses among the buckets up to this one."""
+        algorithm = algorithm_of(self.algorithm)
+        return algorithm if isinstance(algorithm, Auto) and self.bucket > 1 else None
 
     def empty_state(
         self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype

@@ -39,7 +39,6 @@ from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import (
     Algorithm,
-    Auto,
     Hints,
     algorithm_of,
     bucket_for,
@@ -194,7 +193,6 @@ class Engine:
         self._running: list[Request] = []
         # Committed, but not shown to the proposer, with the requests that it is of.
         self._unseen: deque[tuple[Unseen, Sequence[Request]]] = deque()
-        self._unseen_rows = unseen_rows(self.decoder)
         # Ready once the proposer has seen what it was shown since the last rounds began.
         self._fed: list[jax.Array] = []
         # Launched, but not handed out.
@@ -362,7 +360,7 @@ class Engine:
         if self.decoder.proposer is None or not requests:
             return
         self._unseen.append((unseen, requests))
-        if sum(math.prod(own.taps.shape[:2]) for own, _ in self._unseen) > self._unseen_rows:
+        if sum(math.prod(own.taps.shape[:2]) for own, _ in self._unseen) > unseen_rows(self.decoder):
             self._feed()
 
     def _feed(self) -> None:
@@ -376,10 +374,9 @@ class Engine:
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
-        if self._auto or len(self._decoders) == 1:
+        auto = self.decoder.auto
+        if self._auto or auto is None:
             return
-        algorithm = algorithm_of(self.settings.algorithm)
-        assert isinstance(algorithm, Auto), "no other has several decoders"
         # Nobody runs: slots are taken after this, and an engine in use is not resized.
         try:
             costs, self.state = round_costs(
@@ -396,7 +393,7 @@ class Engine:
             self.state = self.size.empty_state(self.decoder, self.dtype)
             raise
         self._auto = {
-            kind: AutoBudget(known, costs, algorithm.probing) for kind, known in self._acceptance.items()
+            kind: AutoBudget(known, costs, auto.probing) for kind, known in self._acceptance.items()
         }
         # What shows a prompt is compiled now, with nothing to show: it may not be needed for long.
         features = len(taps_of(self.decoder.proposer)) * self.target.config.hidden_size
@@ -479,12 +476,12 @@ def make_decoder(
 
 def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
     """The decoders that an engine chooses from: with "auto" one for each bucket up to this one's."""
-    algorithm = algorithm_of(decoder.algorithm)
-    if not isinstance(algorithm, Auto) or decoder.bucket == 1:
+    auto = decoder.auto
+    if auto is None:
         return (decoder,)
-    plain = replace(decoder, bucket=1, algorithm=algorithm.shape)
+    plain = replace(decoder, bucket=1, algorithm=auto.shape)
     trees = (
-        replace(decoder, bucket=bucket, algorithm=algorithm.shape, observes=True)
+        replace(decoder, bucket=bucket, algorithm=auto.shape, observes=True)
         for bucket in tree_buckets(decoder.bucket)
     )
     return (plain, *trees)

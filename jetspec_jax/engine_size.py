@@ -15,7 +15,7 @@ from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
 from jetspec_jax.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.state import DecodeState
-from jetspec_jax.tree import BUCKETS, Auto, algorithm_of
+from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 
 PREFILL_CHUNK = 128
@@ -172,7 +172,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
 
 def unseen_rows(decoder: TreeDecoder) -> int:
     """Most rows of taps that are kept until the proposer drafts; of one that always does, none."""
-    return UNSEEN_ROWS if isinstance(algorithm_of(decoder.algorithm), Auto) and decoder.bucket > 1 else 0
+    return 0 if decoder.auto is None else UNSEEN_ROWS
 
 
 def unseen_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:

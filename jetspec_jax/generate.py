@@ -99,11 +99,6 @@ def per_prompt(
     return list(sampling_params)
 
 
-def hints_per_prompt(routing: Hints | Sequence[Hints | None] | None, count: int) -> list[Hints | None]:
-    """What is known of each of ``count`` prompts; ValueError if that is not said of as many."""
-    return hints_of_each(routing, count, "prompts")
-
-
 def slots_for(count: int, max_slots: int) -> int:
     """Slots for ``count`` prompts: a power of two, so that few programs serve all batch sizes."""
     if max_slots < 1:
@@ -123,7 +118,7 @@ def _run(
 ) -> list[Completion]:
     prompts = list(prompts)
     params = per_prompt(sampling_params, len(prompts))
-    hints = hints_per_prompt(routing, len(prompts))
+    hints = hints_of_each(routing, len(prompts), "prompts")
     slots = slots_for(len(prompts), max_slots)
     ids = [check_request(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     if not ids:

@@ -20,11 +20,12 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TreeSettings, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
-from jetspec_jax.generate import hints_per_prompt, per_prompt, slots_for
+from jetspec_jax.generate import per_prompt, slots_for
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.request import Request, check_request
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree.routing import hints_of_each
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -145,7 +146,7 @@ class LLM:
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self.encode(prompt) for prompt in texts]
         params = per_prompt(sampling_params, len(ids))
-        hints = hints_per_prompt(routing, len(ids))
+        hints = hints_of_each(routing, len(ids), "prompts")
         for prompt, own in zip(ids, params, strict=True):
             check_request(self.target, prompt, own, capacity=self._capacity)
         if not ids:

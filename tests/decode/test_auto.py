@@ -194,6 +194,21 @@ def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
     assert chosen[-1] == Choice(0, 64)
 
 
+def test_what_shows_a_prompt_is_compiled_with_the_first_request(target, plain_rounds):
+    """Although the head may not be shown one for long; and a step with nobody has nothing to show it."""
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, slots=1, capacity=192)  # of no other test
+    serve(engine, PROMPTS[:1], PARAMS[:1])
+    engine.step()
+    assert not engine._unseen
+    engine.submit(PROMPTS[1], PARAMS[0])
+    engine._admit()
+    assert len(engine._unseen) == 1
+    with compilations() as seen:
+        engine._feed()
+    assert seen == []
+
+
 def test_an_interrupted_step_loses_nothing(target, every_bucket, monkeypatch):
     """Neither tokens nor what they tell, wherever it was interrupted."""
     [plain] = generate(target, PROMPTS[:1], PARAMS[0])

@@ -46,26 +46,29 @@ def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0):
 
     As in an engine, what a dispatch tells is learnt while the next one runs, but for the first.
     """
-    time, done, ran, untold = 0.0, 0, np.zeros(len(seconds), int), lambda: None
+    time, done, ran, untold = 0.0, 0, np.zeros(len(seconds), int), []
     while done < tokens:
         if not auto.acceptance.known(1):
-            untold()
-            untold = lambda: None  # noqa: E731
+            learn(auto, untold)
         bucket, rounds = auto.choose(300, ROUNDS)
-        untold()
+        learn(auto, untold)
         took = slower * (rounds * seconds[bucket] + DISPATCH)
         time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
-
-        def untold(bucket=bucket, rounds=rounds, took=took, expected=expected, accepted=accepted):
-            auto.pace.learn(bucket, 300, rounds, took)
-            if bucket:
-                auto.acceptance.learn(expected, accepted)
-
-    untold()
+        untold.append((bucket, rounds, took, expected, accepted))
+    learn(auto, untold)
     return time / done, ran
+
+
+def learn(auto, untold):
+    """Takes in what dispatches told."""
+    for bucket, rounds, took, expected, accepted in untold:
+        auto.pace.learn(bucket, 300, rounds, took)
+        if bucket:
+            auto.acceptance.learn(expected, accepted)
+    untold.clear()
 
 
 def fixed(drafted, seconds):

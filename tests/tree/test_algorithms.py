@@ -463,8 +463,8 @@ def _plan_arrays(algorithm, candidates):
 WRONG_TYPES = """
 import numpy as np
 from jetspec_jax.engine import TreeSettings
-from jetspec_jax.generate import hints_per_prompt
 from jetspec_jax.tree import AccumLogp, Auto, Routing, build_tree, get_algorithm
+from jetspec_jax.tree.routing import hints_of_each
 
 def tree(**settings):
     return build_tree(np.zeros((1, 2, 4), np.float32), [1], width=2, budget=4, **settings)
@@ -476,8 +476,8 @@ for call in (
     lambda: Auto(["chain"]),
     lambda: tree(routing="math"),
     lambda: tree(routing=["math"]),
-    lambda: hints_per_prompt("math", 1),
-    lambda: hints_per_prompt(["math"], 1),
+    lambda: hints_of_each("math", 1, "prompts"),
+    lambda: hints_of_each(["math"], 1, "prompts"),
     lambda: Routing.of_one("math"),
 ):
     try:
