@@ -7,8 +7,11 @@ about larger ones, and a plain round nothing at all. So now and then a dispatch 
 looks best, as often as a small share of the time can pay for it. The choice falls between dispatches,
 on the host, among programs that are there: nothing compiles, and the tokens are the target's own whatever is
 chosen.
+
+What runs before every dispatch is plain Python: for a handful of numbers NumPy takes several times as long.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,8 +29,10 @@ PROBE_ROUNDS = 8
 _RECENT, _LONG = 32, 512
 # What is known at first counts as so many rounds.
 _PRIOR = 8
-# Of the pace, in rounds: the horizon, and as how many of a bucket the pace of all buckets counts.
-_PACE, _PACE_PRIOR = 2048, 64
+# Of the pace, in rounds: the horizon, as how many of a bucket the pace of all buckets counts, and how many of
+# its own are enough. A dispatch behind a prefill has to wait before it can be timed, which takes 2 to 3 % of
+# what a small model needs for 64 rounds: more than to know the pace better gains.
+_PACE, _PACE_PRIOR, _PACE_KNOWN = 2048, 64, 128
 # A dispatch that took longer than so many times what is expected of it counts as one that took as long.
 _OUTLIER = 1.25
 # By how much a bucket of an unknown pace may be faster than it seems.
@@ -105,33 +110,44 @@ class Pace:
         """Begins with what the costs say."""
         self._costs = costs
         # Of each bucket: rounds, weighted, and the sum of their ratios.
-        self._rounds = np.zeros(len(costs.dispatches))
-        self._sums = np.zeros(len(costs.dispatches))
+        self._rounds = [0.0] * len(costs.dispatches)
+        self._sums = [0.0] * len(costs.dispatches)
 
-    def seconds(self, context: float, rounds: int) -> Float[np.ndarray, "K"]:
+    def seconds(self, context: float, rounds: int) -> list[float]:
         """Seconds of a round of each bucket, in a dispatch of so many rounds."""
-        return self._ratios() * self._costs.at(context, rounds)
+        costs = self._costs.at(context, rounds)
+        return [ratio * own for ratio, own in zip(self._ratios(), costs, strict=True)]
 
-    def learn(self, bucket: int, context: float, rounds: int, seconds: float) -> None:
-        """Takes in how long a dispatch took that ran so many rounds."""
+    def learn(self, bucket: int, context: float, rounds: int, seconds: float | None) -> None:
+        """Takes in how long a dispatch took that ran so many rounds; None is one that was not timed."""
         if rounds == 0:
             return
-        ratio = seconds / (rounds * float(self._costs.at(context, rounds)[bucket]))
-        ratio = min(ratio, _OUTLIER * float(self._ratios()[bucket]))
         # Also what was learnt of the others gets old: a machine that was busy need not be.
-        keep = np.exp(-rounds / _PACE)
-        self._rounds *= keep
-        self._sums *= keep
+        keep = math.exp(-rounds / _PACE)
+        most = _OUTLIER * self._ratios()[bucket]
+        self._rounds = [keep * own for own in self._rounds]
+        self._sums = [keep * own for own in self._sums]
+        if seconds is None:
+            return
+        ratio = seconds / (rounds * self._costs.at(context, rounds)[bucket])
         self._rounds[bucket] += rounds
-        self._sums[bucket] += rounds * ratio
+        self._sums[bucket] += rounds * min(ratio, most)
 
-    def doubts(self) -> Float[np.ndarray, "K"]:
+    def known(self, bucket: int) -> bool:
+        """Whether enough rounds of a bucket were timed lately."""
+        return self._rounds[bucket] > _PACE_KNOWN
+
+    def doubts(self) -> list[float]:
         """1 for a bucket that no dispatch ran with lately, 0 for one whose pace is known for certain."""
-        return _PACE_PRIOR / (_PACE_PRIOR + self._rounds)
+        return [_PACE_PRIOR / (_PACE_PRIOR + own) for own in self._rounds]
 
-    def _ratios(self) -> Float[np.ndarray, "K"]:
-        together = self._sums.sum() / self._rounds.sum() if self._rounds.any() else 1.0
-        return (_PACE_PRIOR * together + self._sums) / (_PACE_PRIOR + self._rounds)
+    def _ratios(self) -> list[float]:
+        rounds = sum(self._rounds)
+        together = sum(self._sums) / rounds if rounds else 1.0
+        return [
+            (_PACE_PRIOR * together + ratios) / (_PACE_PRIOR + own)
+            for own, ratios in zip(self._rounds, self._sums, strict=True)
+        ]
 
 
 class AutoBudget:
@@ -156,9 +172,9 @@ class AutoBudget:
             context: Committed tokens of a slot, on average.
             rounds: Most rounds of the dispatch.
         """
-        tokens, seconds = self.acceptance.tokens(), self.pace.seconds(context, rounds)
-        rates = tokens / seconds
-        best = int(np.argmax(rates))
+        tokens, seconds = self.acceptance.tokens().tolist(), self.pace.seconds(context, rounds)
+        rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
+        best = rates.index(max(rates))
         few = min(rounds, PROBE_ROUNDS)
         probe = self._most_promising(best, rates)
         if probe is not None:
@@ -174,19 +190,23 @@ class AutoBudget:
         rounds = self.acceptance.trusted(best, rounds)
         if not self.acceptance.known(best):
             return Choice(best, rounds)
-        self._account += self.probing * rounds * float(seconds[best])
+        self._account += self.probing * rounds * seconds[best]
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
-        self._account = min(self._account, few * float(seconds.max()) + max(self.costs.dispatches))
+        self._account = min(self._account, few * max(seconds) + max(self.costs.dispatches))
         return Choice(best, rounds)
 
-    def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float) -> None:
+    def wants_time(self, bucket: int) -> bool:
+        """Whether a dispatch of a bucket is to be timed even if it has to wait for that."""
+        return not self.pace.known(bucket)
+
+    def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float | None) -> None:
         """Takes in what a dispatch tells.
 
         Args:
             bucket: Its index.
             context: Committed tokens of a slot before it, on average.
             records: Of its rounds, on the host; with more than the tokens, if it drafted.
-            seconds: How long its rounds took.
+            seconds: How long its rounds took; None if they were not timed.
         """
         ran = np.asarray(records.counts) > 0
         if bucket:
@@ -194,10 +214,13 @@ class AutoBudget:
             self.acceptance.learn(*reach_of(scores, path, self.acceptance.buckets[:bucket]))
         self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
 
-    def _most_promising(self, best: int, rates: Float[np.ndarray, "K"]) -> int | None:
-        """The bucket to find out about: a larger one than the best, or one that nobody knows the pace of."""
-        doubts = self.pace.doubts()
-        asked = (np.arange(len(rates)) > best) | (doubts > 0.5)
-        asked[best] = False
-        asked[0] &= self.acceptance.known(1)  # first of all, what trees accept
-        return int(np.argmax(np.where(asked, rates * (1 + _HOPE * doubts), 0))) if asked.any() else None
+    def _most_promising(self, best: int, rates: Sequence[float]) -> int | None:
+        """The bucket to find out about: a larger one than the best, or one whose pace nobody knows."""
+        hopes = {
+            bucket: rate * (1 + _HOPE * doubt)
+            for bucket, (rate, doubt) in enumerate(zip(rates, self.pace.doubts(), strict=True))
+            if bucket > best or (bucket < best and doubt > 0.5)
+        }
+        if not self.acceptance.known(1):
+            hopes.pop(0, None)  # first of all, what trees accept
+        return max(hopes, key=hopes.__getitem__, default=None)

@@ -17,17 +17,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jetspec_jax.block import Block
 from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
+from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, PLAIN_OPTIONS, TREE_LOOP, TREE_OPTIONS
 from jetspec_jax.models import bind
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
-from jetspec_jax.proposer import Proposer, Unseen, feed, taps_of
+from jetspec_jax.proposer import Proposer, taps_of
 from jetspec_jax.sampling import Sampling
 from jetspec_jax.state import (
     DecodeState,
@@ -52,6 +53,7 @@ from jetspec_jax.tree import (
     root_tree,
     top_candidates,
 )
+from jetspec_jax.unseen import FEED_ROWS, Unseen, feed
 
 
 class Verified(NamedTuple):
@@ -149,7 +151,14 @@ class TreeDecoder:
         return algorithm if isinstance(algorithm, Auto) and self.bucket > 1 else None
 
     def empty_state(
-        self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
+        self,
+        slots: int,
+        *,
+        num_pages: int,
+        pages_per_slot: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        unseen_rows: int = FEED_ROWS,
     ) -> DecodeState:
         """A state whose slots are all free.
 
@@ -159,8 +168,12 @@ class TreeDecoder:
             pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
+            unseen_rows: Committed tokens of a slot that can wait for the proposer, at least: those of a chunk
+                of a prefill, or of `decode` where it feeds late; with `prefill_unfed` and `decode_unfed` as
+                many as come before `feed`.
         """
         proposer = self.proposer
+        features = len(taps_of(proposer)) * self.target.hidden_size
         tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
         free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
@@ -177,6 +190,7 @@ class TreeDecoder:
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
+            unseen=None if proposer is None else Unseen.empty(slots, unseen_rows, features, dtype),
         )
 
     def insert(
@@ -199,8 +213,8 @@ class TreeDecoder:
         is_last: Bool[ArrayLike, ""],
     ) -> tuple[DecodeState, Int[Array, ""]]:
         """Commits one chunk of a prompt: see `jetspec_jax.prefill.prefill`. ``state`` is donated."""
-        state, token, unseen = self.prefill_unfed(weights, state, slot, tokens, count, is_last)
-        return self.feed(weights, state, unseen), token
+        state, token = self.prefill_unfed(weights, state, slot, tokens, count, is_last)
+        return self._feed_all(weights, state, slot, np.shape(tokens)[0]), token
 
     def prefill_unfed(
         self,
@@ -210,20 +224,31 @@ class TreeDecoder:
         tokens: Int[ArrayLike, "C"],
         count: Int[ArrayLike, ""],
         is_last: Bool[ArrayLike, ""],
-    ) -> tuple[DecodeState, Int[Array, ""], Unseen]:
+    ) -> tuple[DecodeState, Int[Array, ""]]:
         """`prefill`, but the proposer sees nothing: `feed` it before it drafts for that slot."""
         own, taps = state.proposer, taps_of(self.proposer)
-        state, token, unseen = prefill(
+        state, token = prefill(
             self.target, taps, self.implementation, *_unfed(weights, state), slot, tokens, count, is_last
         )
-        return replace(state, proposer=own), token, unseen
+        return replace(state, proposer=own), token
 
-    def feed(self, weights: DecodeWeights, state: DecodeState, unseen: Unseen) -> DecodeState:
-        """Shows committed tokens to the proposer, in the order of their commits. ``state`` is donated."""
+    def feed(self, weights: DecodeWeights, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
+        """Shows the proposer the next tokens of a slot that it has not seen, at most `FEED_ROWS`.
+
+        ``state`` is donated.
+        """
         if self.proposer is None:
             return state
-        own, _ = feed(self.proposer, weights.proposer, state.proposer, unseen)
-        return replace(state, proposer=own)
+        own, unseen = feed(self.proposer, weights.proposer, state.proposer, state.unseen, state.slots, slot)
+        return replace(state, proposer=own, unseen=unseen)
+
+    def _feed_all(
+        self, weights: DecodeWeights, state: DecodeState, slot: Int[ArrayLike, ""], most: int
+    ) -> DecodeState:
+        """`feed` until all is shown that it has not seen of a slot: at most so many tokens."""
+        for _ in range(0, most, FEED_ROWS):
+            state = self.feed(weights, state, slot)
+        return state
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation over all slots; those that are not active keep their state."""
@@ -344,8 +369,10 @@ class TreeDecoder:
         """
         if not self.feeds_late:
             return self.program(self, weights, state, rounds)
-        state, records, unseen = self.decode_unfed(weights, state, rounds)
-        return self.feed(weights, state, unseen), records
+        state, records = self.decode_unfed(weights, state, rounds)
+        for slot in range(len(state.anchors)):
+            state = self._feed_all(weights, state, np.int32(slot), self.max_rounds)
+        return state, records
 
     @property
     def feeds_late(self) -> bool:
@@ -357,22 +384,22 @@ class TreeDecoder:
 
     def decode_unfed(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
-    ) -> tuple[DecodeState, RoundRecord, Unseen]:
+    ) -> tuple[DecodeState, RoundRecord]:
         """`decode` of a decoder that feeds late, but the proposer sees nothing: `feed` it before a draft."""
         own = state.proposer
-        state, records, unseen = self.program(self, *_unfed(weights, state), rounds)
-        return replace(state, proposer=own), records, unseen
+        state, records = self.program(self, *_unfed(weights, state), rounds)
+        return replace(state, proposer=own), records
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | str]:
         """What XLA is told for programs of this bucket."""
-        return {} if self.bucket == 1 else TREE_OPTIONS
+        return PLAIN_OPTIONS if self.bucket == 1 else TREE_OPTIONS
 
     @property
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead.
 
-        Where the proposer is fed late, nothing of it is given or returned, but `Unseen` besides.
+        Where the proposer is fed late, nothing of its own is given or returned.
         """
         return LATE_LOOP if self.feeds_late else PLAIN_LOOP if self.bucket == 1 else TREE_LOOP
 

@@ -6,7 +6,6 @@ a request travels as arrays, so after the first request nothing compiles.
 
 import functools
 import logging
-import math
 import time
 import traceback
 from collections import deque
@@ -29,10 +28,9 @@ from jetspec_jax.engine_size import (
     PREFILL_CHUNK,
     EngineSize,
     check_engine_memory,
-    unseen_rows,
 )
 from jetspec_jax.memory import array_bytes
-from jetspec_jax.proposer import DraftHeadProposer, Proposer, Unseen, feed, taps_of
+from jetspec_jax.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.request import Request, TokenIds, check_request
 from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
@@ -45,6 +43,7 @@ from jetspec_jax.tree import (
     check_traceable,
     tree_buckets,
 )
+from jetspec_jax.unseen import FEED_ROWS
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
@@ -172,7 +171,6 @@ class Engine:
         if self.busy:
             raise RuntimeError("the engine is in use")
         self._learn()
-        self._unseen.clear()  # of requests that were abandoned
         size, old = EngineSize.of(self.target.config, slots, capacity), self.size
         check_engine_memory(self.decoder, size, self.dtype, reclaimed=array_bytes(self.state))
         del self.state  # two sets of stores may not fit the device
@@ -191,10 +189,10 @@ class Engine:
         self._free_slots = deque(range(size.slots))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        # Committed, but not shown to the proposer, with the requests that it is of.
-        self._unseen: deque[tuple[Unseen, Sequence[Request]]] = deque()
-        # Ready once the proposer has seen what it was shown since the last rounds began.
-        self._fed: list[jax.Array] = []
+        # Of each slot, how many committed tokens the proposer has not seen, at most.
+        self._unseen = np.zeros(size.slots, np.int64)
+        # Whether it was shown any since the last rounds began.
+        self._fed = False
         # Launched, but not handed out.
         self._first_tokens: list[tuple[Request, jax.Array]] = []
         self._records: RoundRecord | None = None
@@ -307,19 +305,21 @@ class Engine:
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
         late = decode is None and decoder.feeds_late
-        if not late:
+        if late:
+            self._wait(self._running, choice.rounds)
+        else:
             self._feed()
-        before, self._fed = [*(token for _, token in self._first_tokens), *self._fed], []
+        behind, self._fed = self._fed or bool(self._first_tokens), False
+        timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
+        if behind and timed:
+            # Rounds are timed alone, not with what the device is still at.
+            jax.block_until_ready(self.state.unseen)
         started = time.perf_counter()
         self._records = self._decode(decoder, choice.rounds, late, decode)
-        if auto is not None and before:
-            # The rounds are timed alone, but launched while the device is at work.
-            jax.block_until_ready(before)
-            started = time.perf_counter()
         self._learn()
-        records = jax.device_get(self._records)
+        records = self._records = jax.device_get(self._records)
         if auto is not None:
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - started if timed else None
             self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
         self._hand_out()
 
@@ -344,33 +344,29 @@ class Engine:
         """Launches rounds; their records, still on the device."""
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         count = np.int32(rounds)
-        if not late:
-            self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
-            return records
-        self.state, records, unseen = decoder.decode_unfed(self.weights, self.state, count)
-        self._keep(unseen, tuple(self._running))
+        if late:
+            decode = decoder.decode_unfed
+        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
         return records
 
-    def _keep(self, unseen: Unseen, requests: Sequence[Request]) -> None:
-        """Keeps what the proposer has not seen: while others draft, or nobody does, nobody needs it.
+    def _wait(self, requests: Sequence[Request], tokens: int) -> None:
+        """Counts tokens that are committed next, and wait until the proposer drafts.
 
-        A request that ends takes along what is only its own. What is kept of others may lie in pages that
-        meanwhile are somebody else's, whose own tokens then follow it: they are shown in order.
+        A request that ends takes its own along. Where there is no room, all that waits is shown first.
         """
-        if self.decoder.proposer is None or not requests:
+        if self.state.unseen is None:
             return
-        self._unseen.append((unseen, requests))
-        if sum(math.prod(own.taps.shape[:2]) for own, _ in self._unseen) > unseen_rows(self.decoder):
+        if self._unseen.max() + FEED_ROWS > self.state.unseen.taps.shape[1]:
             self._feed()
+        self._unseen[[request.slot for request in requests]] += tokens
 
     def _feed(self) -> None:
         """Shows the proposer all that it has not seen."""
-        while self._unseen:
-            self._show(self._unseen.popleft()[0])
-
-    def _show(self, unseen: Unseen) -> None:
-        own, seen = feed(self.decoder.proposer, self.weights.proposer, self.state.proposer, unseen)
-        self.state, self._fed = replace(self.state, proposer=own), [seen]
+        self._fed |= bool(self._unseen.any())
+        for slot, tokens in enumerate(self._unseen):
+            for _ in range(0, tokens, FEED_ROWS):
+                self.state = self.decoder.feed(self.weights, self.state, np.int32(slot))
+        self._unseen[:] = 0
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
@@ -395,15 +391,11 @@ class Engine:
         self._auto = {
             kind: AutoBudget(known, costs, auto.probing) for kind, known in self._acceptance.items()
         }
-        # What shows a prompt is compiled now, with nothing to show: it may not be needed for long.
-        features = len(taps_of(self.decoder.proposer)) * self.target.config.hidden_size
-        taps = jnp.zeros((1, PREFILL_CHUNK, features), self.dtype)
-        slot = jax.tree.map(lambda all_: all_[:1], self.state.slots)
-        self._show(Unseen(taps, slot, jnp.zeros(1, jnp.int32)))
 
     def _mean_context(self) -> float:
         """Committed tokens of a running slot."""
-        return float(np.mean([len(r.prompt) + len(r.output.token_ids) for r in self._running] or [0]))
+        tokens = [len(request.prompt) + len(request.output.token_ids) for request in self._running]
+        return sum(tokens) / max(len(tokens), 1)
 
     def _admit(self) -> None:
         """Gives free slots and pages to waiting requests, in order, and launches their prefills."""
@@ -425,7 +417,8 @@ class Engine:
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
             part = request.prompt[start : start + PREFILL_CHUNK]
-            self.state, token, unseen = self.decoder.prefill_unfed(
+            self._wait([request], len(part))
+            self.state, token = self.decoder.prefill_unfed(
                 self.weights,
                 self.state,
                 np.int32(request.slot),
@@ -433,14 +426,13 @@ class Engine:
                 np.int32(len(part)),
                 np.bool_(start + PREFILL_CHUNK >= len(request.prompt)),
             )
-            self._keep(unseen, (request,))
         assert token is not None, "check_request lets no empty prompt in"
         return token
 
     def _release(self, request: Request) -> None:
         self.state = self.decoder.release(self.state, np.int32(request.slot))
         self._running.remove(request)
-        self._unseen = deque(own for own in self._unseen if not set(self._running).isdisjoint(own[1]))
+        self._unseen[request.slot] = 0
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
 

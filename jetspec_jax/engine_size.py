@@ -16,10 +16,12 @@ from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory,
 from jetspec_jax.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.state import DecodeState
 from jetspec_jax.tree import BUCKETS
+from jetspec_jax.unseen import FEED_ROWS
 from pallas_kernels.dispatch import gpu_problem
 
-PREFILL_CHUNK = 128
-# Most rows of taps that are kept until the proposer drafts.
+# One launch shows a chunk to the proposer.
+PREFILL_CHUNK = FEED_ROWS
+# With "auto", most rows of taps that are kept until the proposer drafts, of all slots together.
 UNSEEN_ROWS = 4096
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
@@ -79,6 +81,8 @@ class EngineSize:
             pages_per_slot=self.pages_per_slot,
             page_size=PAGE_SIZE,
             dtype=dtype,
+            # One that always drafts shows every chunk before the next.
+            unseen_rows=FEED_ROWS if decoder.auto is None else UNSEEN_ROWS // self.slots,
         )
 
 
@@ -120,11 +124,11 @@ def check_engine_memory(
     def needs(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
-        stores = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
-        unseen = unseen_bytes(decoder, size, dtype)
+        state = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
+        unseen = array_bytes(state.unseen)
         return {
             **weights(),
-            f"stores of {size.slots} x {size.capacity} tokens": array_bytes(stores),
+            f"stores of {size.slots} x {size.capacity} tokens": array_bytes(state) - unseen,
             **({"taps for the draft head": unseen} if unseen else {}),
             f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
             "margin": largest_parameter_bytes(decoder.target, dtype),
@@ -157,7 +161,9 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
     keys_values = [layer.kv_size for layer in target.layers]
-    kept = sum(keys_values) + len(taps_of(decoder.proposer)) * target.hidden_size
+    tapped = len(taps_of(decoder.proposer)) * target.hidden_size
+    # With "auto" those of all plain rounds of a dispatch.
+    taps = tapped * (rows if decoder.auto is None else max(rows, slots * decoder.max_rounds))
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
@@ -167,19 +173,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             head = decoder.proposer.config
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
-    return 4 * logits + dtype.itemsize * rows * (kept + layer) + attention
-
-
-def unseen_rows(decoder: TreeDecoder) -> int:
-    """Most rows of taps that are kept until the proposer drafts; of one that always does, none."""
-    return 0 if decoder.auto is None else UNSEEN_ROWS
-
-
-def unseen_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
-    """Bytes, from above, of the taps of tokens that the proposer has not seen: kept, and of one dispatch."""
-    kept = unseen_rows(decoder)
-    rows = kept + max(PREFILL_CHUNK, size.slots * decoder.max_rounds if kept else 0)
-    return dtype.itemsize * rows * len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    return 4 * logits + dtype.itemsize * (taps + rows * (sum(keys_values) + layer)) + attention
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

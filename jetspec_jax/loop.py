@@ -2,18 +2,19 @@
 
 A `decoder` is a `jetspec_jax.decode.TreeDecoder`, which runs these programs.
 
-Shapes: B slots, R rounds, F features of all taps.
+Shapes: B slots, F features of all taps.
 """
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.proposer import Unseen, taps_of
+from jetspec_jax.proposer import taps_of
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
 
 
@@ -33,8 +34,8 @@ def _loop(
 
 def _late_loop(
     decoder: Any, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
-) -> tuple[DecodeState, RoundRecord, Unseen]:
-    """Plain rounds, and what the proposer has to see of them: see `TreeDecoder.decode_unfed`."""
+) -> tuple[DecodeState, RoundRecord]:
+    """Plain rounds, which the proposer has to see later: see `TreeDecoder.decode_unfed`."""
 
     def step(state: DecodeState) -> tuple[DecodeState, tuple[RoundRecord, Float[Array, "B F"]]]:
         tree = decoder.build(state, None)
@@ -43,12 +44,13 @@ def _late_loop(
         state, record = decoder.advance(state, tree, output, accepted)
         return state, (record, output.taps[:, 0])
 
-    slots, width = state.slots, len(taps_of(decoder.proposer)) * decoder.target.hidden_size
+    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
     no_taps = jnp.zeros((decoder.max_rounds, len(state.anchors), width), state.stores[0].k.dtype)
     state, (records, taps) = _repeat(decoder, step, state, rounds, (_no_records(decoder, state), no_taps))
+    assert state.unseen is not None, "of a decoder with a proposer"
     # A slot decodes in the first rounds or in none, so its rows lie side by side.
     counts = jnp.sum(records.counts, axis=0, dtype=jnp.int32)
-    return state, records, Unseen(jnp.moveaxis(taps, 0, 1), slots, counts)
+    return replace(state, unseen=state.unseen.append(jnp.moveaxis(taps, 0, 1), counts)), records
 
 
 def _repeat(
@@ -81,12 +83,18 @@ def _no_records(decoder: Any, state: DecodeState) -> RoundRecord:
     return RoundRecord.of(path, jnp.zeros(rounds, jnp.int32), *seen)
 
 
-# Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a
-# Qwen3-8B round on an H200. Several rounds between two looks, one CUDA graph for the whole loop, and none at
-# all were no faster. One flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by
-# timing them with weights that still lie in the cache, where those of a model never do. For one row its picks
-# make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
-TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
-LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2)
+# Layers are unrolled, and all rounds of a dispatch are one `while`. XLA launches rounds one by one from the
+# host, which waits for the loop's condition between them, or the whole loop as one CUDA graph. On an H200 the
+# graph takes 8 % off the plain rounds of the demo pair, and nothing off those of Qwen3-8B. A tree is built by
+# loops of its own, each turn of which takes longer in a graph than its work: such rounds took thrice as long.
+# Of trees another flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by timing
+# them with weights that still lie in the cache, where those of a model never do. For one row its picks make a
+# step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
+PLAIN_OPTIONS: dict[str, bool | str] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+    "WHILE,CONDITIONAL",
+}
+TREE_OPTIONS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
+PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=PLAIN_OPTIONS)
+LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2, compiler_options=PLAIN_OPTIONS)
 TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=TREE_OPTIONS)

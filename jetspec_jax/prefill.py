@@ -15,7 +15,6 @@ from jetspec_jax.cache import attend_over, commit
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
-from jetspec_jax.proposer import Unseen
 from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
 
 
@@ -30,10 +29,10 @@ def prefill(
     tokens: Int[Array, "C"],
     count: Int[Array, ""],
     is_last: Bool[Array, ""],
-) -> tuple[DecodeState, Int[Array, ""], Unseen]:
+) -> tuple[DecodeState, Int[Array, ""]]:
     """Commits one chunk of a prompt to a slot while the others keep their state. ``state`` is donated.
 
-    Every token of the chunk enters the target's stores; the proposer's state is the caller's. After the last
+    Every token of the chunk enters the target's stores, and waits for the proposer. After the last
     chunk the target's choice becomes the slot's anchor and the slot decodes, unless that token already ends
     it.
 
@@ -49,8 +48,7 @@ def prefill(
         is_last: Whether the prompt ends here.
 
     Returns:
-        The state, the first generated token (meaningful after the last chunk), and what the proposer has to
-        see of the chunk.
+        The state, and the first generated token (meaningful after the last chunk).
     """
     target = bind(config, weights.target)
     own = jax.tree.map(lambda x: x[slot][None], state.slots)
@@ -80,5 +78,6 @@ def prefill(
         settings=state.settings._replace(
             remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
         ),
+        unseen=None if state.unseen is None else state.unseen.append_to(slot, output.taps, count),
     )
-    return state, anchor, Unseen(output.taps, own, count)
+    return state, anchor

@@ -4,11 +4,9 @@ A proposer yields draft logits for the depths below the anchor, from a state of 
 whenever tokens are committed. The draft head is one; the decoder knows no more of it than this seam.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -64,26 +62,6 @@ class Proposer(Protocol):
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
     """The layers to tap for a proposer; none without one."""
     return () if proposer is None else proposer.taps
-
-
-class Unseen(NamedTuple):
-    """Committed tokens that a proposer has not seen: what `Proposer.commit` is to be given.
-
-    Attributes:
-        taps: Of R tokens of each slot, some of which were committed.
-        slots: A selection of the batch, before they were.
-        counts: How many were, from the first on.
-    """
-
-    taps: Float[Array, "B R F"]
-    slots: Slots
-    counts: Int[Array, "B"]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def feed(proposer: Proposer, weights: Any, state: Any, unseen: Unseen) -> tuple[Any, Int[Array, ""]]:
-    """The proposer's state once it has seen the tokens, and how many they were. ``state`` is donated."""
-    return proposer.commit(weights, state, *unseen), jnp.sum(unseen.counts)
 
 
 class PreparedHead(NamedTuple):

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import platformdirs
-from jaxtyping import Float
 from tqdm import tqdm
 
 from jetspec_jax.cache import Slots
@@ -30,7 +29,7 @@ DISPATCH_SECONDS = 0.05
 _ENDLESS = 2**30
 
 #: Of what is kept: costs of another version are measured anew.
-VERSION = 4
+VERSION = 5
 
 _log = logging.getLogger("jetspec_jax")
 _measured: dict[str, "RoundCosts"] = {}
@@ -51,17 +50,18 @@ class RoundCosts:
     seconds: tuple[tuple[float, float], ...]
     dispatches: tuple[float, ...]
 
-    def at(self, context: float, rounds: int) -> Float[np.ndarray, "K"]:
+    def at(self, context: float, rounds: int) -> list[float]:
         """Seconds of a round of each bucket behind so many tokens, in a dispatch of so many rounds.
 
         They lie on the line through what was measured, with a share of the dispatch.
         """
         low, high = self.contexts
         share = (context - low) / (high - low)
-        first, last = np.asarray(self.seconds).T
-        # A line that noise makes fall must not reach zero far outside.
-        alone = np.maximum(first + share * (last - first), 0.5 * np.minimum(first, last))
-        return alone + np.asarray(self.dispatches) / rounds
+        return [
+            # A line that noise makes fall must not reach zero far outside.
+            max(first + share * (last - first), 0.5 * min(first, last)) + beside / rounds
+            for (first, last), beside in zip(self.seconds, self.dispatches, strict=True)
+        ]
 
 
 def round_costs(
@@ -177,7 +177,7 @@ class _Clock:
 
     def __init__(self, weights: DecodeWeights, state: DecodeState, num_pages: int):
         self._weights, self._state = weights, state
-        self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None))
+        self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None, unseen=None))
         batch, pages = state.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
         names = np.arange(batch * pages, dtype=np.int32) % num_pages
@@ -193,7 +193,7 @@ class _Clock:
         state = self._start(decoder, context)
         decode = decoder.decode_unfed if decoder.feeds_late else decoder.decode
         started = time.perf_counter()
-        self._state, records, *_ = decode(self._weights, state, np.int32(rounds))
+        self._state, records = decode(self._weights, state, np.int32(rounds))
         jax.device_get(records)
         return time.perf_counter() - started
 
@@ -215,7 +215,8 @@ class _Clock:
 
     def free_slots(self) -> DecodeState:
         """The state with its slots free, as it came; what their pages hold nobody reads."""
-        return replace(self._free, stores=self._state.stores, proposer=self._state.proposer)
+        state = self._state
+        return replace(self._free, stores=state.stores, proposer=state.proposer, unseen=state.unseen)
 
 
 def _read(path: Path | None) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
 from jetspec_jax.tree import Hints, Routing
+from jetspec_jax.unseen import Unseen
 
 
 class DecodeWeights(NamedTuple):
@@ -96,6 +97,7 @@ class DecodeState:
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
+        unseen: What the proposer has to see before it drafts; None without one.
     """
 
     stores: tuple[Store, ...]
@@ -104,6 +106,7 @@ class DecodeState:
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
+    unseen: Unseen | None
 
 
 # Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
@@ -200,6 +203,8 @@ def insert(
         ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
+        # Nobody drafts any more behind what the last request left there.
+        unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
 
 

@@ -24,7 +24,7 @@ class Auto(Algorithm):
     """
 
     tree: str | Algorithm = _USUAL
-    probing: float = 0.005
+    probing: float = 0.004
 
     def __post_init__(self) -> None:
         """Checks the options.

@@ -111,11 +111,14 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
 
     kept = run(lambda engine: engine.step())
     told = list(plain_rounds)
-    waiting = sum(unseen.taps.shape[0] * unseen.taps.shape[1] for unseen, _ in kept._unseen)
-    assert waiting <= rows
-    assert waiting > 0 or rows < 4096
-    assert all(any(request in kept._running for request in of) for _, of in kept._unseen)
+    waiting, unseen = kept._unseen, kept.state.unseen
+    assert unseen.taps.shape[:2] == (3, 1408 if rows == 4096 else 128)
+    running = [request.slot for request in kept._running]
+    np.testing.assert_array_equal(waiting[running], (unseen.counts - unseen.shown)[np.array(running)])
+    assert max(waiting[running]) > (128 if rows == 4096 else 0)
     kept._feed()
+    assert not kept._unseen.any()
+    assert not kept.state.unseen.counts[np.array(running)].any()
     at_once = run(lambda engine: engine.step(5, engine._decoders[0].decode))
     assert [len(request.prompt) for request in kept._running] == [131, 30, 20]  # the others have ended
     for ours, theirs in zip(kept._running, at_once._running, strict=True):
@@ -136,15 +139,16 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
     assert all(seconds > 0 for *_, seconds in told)
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "waits"),
+    ("rows", "behind"),
     [
-        (4096, [True, False, True, False, False]),  # for the prefill, and for two dispatches to be shown
-        (0, [True, True, True, False, False]),  # each is shown behind itself
+        (4096, [True, False, True, False, False]),  # the prefill, and two dispatches that are shown
+        (0, [True, True, True, False, False]),  # both of them by itself
     ],
 )
-def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, rows, waits):
-    """Without prefills and the head's: a wait for those takes 100 seconds here, one for records 1."""
+def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, rows, behind, known):
+    """A wait for prefills or the head takes 100 seconds here, one for records 1; or they are not timed."""
     now, told = [0.0], []
 
     def takes(seconds, real):
@@ -157,6 +161,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
     turns = iter((0, 0, 1, 1, 0))
     monkeypatch.setattr(AutoBudget, "choose", lambda self, context, rounds: Choice(next(turns), 3))
     monkeypatch.setattr(Pace, "learn", lambda self, *own: told.append(own))
+    monkeypatch.setattr(Pace, "known", lambda self, bucket: known)
     monkeypatch.setattr(jax, "block_until_ready", takes(100.0, jax.block_until_ready))
     monkeypatch.setattr(jax, "device_get", takes(1.0, jax.device_get))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -169,8 +174,9 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
         before = now[0]
         engine.step()
         waited.append(now[0] - before >= 100.0)
-    assert waited == waits
-    assert [(bucket, seconds) for bucket, *_, seconds in told] == [(0, 1.0), (0, 1.0), (1, 1.0), (1, 1.0)]
+    assert waited == [own and not known for own in behind]
+    seconds = [None if own and known else 1.0 for own in behind]
+    assert [(bucket, own) for bucket, *_, own in told] == [*zip((0, 0, 1, 1), seconds[:4], strict=True)]
 
 
 def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
@@ -192,21 +198,6 @@ def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
     assert chosen[0] == Choice(1, 8)
     assert chosen.count(Choice(1, 8)) == 1
     assert chosen[-1] == Choice(0, 64)
-
-
-def test_what_shows_a_prompt_is_compiled_with_the_first_request(target, plain_rounds):
-    """Although the head may not be shown one for long; and a step with nobody has nothing to show it."""
-    settings = TreeSettings(budget=16, width=3, algorithm="auto")
-    engine = Engine(target, random_head(SLIDING, 1), settings, slots=1, capacity=192)  # of no other test
-    serve(engine, PROMPTS[:1], PARAMS[:1])
-    engine.step()
-    assert not engine._unseen
-    engine.submit(PROMPTS[1], PARAMS[0])
-    engine._admit()
-    assert len(engine._unseen) == 1
-    with compilations() as seen:
-        engine._feed()
-    assert seen == []
 
 
 def test_an_interrupted_step_loses_nothing(target, every_bucket, monkeypatch):
@@ -371,14 +362,16 @@ class TestCosts:
         return costs
 
     def test_are_positive_and_leave_the_slots_free(self, engine, tmp_path):
-        before = jax.tree.map(np.asarray, dataclasses.replace(engine.state, stores=(), proposer=None))
+        def slots():
+            return dataclasses.replace(engine.state, stores=(), proposer=None, unseen=None)
+
+        before = jax.tree.map(np.asarray, slots())
         costs = self.measure(engine, tmp_path)
         assert len(costs.seconds) == 2
         assert min(min(own) for own in costs.seconds) > 0
         assert len(costs.dispatches) == 2
         assert min(costs.dispatches) >= 0
-        after = dataclasses.replace(engine.state, stores=(), proposer=None)
-        jax.tree.map(np.testing.assert_array_equal, after, before)
+        jax.tree.map(np.testing.assert_array_equal, slots(), before)
         [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
         plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
         assert completion.token_ids == plain.token_ids
@@ -423,10 +416,10 @@ class TestCosts:
         monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own) or feed(*own))
         clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
         clock.compile(engine._decoders)
-        assert len(shown) == 1
+        assert len(shown) == engine.size.slots
         for made in engine._decoders:
             assert clock.seconds(made, 64, 2) > 0
-        assert len(shown) == 1
+        assert len(shown) == engine.size.slots
 
     def test_an_engine_is_of_use_after_an_interrupt(self, engine, monkeypatch):
         def interrupted(decoders, weights, state, **_):

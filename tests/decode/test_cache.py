@@ -14,7 +14,8 @@ from jetspec_jax.cache import Slots, Store, commit
 from jetspec_jax.models import abstract, weights_of
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
-from jetspec_jax.proposer import DraftHeadProposer, Unseen, feed, taps_of
+from jetspec_jax.proposer import DraftHeadProposer, taps_of
+from jetspec_jax.unseen import feed
 from tests.decode.tiny import TINY, head_config, with_windows
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -124,8 +125,9 @@ def test_layers_share_pages(stores, stash):
         run((stores[0], fewer, stores[2]), stash, slots([[0]] * 3, [0] * 3), [1] * 3)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(("program", "bucket"), [("decode", 1), ("decode", 16), ("prefill", 1), ("feed", 1)])
-def test_stores_are_written_in_place(program, bucket):
+def test_stores_are_written_in_place(program, bucket, slots):
     """No compiled program copies a store: that would cost more than all else in a round."""
     config = with_windows(TINY, None, 300)  # the window takes 20 pages of 16
     head = head_config(config)
@@ -133,7 +135,12 @@ def test_stores_are_written_in_place(program, bucket):
     decoder = TreeDecoder(config, DraftHeadProposer(head), bucket=bucket)
     state = jax.eval_shape(
         lambda: decoder.empty_state(
-            1, num_pages=37, pages_per_slot=23, page_size=16, dtype=jnp.dtype(jnp.float32)
+            slots,
+            num_pages=37,
+            pages_per_slot=23,
+            page_size=16,
+            dtype=jnp.dtype(jnp.float32),
+            unseen_rows=640,
         )
     )
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -143,9 +150,9 @@ def test_stores_are_written_in_place(program, bucket):
     elif program == "decode":
         lowered = decoder.program.lower(decoder, weights, state, number)
     elif program == "feed":
-        taps = jax.ShapeDtypeStruct((1, 64, config.hidden_size * len(head.tap_layers)), jnp.float32)
-        unseen = Unseen(taps, state.slots, jax.ShapeDtypeStruct((1,), jnp.int32))
-        lowered = feed.lower(decoder.proposer, weights.proposer, state.proposer, unseen)
+        lowered = feed.lower(
+            decoder.proposer, weights.proposer, state.proposer, state.unseen, state.slots, number
+        )
     else:
         chunk = jax.ShapeDtypeStruct((32,), jnp.int32)
         is_last = jax.ShapeDtypeStruct((), bool)
@@ -153,7 +160,10 @@ def test_stores_are_written_in_place(program, bucket):
         lowered = prefill.lower(config, taps, None, *alone, number, chunk, number, is_last)
     text = lowered.compile().as_text()
     kv, size = config.layers[0].num_kv_heads, config.layers[0].head_dim
-    for pages in (37,) if program == "feed" else (37, 20):  # the head has no windows
-        store = rf"f32\[({pages},16,{kv},{size}|{pages * 16},{kv},{size}|{pages * 16},{kv * size})\]"
+    stores = [
+        rf"f32\[({pages},16,{kv},{size}|{pages * 16},{kv},{size}|{pages * 16},{kv * size})\]"
+        for pages in ((37,) if program == "feed" else (37, slots * 20))  # the head has no windows
+    ]
+    for store in (*stores, rf"f32\[{slots},640,{config.hidden_size * len(head.tap_layers)}\]"):
         assert re.search(store, text)
         assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []

@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jetspec_jax import (
@@ -21,7 +20,7 @@ from jetspec_jax import (
 )
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import Engine, TreeSettings, make_decoder
-from jetspec_jax.engine_size import EngineSize, check_engine_memory, unseen_bytes, workspace_bytes
+from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
@@ -80,7 +79,9 @@ def test_stores_are_counted_as_they_are_allocated():
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16), slots=3, capacity=130)
     parts = needs(engine.decoder, engine.size)
-    assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state)
+    taps = array_bytes(engine.state.unseen)
+    assert parts["taps for the draft head"] == taps
+    assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state) - taps
     tokens = 3 * 3 * 64  # whole pages
     row = TINY.layers[0].kv_size * 4
     assert array_bytes((engine.state.stores, engine.state.proposer)) == tokens * row * (TINY.num_layers + 1)
@@ -93,23 +94,13 @@ def test_stores_are_counted_as_they_are_allocated():
     assert list(needs(decoder_for(TINY, 1), engine.size)) == [stores, "workspace for 3 x 1 nodes", "margin"]
 
 
-@pytest.mark.parametrize(("algorithm", "kept", "rows"), [("accum_logp", 0, 128), ("auto", 4096, 3 * 64)])
-def test_taps_are_counted_as_they_are_kept(algorithm, kept, rows):
-    """As many rows as are kept, and those of the chunk or the dispatch that has just come."""
+@pytest.mark.parametrize(("algorithm", "rows"), [("accum_logp", 128), ("auto", 1408)])
+def test_taps_wait_in_the_state(algorithm, rows):
+    """A chunk's, or with "auto" about 4096 of all slots."""
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=3, capacity=130)
-    one = engine._decoders[0]
-
-    def last(weights, state):
-        state = dataclasses.replace(state, proposer=None)
-        if one.feeds_late:
-            return one.decode_unfed(weights, state, 1)[-1].taps
-        return one.prefill_unfed(weights, state, 0, np.zeros(128, np.int32), 5, True)[-1].taps
-
-    taps = jax.eval_shape(last, engine.weights, engine.state)
-    assert np.prod(taps.shape[:2]) == rows
-    row = 2 * TINY.hidden_size * 4  # two layers are tapped
-    assert unseen_bytes(engine.decoder, engine.size, FLOAT32) == kept * row + array_bytes(taps)
+    assert engine.state.unseen.taps.shape == (3, rows, 2 * TINY.hidden_size)  # two layers are tapped
+    assert Engine(target, slots=3, capacity=130).state.unseen is None
 
 
 def test_weights_are_counted_as_they_are_loaded():
