@@ -16,7 +16,8 @@ class Config:
     """How the kernels cut their work up. No setting changes a result by more than rounding.
 
     Attributes:
-        block_rows: Rows of one expert that a program computes at a time.
+        block_rows: Rows of one expert that a program computes at once.
+        crowd_rows: Rows that it computes at a time where an expert has more than those.
         block_features: Hidden features of a program of the first product, which reads as many columns of both
             halves.
         block_model: Columns of a program of the second product.
@@ -26,6 +27,7 @@ class Config:
     """
 
     block_rows: int
+    crowd_rows: int
     block_features: int
     block_model: int
     block_depth: int
@@ -42,6 +44,7 @@ class Config:
             f"{name} must be a power of two of at least {least}, not {value}"
             for name, value, least in (
                 ("block_rows", self.block_rows, 16),
+                ("crowd_rows", self.crowd_rows, 16),
                 ("block_features", self.block_features, 16),
                 ("block_model", self.block_model, 16),
                 ("block_depth", self.block_depth, 16),
@@ -59,8 +62,8 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
     """The configuration of a call.
 
     An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
-    half as many again as an expert gets on average, and up to 32 rows, which cost 3 % more than 16, thrice as
-    many, for routers have favourites. Few experts are cut into narrow columns: so there are enough programs.
+    half as many again as an expert gets on average, and routers have favourites, which get larger ones. Few
+    experts are cut into narrow columns: so there are enough programs.
 
     Args:
         tokens: T.
@@ -73,8 +76,8 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
     mean = tokens * top_k / experts
     groups = min(tokens * top_k, experts)
     # Float32 has no tensor cores here: a large block would spill.
-    wanted = max(1.5 * mean, min(3 * mean, 32)) if itemsize == 2 else 0
-    rows = next((rows for rows in _ROWS if rows >= wanted), _ROWS[-1])
+    rows = next((rows for rows in _ROWS if rows >= 1.5 * mean), _ROWS[-1]) if itemsize == 2 else _ROWS[0]
+    crowd = _ROWS[0] if itemsize != 2 else 64 if rows < 64 else _ROWS[-1]
 
     def columns(total: int, widest: int) -> int:
         fit = [width for width in _COLUMNS if width <= widest and groups * -(-total // width) >= _PROGRAMS]
@@ -85,6 +88,7 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
     stage = depth * (rows + max(2 * block_features, block_model)) * itemsize
     return Config(
         block_rows=rows,
+        crowd_rows=crowd,
         block_features=block_features,
         block_model=block_model,
         block_depth=depth,

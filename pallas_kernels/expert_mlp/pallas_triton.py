@@ -67,6 +67,7 @@ def expert_mlp(
         top_k=top_k,
         experts=num_experts,
         block_rows=config.block_rows,
+        crowd_rows=config.crowd_rows,
         block_depth=config.block_depth,
         # Tensor cores would round float32 to TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
@@ -104,6 +105,7 @@ class _Call:
     top_k: int  # K
     experts: int  # E
     block_rows: int
+    crowd_rows: int
     block_depth: int
     precision: jax.lax.Precision | None
 
@@ -115,7 +117,11 @@ class _Call:
     @property
     def chunk(self) -> int:
         """Tokens that are looked at together."""
-        return min(pl.next_power_of_2(self.tokens), _TABLE // self.block_rows)
+        return min(pl.next_power_of_2(self.tokens), _TABLE // self.crowd_rows)
+
+    def depth(self, rows: int) -> int:
+        """Terms that are loaded in one step of so many rows: the tiles on their way take about as much room."""
+        return self.block_depth if rows == self.block_rows else self.block_depth // 2
 
 
 def _hidden(
@@ -133,15 +139,17 @@ def _hidden(
     feature, inside = _lanes(pl.program_id(0), block, features)
 
     def compute(e: Array, row: Array, real: Array) -> None:
+        depth = call.depth(row.size)
+
         def add(i: Array, halves: tuple[Array, Array]) -> tuple[Array, ...]:
-            element, there = _lanes(i, call.block_depth, x_ref.shape[1])
+            element, there = _lanes(i, depth, x_ref.shape[1])
             mine = _load(x_ref, (row // call.top_k, element), real, there)
             tiles = [_load(gate_up_ref, (e, element, half, feature), there, inside) for half in (0, 1)]
             products = (plgpu.dot(mine, tile, precision=call.precision) for tile in tiles)
             return tuple(half + product for half, product in zip(halves, products, strict=True))
 
-        zeros = jnp.zeros((call.block_rows, block), jnp.float32)
-        steps = pl.cdiv(x_ref.shape[1], call.block_depth)
+        zeros = jnp.zeros((row.size, block), jnp.float32)
+        steps = pl.cdiv(x_ref.shape[1], depth)
         halves = jax.lax.fori_loop(0, steps, add, (zeros, zeros))
         if bias_ref is not None:
             biases = (plgpu.load(bias_ref.at[e, half, feature], mask=inside) for half in (0, 1))
@@ -168,15 +176,17 @@ def _output(
     element, inside = _lanes(pl.program_id(0), block, down_ref.shape[2])
 
     def compute(e: Array, row: Array, real: Array) -> None:
+        depth = call.depth(row.size)
+
         def add(i: Array, out: Array) -> Array:
-            feature, there = _lanes(i, call.block_depth, down_ref.shape[1])
+            feature, there = _lanes(i, depth, down_ref.shape[1])
             mine = _load(hidden_ref, (row, feature), real, there)
             tile = _load(down_ref, (e, feature, element), there, inside)
             return out + plgpu.dot(mine, tile, precision=call.precision)
 
         weights = plgpu.load(weights_ref.at[row], mask=real, other=0.0)
-        steps = pl.cdiv(down_ref.shape[1], call.block_depth)
-        out = jax.lax.fori_loop(0, steps, add, jnp.zeros((call.block_rows, block), jnp.float32))
+        steps = pl.cdiv(down_ref.shape[1], depth)
+        out = jax.lax.fori_loop(0, steps, add, jnp.zeros((row.size, block), jnp.float32))
         if bias_ref is not None:
             out += plgpu.load(bias_ref.at[e, element], mask=inside).astype(jnp.float32)[None, :]
         _store(out_ref, (row, element), out * weights[:, None], real, inside)
@@ -197,26 +207,37 @@ def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Arr
         return add(jnp.int32(0), start) if chunks == 1 else jax.lax.fori_loop(0, chunks, add, start)
 
     count = over_chunks(lambda i, total: total + jnp.sum(chunk(i)[0]), jnp.int32(0))
-    slot = jnp.arange(call.block_rows, dtype=jnp.int32)
 
     # If the second, fourth and fifth token have chosen e, chosen is 0 1 0 1 1 and place 0 0 1 1 2: those that
     # are chosen go to the slots of their places.
-    def rows_of_block(block: Array) -> Array:
+    def rows_of_block(block: Array, slot: Array) -> Array:
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             before, rows = carry
             chosen, row = chunk(i)
-            place = before + jnp.cumsum(chosen) - chosen - block * call.block_rows
+            place = before + jnp.cumsum(chosen) - chosen - block * slot.size
             here = (chosen[:, None] == 1) & (place[:, None] == slot[None, :])
             return before + jnp.sum(chosen), rows + jnp.sum(jnp.where(here, row[:, None], 0), axis=0)
 
         return over_chunks(add, (jnp.int32(0), jnp.zeros_like(slot)))[1]
 
-    def one_block(block: Array, _: None) -> None:
-        real = block * call.block_rows + slot < count
-        # Padding lies behind the last row, for the interpreter writes back what a mask keeps it from writing.
-        compute(e, jnp.where(real, rows_of_block(block), experts_ref.size), real)
+    def compute_blocks(size: int, blocks: Array) -> None:
+        slot = jnp.arange(size, dtype=jnp.int32)
 
-    jax.lax.fori_loop(0, pl.cdiv(count, call.block_rows), one_block, None)
+        def one_block(block: Array, _: None) -> None:
+            real = block * size + slot < count
+            # Padding lies behind the last row, for the interpreter writes back what a mask keeps it from
+            # writing.
+            compute(e, jnp.where(real, rows_of_block(block, slot), experts_ref.size), real)
+
+        jax.lax.fori_loop(0, blocks, one_block, None)
+
+    if call.tokens <= call.block_rows or call.crowd_rows == call.block_rows:
+        compute_blocks(call.block_rows, pl.cdiv(count, call.block_rows))
+        return
+    # Every block reads the weights again: who has been chosen by many gets larger ones.
+    crowd = count > call.block_rows
+    compute_blocks(call.block_rows, jnp.minimum(count, 1) * (1 - crowd))
+    compute_blocks(call.crowd_rows, pl.cdiv(count, call.crowd_rows) * crowd)
 
 
 def _expert(call: _Call, experts_ref: Any) -> Array:

@@ -215,7 +215,7 @@ def test_configurations_are_checked():
     with pytest.raises(
         ValueError, match="block_rows must be a power of two of at least 16, not 8; num_stages"
     ):
-        Config(8, 64, 64, 64, num_warps=4, num_stages=0)
+        Config(8, 64, 64, 64, 64, num_warps=4, num_stages=0)
 
 
 def test_choice(monkeypatch):
