@@ -28,10 +28,16 @@ Stores = tuple[Any, Any]
 
 
 def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int) -> Weights:
-    """Parameters of a model: normal with deviation 0.02, norms 1."""
+    """Parameters of a model: normal with deviation 0.02, norms and scales 1."""
     shapes = weights_of(abstract(config))
     normal = _random_like(shapes, dtype, seed, 0.02)
-    return jax.tree.map(lambda value: jnp.ones_like(value) if value.ndim == 1 else value, normal)
+
+    def ones(path: tuple[Any, ...], value: Array) -> Array:
+        # Biases of 1 would be most of every token's stream, and all tokens choose the same experts.
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
+
+    return jax.tree_util.tree_map_with_path(ones, normal)
 
 
 def split(state: DecodeState) -> tuple[Stores, DecodeState]:

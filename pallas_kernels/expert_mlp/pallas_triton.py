@@ -120,7 +120,7 @@ class _Call:
         return min(pl.next_power_of_2(self.tokens), _TABLE // self.crowd_rows)
 
     def depth(self, rows: int) -> int:
-        """Terms that are loaded in one step of so many rows: the tiles on their way take about as much room."""
+        """Terms that are loaded in one step of so many rows: tiles on their way take about as much room."""
         return self.block_depth if rows == self.block_rows else self.block_depth // 2
 
 

@@ -140,6 +140,18 @@ class ExpertMLPSuite:
         arrays = x, gate_up, down, experts, weights, *biases
         np.testing.assert_allclose(self.run(case, arrays), oracle(case, arrays), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_a_favourite_among_others(self, dtype):
+        """One expert gets every token, in more than one of the larger blocks; others one or two."""
+        case = Case(100, 64, 2, 72, 40, dtype, GPT_OSS, True)
+        x, gate_up, down, experts, *rest = make_case(case)
+        experts = np.stack([np.full(100, 7), 8 + np.arange(100) % 56], axis=1).astype(np.int32)
+        x, gate_up, down, weights, *biases = (jnp.nan_to_num(array) for array in (x, gate_up, down, *rest))
+        arrays = x, gate_up, down, jnp.asarray(experts), weights, *biases
+        y, expected = self.run(case, arrays), oracle(case, arrays)
+        distance = np.linalg.norm(y.astype(np.float64) - expected, axis=-1)
+        assert (distance <= TOLERANCE[dtype] * np.linalg.norm(expected, axis=-1)).all(), distance.max()
+
 
 class TestXla(ExpertMLPSuite):
     implementation = "xla"
@@ -208,6 +220,7 @@ def test_configurations(case, itemsize):
     if itemsize == 2:
         assert config.block_rows >= min(128, t * k / e)
     widest = max(2 * config.block_features, config.block_model)
+    assert config.crowd_rows >= (64 if itemsize == 2 and t <= 128 else config.block_rows)
     assert config.num_stages * config.block_depth * (config.block_rows + widest) * itemsize <= 80 << 10
 
 
