@@ -11,11 +11,12 @@ import numpy as np
 
 from bench.kernel_trace import Kernel, trace_kernels
 from bench.phases import PHASES, repeat
-from bench.scene import Scene, Stores, join, split
+from bench.scene import Scene
 from bench.shapes import Shape
 from bench.timing import compile_seconds, median, seconds_of
 from bench.touched import experts_touched
 from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
+from jetspec_jax.state import Stores, join, split
 from jetspec_jax.tree import bucket_for
 
 # A phase is repeated until its program takes this long, so that dispatching it (about 0.1 ms) does not show.

@@ -19,12 +19,10 @@ from jetspec_jax.cache import PAGE_SIZE, Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.engine_size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
+from jetspec_jax.state import Stores, split
 
 # More than any run emits: no slot may stop while it is timed.
 ENDLESS = 2**30
-
-#: A state's stores: the target's, and the proposer's state.
-Stores = tuple[Any, Any]
 
 
 def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int) -> Weights:
@@ -38,16 +36,6 @@ def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
     return jax.tree_util.tree_map_with_path(ones, normal)
-
-
-def split(state: DecodeState) -> tuple[Stores, DecodeState]:
-    """A state's stores, and the state without them."""
-    return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
-
-
-def join(stores: Stores, state: DecodeState) -> DecodeState:
-    """The inverse of `split`."""
-    return replace(state, stores=stores[0], proposer=stores[1])
 
 
 @dataclass(frozen=True)

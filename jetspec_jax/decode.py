@@ -37,7 +37,9 @@ from jetspec_jax.state import (
     SlotSettings,
     insert,
     is_stop,
+    join,
     release,
+    split,
 )
 from jetspec_jax.tree import (
     BUCKETS,
@@ -197,11 +199,13 @@ class TreeDecoder:
         self, state: DecodeState, slot: Int[ArrayLike, ""], pages: Int[ArrayLike, "T"], settings: SlotSettings
     ) -> DecodeState:
         """Hands a free slot to a request: see `jetspec_jax.state.insert`. ``state`` is donated."""
-        return insert(state, slot, pages, settings)
+        stores, state = split(state)
+        return join(stores, insert(state, slot, pages, settings))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.state.release`. ``state`` is donated."""
-        return release(state, slot)
+        stores, state = split(state)
+        return join(stores, release(state, slot))
 
     def prefill(
         self,

@@ -180,6 +180,20 @@ class RoundRecord:
         return 1 + (rest // 2 if self.nodes else rest)
 
 
+#: A state's stores: the target's, and the proposer's state.
+Stores = tuple[Any, Any]
+
+
+def split(state: DecodeState) -> tuple[Stores, DecodeState]:
+    """A state's stores, and the state without them: fewer arrays for programs that look at neither."""
+    return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
+
+
+def join(stores: Stores, state: DecodeState) -> DecodeState:
+    """The inverse of `split`."""
+    return replace(state, stores=stores[0], proposer=stores[1])
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def insert(
     state: DecodeState,

@@ -18,12 +18,13 @@ from bench.measure import Case, Measured, Plan
 from bench.report import show
 from bench.round import cases_of, fixed_budget_names, groups
 from bench.round_report import host_work, tables_of
-from bench.scene import join, random_weights
+from bench.scene import random_weights
 from bench.shapes import SHAPES
 from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
 from jetspec_jax.config import check_head_fits
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.state import join
 from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
 from tests.decode.tiny import with_windows
