@@ -73,7 +73,8 @@ class ExpertMLP(nnx.Module):
 
     def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the router and the experts."""
-        self.router = param(rngs, (hidden_size, experts.count), ("embed", "expert"), dtype)
+        # A row per expert, along which a GPU adds up: columns took XLA three launches for one token.
+        self.router = param(rngs, (experts.count, hidden_size), ("expert", "embed"), dtype)
         self.experts = RoutedExperts(hidden_size, experts, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
@@ -87,4 +88,4 @@ class ExpertMLP(nnx.Module):
 
     def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
         """What the router says, in float32: where logits are rounded, near ones tie."""
-        return einsum("tm,me->te", rows, self.router[...], wide=True)
+        return einsum("tm,em->te", rows, self.router[...], wide=True)

@@ -28,7 +28,7 @@ _OWN_KEYS = tuple(
         ("self_attn.q_proj.weight", "self_attn.qk_proj", "m g r e -> (g r e) m", np.s_[:, :, :-1]),
         ("self_attn.k_proj.weight", "self_attn.qk_proj", "m g e -> (g e) m", np.s_[:, :, -1]),
         # Where there are experts.
-        ("router.proj.weight", "router.proj", "m e -> e m", ...),
+        ("router.proj.weight", "router.proj", "", ...),
         ("router.scale", "", "", ...),
         ("router.per_expert_scale", "", "", ...),
         ("experts.gate_up_proj", "", "e m two i -> e (two i) m", ...),
@@ -74,7 +74,7 @@ class Gemma4Router(nnx.Module):
     def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the router."""
         m, count = config.hidden_size, experts.count
-        self.proj = param(rngs, (m, count), ("embed", "expert"), dtype)
+        self.proj = param(rngs, (count, m), ("expert", "embed"), dtype)
         self.scale = nnx.Param(jnp.ones((m,), dtype), axes=("embed",))
         self.per_expert_scale = nnx.Param(jnp.ones((count,), dtype), axes=("expert",))
         self.routing, self.eps = experts.routing, config.rms_norm_eps
@@ -83,7 +83,7 @@ class Gemma4Router(nnx.Module):
         """Each row's experts."""
         factor = rows.shape[-1] ** -0.5
         normed, _ = rms_norm(rows, self.scale[...], eps=self.eps, weight_offset=0.0, weight_scale=factor)
-        logits = einsum("tm,me->te", normed, self.proj[...], wide=True)
+        logits = einsum("tm,em->te", normed, self.proj[...], wide=True)
         return expert_choice(logits, routing=self.routing, expert_scale=self.per_expert_scale[...])
 
 

@@ -86,7 +86,7 @@ class GptOss(Transformer):
         Key(f"model.{_ATTENTION}v_proj.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", np.s_[:, -1]),
         Key(f"model.{_ATTENTION}o_proj.bias", f"{_ATTENTION}o_bias"),
         Key(f"model.{_ATTENTION}sinks", f"{_ATTENTION}sinks"),
-        Key(f"model.{_MLP}router.weight", f"{_MLP}router", "m e -> e m"),
+        Key(f"model.{_MLP}router.weight", f"{_MLP}router"),
         Key(f"model.{_MLP}router.bias", f"{_MLP}router_bias"),
         Key(f"model.{_GATE_UP}_bias", f"{_MLP}experts.gate_up_bias", "e two i -> e (i two)"),
         Key(f"model.{_DOWN}_bias", f"{_MLP}experts.down_bias"),

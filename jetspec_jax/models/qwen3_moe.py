@@ -13,7 +13,7 @@ class Qwen3MoE(Transformer):
 
     KEYS = (
         *ENDS,
-        Key("model.layers.{}.mlp.gate.weight", "layers.{}.mlp.router", "m e -> e m"),
+        Key("model.layers.{}.mlp.gate.weight", "layers.{}.mlp.router"),
         *(key.under("model.") for key in LAYER_KEYS),
         *(
             Key(f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight", path, layout, part, expert=True)

@@ -87,7 +87,7 @@ class Step(Transformer):
             Key(f"model.layers.{{}}.{name}", path, layout, part)
             for name, path, layout, part in (
                 ("self_attn.g_proj.weight", "layers.{}.self_attn.g_proj", "m h -> h m", ...),
-                ("moe.gate.weight", f"{_MLP}router", "m e -> e m", ...),
+                ("moe.gate.weight", f"{_MLP}router", "", ...),
                 ("moe.router_bias", f"{_MLP}router_bias", "", ...),
                 ("moe.gate_proj.weight", f"{_EXPERTS}gate_up_proj", "e m i -> e i m", np.s_[:, :, 0]),
                 ("moe.up_proj.weight", f"{_EXPERTS}gate_up_proj", "e m i -> e i m", np.s_[:, :, 1]),
