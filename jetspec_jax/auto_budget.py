@@ -123,8 +123,7 @@ class Pace:
         if rounds == 0:
             return
         # Also what was learnt of the others gets old: a machine that was busy need not be.
-        keep = math.exp(-rounds / _PACE)
-        most = _OUTLIER * self._ratios()[bucket]
+        keep, most = math.exp(-rounds / _PACE), _OUTLIER * self._ratios()[bucket]
         self._rounds = [keep * own for own in self._rounds]
         self._sums = [keep * own for own in self._sums]
         if seconds is None:

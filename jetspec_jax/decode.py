@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jetspec_jax.block import Block
@@ -170,9 +171,9 @@ class TreeDecoder:
             pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
-            unseen_rows: Committed tokens of a slot that can wait for the proposer, at least: those of a chunk
-                of a prefill, or of `decode` where it feeds late; with `prefill_unfed` and `decode_unfed` as
-                many as come before `feed`.
+            unseen_rows: Room of a slot for committed tokens that wait for the proposer, at least. Every
+                `prefill` needs room for its chunk, and every `decode` that feeds late for ``max_rounds``
+                tokens, however few count; without `feed` in between they add up.
         """
         proposer = self.proposer
         features = len(taps_of(proposer)) * self.target.hidden_size
@@ -372,7 +373,7 @@ class TreeDecoder:
             The state, and the records ``[max_rounds, B, ...]`` with counts of 0 for rounds that did not run.
         """
         if not self.feeds_late:
-            return self.program(self, weights, state, rounds)
+            return self._run(weights, state, rounds)
         state, records = self.decode_unfed(weights, state, rounds)
         for slot in range(len(state.anchors)):
             state = self._feed_all(weights, state, np.int32(slot), self.max_rounds)
@@ -391,8 +392,16 @@ class TreeDecoder:
     ) -> tuple[DecodeState, RoundRecord]:
         """`decode` of a decoder that feeds late, but the proposer sees nothing: `feed` it before a draft."""
         own = state.proposer
-        state, records = self.program(self, *_unfed(weights, state), rounds)
+        state, records = self._run(*_unfed(weights, state), rounds)
         return replace(state, proposer=own), records
+
+    def _run(
+        self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+    ) -> tuple[DecodeState, RoundRecord]:
+        # JAX takes compiler options of the outermost program alone: inside of another the loop is part of it.
+        inside = isinstance(state.anchors, Tracer)
+        program = self.program.__wrapped__ if inside else self.program
+        return program(self, weights, state, rounds)
 
     @property
     def compiler_options(self) -> dict[str, bool | str]:

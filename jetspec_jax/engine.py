@@ -92,7 +92,8 @@ class TreeSettings:
 
 PLAIN = TreeSettings(budget=1, width=1)
 
-#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
+#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds. Afterwards the
+#: proposer has seen all of them.
 Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 
 
@@ -304,18 +305,20 @@ class Engine:
                 self._learn()  # before it guesses again
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
-        late = decode is None and decoder.feeds_late
-        if late:
-            self._wait(self._running, choice.rounds)
+        if decode is None and decoder.feeds_late:
+            self._count_unseen(self._running, choice.rounds)
+            decode = decoder.decode_unfed
         else:
             self._feed()
+            decode = decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
         timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
         if behind and timed:
             # Rounds are timed alone, not with what the device is still at.
             jax.block_until_ready(self.state.unseen)
         started = time.perf_counter()
-        self._records = self._decode(decoder, choice.rounds, late, decode)
+        # A NumPy scalar has one type on every call; a Python int is another program than an array.
+        self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
         self._learn()
         records = self._records = jax.device_get(self._records)
         if auto is not None:
@@ -340,19 +343,10 @@ class Engine:
         if untold is not None:
             untold()
 
-    def _decode(self, decoder: TreeDecoder, rounds: int, late: bool, decode: Decode | None) -> RoundRecord:
-        """Launches rounds; their records, still on the device."""
-        # A NumPy scalar has one type on every call; a Python int is another program than an array.
-        count = np.int32(rounds)
-        if late:
-            decode = decoder.decode_unfed
-        self.state, records = (decode or decoder.decode)(self.weights, self.state, count)
-        return records
+    def _count_unseen(self, requests: Sequence[Request], tokens: int) -> None:
+        """Counts tokens that are committed next, which the proposer sees when it drafts.
 
-    def _wait(self, requests: Sequence[Request], tokens: int) -> None:
-        """Counts tokens that are committed next, and wait until the proposer drafts.
-
-        A request that ends takes its own along. Where there is no room, all that waits is shown first.
+        A request that ends before takes its own along. Where there is no room, it sees all of them first.
         """
         if self.state.unseen is None:
             return
@@ -417,7 +411,7 @@ class Engine:
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
             part = request.prompt[start : start + PREFILL_CHUNK]
-            self._wait([request], len(part))
+            self._count_unseen([request], len(part))
             self.state, token = self.decoder.prefill_unfed(
                 self.weights,
                 self.state,

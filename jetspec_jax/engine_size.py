@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import gpu_problem
 
 # One launch shows a chunk to the proposer.
 PREFILL_CHUNK = FEED_ROWS
-# With "auto", most rows of taps that are kept until the proposer drafts, of all slots together.
+# With "auto", about how many rows of taps all slots together keep until the proposer drafts.
 UNSEEN_ROWS = 4096
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
@@ -125,7 +125,7 @@ def check_engine_memory(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
         state = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
-        unseen = array_bytes(state.unseen)
+        unseen = 0 if state.unseen is None else array_bytes(state.unseen.taps)
         return {
             **weights(),
             f"stores of {size.slots} x {size.capacity} tokens": array_bytes(state) - unseen,
@@ -162,8 +162,8 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     rows = max(slots * nodes, PREFILL_CHUNK)
     keys_values = [layer.kv_size for layer in target.layers]
     tapped = len(taps_of(decoder.proposer)) * target.hidden_size
-    # With "auto" those of all plain rounds of a dispatch.
-    taps = tapped * (rows if decoder.auto is None else max(rows, slots * decoder.max_rounds))
+    # With "auto" those of all plain rounds of a dispatch, as they come and slot by slot.
+    taps = tapped * (rows if decoder.auto is None else max(rows, 2 * slots * decoder.max_rounds))
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):

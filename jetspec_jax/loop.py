@@ -84,12 +84,13 @@ def _no_records(decoder: Any, state: DecodeState) -> RoundRecord:
 
 
 # Layers are unrolled, and all rounds of a dispatch are one `while`. XLA launches rounds one by one from the
-# host, which waits for the loop's condition between them, or the whole loop as one CUDA graph. On an H200 the
-# graph takes 8 % off the plain rounds of the demo pair, and nothing off those of Qwen3-8B. A tree is built by
-# loops of its own, each turn of which takes longer in a graph than its work: such rounds took thrice as long.
-# Of trees another flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by timing
-# them with weights that still lie in the cache, where those of a model never do. For one row its picks make a
-# step 4 % faster; for a tree they split sums over launches of their own: a round is 5 % slower.
+# host, which waits for the loop's condition in between, or the whole loop as one CUDA graph. On an H200 (JAX
+# 0.11.2) the graph takes 8 % off the plain rounds of the demo pair, and nothing off those of Qwen3-8B. A tree
+# is built by loops of its own, each turn of which takes longer in a graph than its work: such rounds took
+# thrice as long. Of trees another flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA
+# picks by timing them with weights that still lie in the cache, where those of a model never do. For one row
+# its picks make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 %
+# slower.
 PLAIN_OPTIONS: dict[str, bool | str] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "WHILE,CONDITIONAL",

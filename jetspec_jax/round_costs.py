@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.state import DecodeState, DecodeWeights
+from jetspec_jax.state import DecodeState, DecodeWeights, join, split
 
 #: Timed dispatches of each bucket and context, whose median counts: as many as these seconds allow.
 LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0
@@ -177,7 +177,7 @@ class _Clock:
 
     def __init__(self, weights: DecodeWeights, state: DecodeState, num_pages: int):
         self._weights, self._state = weights, state
-        self._free = jax.tree.map(jnp.copy, replace(state, stores=(), proposer=None, unseen=None))
+        self._free = jax.tree.map(jnp.copy, replace(split(state)[1], unseen=None))
         batch, pages = state.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
         names = np.arange(batch * pages, dtype=np.int32) % num_pages
@@ -215,8 +215,9 @@ class _Clock:
 
     def free_slots(self) -> DecodeState:
         """The state with its slots free, as it came; what their pages hold nobody reads."""
-        state = self._state
-        return replace(self._free, stores=state.stores, proposer=state.proposer, unseen=state.unseen)
+        stores, state = split(self._state)
+        unseen = None if state.unseen is None else state.unseen.clear(jnp.arange(len(self._tables)))
+        return replace(join(stores, self._free), unseen=unseen)
 
 
 def _read(path: Path | None) -> Mapping[str, Any]:

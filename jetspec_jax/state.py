@@ -217,8 +217,6 @@ def insert(
         ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
-        # Nobody drafts any more behind what the last request left there.
-        unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
 
 
@@ -238,6 +236,8 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
                 temperature=state.settings.sampling.temperature.at[slot].set(0.0)
             )
         ),
+        # Nobody drafts any more behind what waits there.
+        unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
 
 

@@ -62,8 +62,8 @@ class Unseen(NamedTuple):
         put = jax.lax.dynamic_update_slice(self.taps, taps, (slot, self.counts[slot], 0))
         return self._replace(taps=put, counts=self.counts.at[slot].add(count[0]))
 
-    def clear(self, slot: Int[Array, ""]) -> "Unseen":
-        """Empties a slot's queue."""
+    def clear(self, slot: Int[Array, "*slots"]) -> "Unseen":
+        """Empties the queue of a slot, or of several."""
         return self._replace(counts=self.counts.at[slot].set(0), shown=self.shown.at[slot].set(0))
 
     def _check(self, taps: Float[Array, "B T F"]) -> None:

@@ -49,7 +49,8 @@ class Config:
                 ("crowd_rows", self.crowd_rows, 16),
                 ("block_features", self.block_features, 16),
                 ("block_model", self.block_model, 16),
-                ("block_depth", self.block_depth, 16),
+                # Half of it where a crowd's blocks are another size.
+                ("block_depth", self.block_depth, 16 if self.crowd_rows == self.block_rows else 32),
                 ("num_warps", self.num_warps, 1),
             )
             if value < least or value & (value - 1)

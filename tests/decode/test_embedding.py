@@ -77,3 +77,28 @@ def test_signatures_that_users_rely_on():
     assert [f.name for f in jj.tree.TokenTree.__dataclass_fields__.values()] == [
         *("tokens", "parents", "depths", "scores", "num_nodes"),
     ]
+
+
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_the_loop_may_be_part_of_a_program(bucket):
+    target, head = random_target(TINY, 3), random_head(TINY, 3)
+    decoder = jj.TreeDecoder(target.config, jj.DraftHeadProposer(head.config), bucket=bucket, width=2)
+    weights = jj.DecodeWeights(target.weights, head.weights)
+
+    def begin():
+        state = decoder.empty_state(
+            1, num_pages=1, pages_per_slot=1, page_size=64, dtype=jnp.dtype("float32")
+        )
+        params = jj.SamplingParams(max_tokens=20)
+        settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=bucket, depth=7)
+        state = decoder.insert(state, np.int32(0), np.zeros(1, np.int32), settings)
+        return decoder.prefill(
+            weights, state, np.int32(0), np.array(PROMPT, np.int32), np.int32(len(PROMPT)), np.bool_(True)
+        )[0]
+
+    alone, inside = (run(weights, begin(), np.int32(9)) for run in (decoder.decode, jax.jit(decoder.decode)))
+    np.testing.assert_array_equal(alone[1].tokens, inside[1].tokens)
+    assert (alone[1].counts > 0).sum() > 3
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), alone[0].proposer, inside[0].proposer
+    )

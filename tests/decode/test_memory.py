@@ -19,7 +19,7 @@ from jetspec_jax import (
     memory,
 )
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import Engine, TreeSettings, make_decoder
+from jetspec_jax.engine import Engine, TreeSettings, decoders_of, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
@@ -79,7 +79,7 @@ def test_stores_are_counted_as_they_are_allocated():
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16), slots=3, capacity=130)
     parts = needs(engine.decoder, engine.size)
-    taps = array_bytes(engine.state.unseen)
+    taps = array_bytes(engine.state.unseen.taps)
     assert parts["taps for the draft head"] == taps
     assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state) - taps
     tokens = 3 * 3 * 64  # whole pages
@@ -131,6 +131,19 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
     # The stores are written in place.
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
+
+
+def test_the_workspace_covers_plain_rounds_that_are_shown_later():
+    config = dataclasses.replace(TINY, hidden_size=256)
+    settings = TreeSettings(16, width=3, algorithm="auto")
+    decoder = make_decoder(config, head_config(config), settings, implementation="xla")
+    size = EngineSize.of(config, 8, 64)
+    weights = jax.eval_shape(lambda: DecodeWeights(random_target(config, 0).weights))
+    state = dataclasses.replace(jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32)), proposer=None)
+    plain = decoders_of(decoder)[0]
+    plan = plain.program.lower(plain, weights, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    taps = 64 * 8 * 2 * 256 * 4
+    assert taps < plan.memory_analysis().temp_size_in_bytes <= workspace_bytes(decoder, size, FLOAT32)
 
 
 def test_an_engine_that_does_not_fit_is_refused(device):
