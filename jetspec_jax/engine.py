@@ -350,6 +350,7 @@ class Engine:
         """
         if self.state.unseen is None:
             return
+        # No program puts more than FEED_ROWS rows into a queue, padding and all.
         if self._unseen.max() + FEED_ROWS > self.state.unseen.taps.shape[1]:
             self._feed()
         self._unseen[[request.slot for request in requests]] += tokens

@@ -73,7 +73,7 @@ class ExpertMLP(nnx.Module):
 
     def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the router and the experts."""
-        # A row per expert, along which a GPU adds up: columns took XLA three launches for one token.
+        # A row per expert, as files have it: for one token a GPU adds up along rows.
         self.router = param(rngs, (experts.count, hidden_size), ("expert", "embed"), dtype)
         self.experts = RoutedExperts(hidden_size, experts, rngs=rngs, dtype=dtype)
 

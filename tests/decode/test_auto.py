@@ -372,6 +372,7 @@ class TestCosts:
         assert len(costs.dispatches) == 2
         assert min(costs.dispatches) >= 0
         jax.tree.map(np.testing.assert_array_equal, slots(), before)
+        assert not engine.state.unseen.counts.any()
         [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
         plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
         assert completion.token_ids == plain.token_ids
