@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.state import RoundRecord
-from jetspec_jax.tree import reach_of
 
 #: Rounds of a dispatch that is to find something out, unless all that it could have are cheaper.
 PROBE_ROUNDS = 8
@@ -40,6 +38,8 @@ _HOPE = 0.1
 # Drafted tokens that a bucket has accepted at first: this much for each doubling of its nodes. A little more
 # than most pairs, so that what is not known is tried.
 _PER_DOUBLING = 0.5
+# Fewer drafted tokens than that count as that many: means are divided by each other.
+_LEAST = 1e-6
 
 
 class Choice(NamedTuple):
@@ -63,40 +63,50 @@ class AcceptanceEstimate:
         Args:
             buckets: Of drafted trees, in rising order.
         """
-        self.buckets = tuple(buckets)
-        guess = _PER_DOUBLING * np.log2(np.asarray(buckets, np.float64))
+        guess = [_PER_DOUBLING * math.log2(bucket) for bucket in buckets]
         # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
-        self._means = np.stack([guess] * 3)
-        self._keeps = np.log([[1 - 1 / _RECENT], [1 - 1 / _LONG], [1 - 1 / _LONG]])
-        self._seen = np.full(len(guess), float(_PRIOR))
+        self._recent, self._expected, self._accepted = list(guess), list(guess), list(guess)
+        self._seen = [float(_PRIOR)] * len(guess)
 
-    def tokens(self) -> Float[np.ndarray, "K1"]:
+    def tokens(self) -> list[float]:
         """Tokens of a round: of a plain one, then of each bucket; never less with more nodes."""
-        recent, expected, accepted = self._means
-        return np.maximum.accumulate(np.append(1.0, 1.0 + recent * accepted / expected))
+        tokens = [1.0]
+        for recent, expected, accepted in zip(self._recent, self._expected, self._accepted, strict=True):
+            tokens.append(max(tokens[-1], 1.0 + recent * accepted / expected))
+        return tokens
 
     def known(self, bucket: int) -> bool:
         """Whether rounds tell more about a bucket, of which 0 is plain, than the guess."""
-        return bucket == 0 or bool(self._seen[bucket - 1] > _PRIOR)
+        return bucket == 0 or self._seen[bucket - 1] > _PRIOR
 
     def trusted(self, bucket: int, rounds: int) -> int:
         """For how many rounds, of so many, the estimate may be trusted: of trees, as many as it has seen."""
         return rounds if bucket == 0 else min(rounds, int(self._seen[bucket - 1]))
 
-    def learn(self, expected: Float[np.ndarray, "R K"], accepted: Int[np.ndarray, "R K"]) -> None:
-        """Takes R rounds in, with what they tell about their own bucket, the last, and all smaller ones."""
-        rounds, known = expected.shape
-        if rounds == 0:
-            return
-        means, expects = self._means, expected.mean(axis=0)
-        values = np.maximum([expects, expects, accepted.mean(axis=0)], 1e-6)
-        before, seen = means[:, known - 1].copy(), self._seen[:known]
-        # The plain mean at first, then one that forgets.
-        weight = np.maximum(1 - np.exp(rounds * self._keeps), rounds / (seen + rounds))
-        means[:, :known] += weight * (values - means[:, :known])
-        # Larger trees than these rounds had rise and fall with the largest that they had.
-        means[:, known:] *= (means[:, known - 1] / before)[:, None]
-        seen += rounds
+    def learn(self, rounds: int, expected: Sequence[float], accepted: Sequence[float]) -> None:
+        """Takes rounds in, with what they tell about their own bucket, the last, and all smaller ones.
+
+        Args:
+            rounds: How many, at least 1.
+            expected: Drafted tokens of a round that the head expected to be accepted, on average, by bucket.
+            accepted: Likewise, those that were.
+        """
+        last = len(expected) - 1
+        for means, values, horizon in (
+            (self._recent, expected, _RECENT),
+            (self._expected, expected, _LONG),
+            (self._accepted, accepted, _LONG),
+        ):
+            before, forgets = means[last], -math.expm1(-rounds / horizon)
+            for k, value in enumerate(values):
+                # The plain mean at first, then one that forgets.
+                weight = max(forgets, rounds / (self._seen[k] + rounds))
+                means[k] += weight * (max(value, _LEAST) - means[k])
+            # Larger trees than these rounds had rise and fall with the largest that they had.
+            for k in range(last + 1, len(means)):
+                means[k] *= means[last] / before
+        for k in range(last + 1):
+            self._seen[k] += rounds
 
 
 class Pace:
@@ -171,7 +181,7 @@ class AutoBudget:
             context: Committed tokens of a slot, on average.
             rounds: Most rounds of the dispatch.
         """
-        tokens, seconds = self.acceptance.tokens().tolist(), self.pace.seconds(context, rounds)
+        tokens, seconds = self.acceptance.tokens(), self.pace.seconds(context, rounds)
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         few = min(rounds, PROBE_ROUNDS)
@@ -207,10 +217,11 @@ class AutoBudget:
             records: Of its rounds, on the host; with more than the tokens, if it drafted.
             seconds: How long its rounds took; None if they were not timed.
         """
-        ran = np.asarray(records.counts) > 0
-        if bucket:
-            scores, path = np.asarray(records.scores)[ran], np.asarray(records.path)[ran]
-            self.acceptance.learn(*reach_of(scores, path, self.acceptance.buckets[:bucket]))
+        ran = records.tree_sizes > 0
+        rounds = int(np.count_nonzero(ran))
+        if bucket and rounds:
+            # Where a slot did not decode there is nothing to add.
+            self.acceptance.learn(rounds, *((x.sum(axis=(0, 1)) / rounds).tolist() for x in records.reach))
         self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
 
     def _most_promising(self, best: int, rates: Sequence[float]) -> int | None:

@@ -114,7 +114,7 @@ class TreeDecoder:
         algorithm: The tree algorithm: a name, or one with its options.
         max_rounds: Most rounds of one `decode`.
         implementation: Of tree attention; None picks the best.
-        observes: Whether records hold the accepted paths and the scores of all nodes.
+        observes: Whether records tell what trees of each smaller bucket would have had accepted.
     """
 
     target: ModelConfig

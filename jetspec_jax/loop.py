@@ -16,6 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from jetspec_jax.proposer import taps_of
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.tree import tree_buckets
 
 
 def _loop(
@@ -29,7 +30,9 @@ def _loop(
     def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         return decoder.round(weights, state)
 
-    return _repeat(decoder, step, state, rounds, _no_records(decoder, state))
+    state, records = _repeat(decoder, step, state, rounds, _no_records(decoder, state))
+    # Once for all rounds: in each it would be launches of its own.
+    return state, records.with_reach(tree_buckets(decoder.bucket)) if decoder.observes else records
 
 
 def _late_loop(

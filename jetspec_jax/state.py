@@ -4,7 +4,7 @@ Shapes: B slots, D draft depth, P pages, T pages per slot.
 """
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, no_type_check
 
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
-from jetspec_jax.tree import Hints, Routing
+from jetspec_jax.tree import Hints, Reach, Routing, reach_of
 from jetspec_jax.unseen import Unseen
 
 
@@ -120,12 +120,15 @@ class RoundRecord:
     of a millisecond, and every one that a loop writes a launch.
 
     Attributes:
-        packed: The size of the tree, the tokens, and of a decoder that observes the path and the scores.
-        nodes: N, how many scores there are; 0 if nobody observes.
+        packed: The size of the tree, the tokens, and what an observer has seen: of a round by itself the path
+            and the scores, of all rounds of a dispatch their reach.
+        nodes: N, how many scores there are; 0 if there are none.
+        budgets: K, how many budgets the reach tells of; 0 if there is none.
     """
 
     packed: Int32[Array, "*rounds B fields"]
     nodes: int = field(default=0, metadata={"static": True})
+    budgets: int = field(default=0, metadata={"static": True})
 
     @classmethod
     def of(
@@ -148,9 +151,20 @@ class RoundRecord:
             return cls(jnp.concatenate(parts, axis=-1))
         return cls(jnp.concatenate([*parts, path, scores.view(jnp.int32)], axis=-1), scores.shape[-1])
 
+    def with_reach(self, budgets: Sequence[int]) -> "RoundRecord":
+        """With the reach instead of path and scores, which the host would take long to look through."""
+        path, scores = self.packed[..., self._end : -self.nodes], self.packed[..., -self.nodes :]
+        reach = reach_of(scores.view(jnp.float32), path, budgets)
+        # Of a slot that did not decode, the round tells nothing.
+        ran = self.tree_sizes[..., None] > 0
+        parts = [jnp.where(ran, x, 0).view(jnp.int32) for x in reach]
+        return RoundRecord(
+            jnp.concatenate([self.packed[..., : self._end], *parts], axis=-1), budgets=len(budgets)
+        )
+
     @property
     def tree_sizes(self) -> Int32[Array, "*rounds B"]:
-        """Nodes of each slot's tree."""
+        """Nodes of each slot's tree; 0 for a slot that did not decode."""
         return self.packed[..., 0]
 
     @property
@@ -164,19 +178,15 @@ class RoundRecord:
         return (self.tokens >= 0).sum(axis=-1, dtype=np.int32)
 
     @property
-    def path(self) -> Int32[Array, "*rounds B D1"]:
-        """Nodes of the accepted path, -1 beyond; of a decoder that observes."""
-        return self.packed[..., self._end : -self.nodes]
-
-    @property
-    def scores(self) -> Float32[Array, "*rounds B N"]:
-        """Scores of the nodes, -inf for padding; of a decoder that observes."""
-        return self.packed[..., -self.nodes :].view(np.float32)
+    def reach(self) -> Reach:
+        """What trees of each bucket would have had accepted, of an observed dispatch; 0 where none ran."""
+        middle = self._end + self.budgets
+        return Reach(self.packed[..., self._end : middle].view(np.float32), self.packed[..., middle:])
 
     @property
     def _end(self) -> int:
-        """Where the tokens end: an observer's path is as long as they are."""
-        rest = self.packed.shape[-1] - 1 - self.nodes
+        """Where the tokens end: the path of an observer's round is as long as they are."""
+        rest = self.packed.shape[-1] - 1 - self.nodes - 2 * self.budgets
         return 1 + (rest // 2 if self.nodes else rest)
 
 

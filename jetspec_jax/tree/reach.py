@@ -7,8 +7,8 @@ first nodes of a larger one. So one round shows what each smaller budget would h
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from jaxtyping import Float32, Int, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Int32
 
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
@@ -21,8 +21,8 @@ class Reach(NamedTuple):
         accepted: Nodes of the accepted path among the first so many.
     """
 
-    expected: Float32[np.ndarray, "*rounds K"]
-    accepted: Int32[np.ndarray, "*rounds K"]
+    expected: Float32[Array, "*rounds K"]
+    accepted: Int32[Array, "*rounds K"]
 
 
 def tree_buckets(most: int) -> tuple[int, ...]:
@@ -31,20 +31,19 @@ def tree_buckets(most: int) -> tuple[int, ...]:
 
 
 def reach_of(
-    scores: Float32[np.ndarray, "*rounds N"], path: Int[np.ndarray, "*rounds D1"], budgets: Sequence[int]
+    scores: Float32[Array, "*rounds N"], path: Int[Array, "*rounds D1"], budgets: Sequence[int]
 ) -> Reach:
-    """What trees of some budgets, none larger than these, would have had accepted; on the host.
+    """What trees of some budgets, none larger than these, would have had accepted.
 
     Example: of nodes 0..5 with the path 0, 2, 5 a budget of 3 would have had 1 accepted, one of 6 has 2.
 
     Args:
         scores: Of the nodes of trees in the order in which they were inserted; -inf is padding.
         path: Nodes of the accepted path from the root on; -1 beyond.
-        budgets: K numbers of nodes, root included, in rising order.
+        budgets: K numbers of nodes, root included.
     """
-    # Sums between one budget and the next; the root is not drafted.
-    starts = [ROOT_INDEX + 1, *budgets[:-1]]
-    drafted = np.add.reduceat(np.exp(scores[..., : budgets[-1]]), starts, axis=-1)
-    passed = path[..., None]
-    accepted = ((passed > ROOT_INDEX) & (passed < np.asarray(budgets))).sum(axis=-2, dtype=np.int32)
-    return Reach(np.cumsum(drafted, axis=-1), accepted)
+    drafted = jnp.exp(scores)
+    # The root is not drafted.
+    expected = [drafted[..., ROOT_INDEX + 1 : budget].sum(axis=-1) for budget in budgets]
+    accepted = [((path > ROOT_INDEX) & (path < budget)).sum(axis=-1, dtype=jnp.int32) for budget in budgets]
+    return Reach(jnp.stack(expected, axis=-1), jnp.stack(accepted, axis=-1))

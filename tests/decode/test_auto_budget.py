@@ -5,6 +5,7 @@ import pytest
 
 from jetspec_jax.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget, Pace
 from jetspec_jax.round_costs import RoundCosts
+from jetspec_jax.state import RoundRecord
 from jetspec_jax.tree.auto import Auto
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -67,7 +68,7 @@ def learn(auto, untold):
     for bucket, rounds, took, expected, accepted in untold:
         auto.pace.learn(bucket, 300, rounds, took)
         if bucket:
-            auto.acceptance.learn(expected, accepted)
+            auto.acceptance.learn(rounds, *(x.mean(axis=0).tolist() for x in (expected, accepted)))
     untold.clear()
 
 
@@ -143,7 +144,7 @@ def test_a_probe_is_a_whole_dispatch_where_that_loses_less():
     for slower, rounds in ((1.01, ROUNDS), (2.0, PROBE_ROUNDS)):
         acceptance = AcceptanceEstimate((16, 32))
         for _ in range(100):
-            acceptance.learn(np.full((16, 2), 1.0), np.full((16, 2), 1))
+            acceptance.learn(16, [1.0, 1.0], [1, 1])
         auto = AutoBudget(acceptance, costs_of((9.0, 1.0, slower)), probing=1.0)
         choices = [auto.choose(300, ROUNDS) for _ in range(20)]
         assert set(choices) == {(1, ROUNDS), (2, rounds)}
@@ -160,13 +161,14 @@ class TestAcceptance:
     def test_learns_the_mean_of_what_it_saw(self):
         acceptance = AcceptanceEstimate((16, 32))
         for _ in range(200):
-            acceptance.learn(np.full((16, 2), [1.0, 1.5]), np.tile([[1, 2], [3, 4]], (8, 1)))
+            acceptance.learn(8, [1.0, 1.5], [1, 2])
+            acceptance.learn(8, [1.0, 1.5], [3, 4])
         np.testing.assert_allclose(acceptance.tokens(), [1.0, 3.0, 4.0], rtol=0.02)
 
     def test_larger_trees_than_were_seen_move_along(self):
         acceptance = AcceptanceEstimate((16, 32))
         for _ in range(200):
-            acceptance.learn(np.full((16, 1), 0.5), np.full((16, 1), 1))
+            acceptance.learn(16, [0.5], [1])
         plain, small, large = acceptance.tokens()
         assert plain == 1
         assert small == pytest.approx(2.0, rel=0.02)
@@ -176,14 +178,15 @@ class TestAcceptance:
     def test_nothing_accepted_at_all(self):
         acceptance = AcceptanceEstimate((16, 32))
         for _ in range(300):
-            acceptance.learn(np.zeros((16, 2)), np.zeros((16, 2), int))
+            acceptance.learn(16, [0.0, 0.0], [0, 0])
         np.testing.assert_allclose(acceptance.tokens(), 1.0, atol=1e-3)
 
-    def test_no_round_changes_nothing(self):
-        acceptance = AcceptanceEstimate((16, 32))
-        before = acceptance.tokens()
-        acceptance.learn(np.zeros((0, 1)), np.zeros((0, 1), int))
-        np.testing.assert_array_equal(acceptance.tokens(), before)
+    def test_a_dispatch_in_which_nobody_decoded_changes_nothing(self):
+        auto = AutoBudget(AcceptanceEstimate((16, 32)), costs_of((1.0, 2.0, 3.0)), PROBING)
+        before = auto.acceptance.tokens(), auto.pace.seconds(300, 16)
+        nothing = RoundRecord(np.zeros((16, 2, 1 + 4 + 2 * 2), np.int32), budgets=2)
+        auto.observe(2, 300, nothing, 1.0)
+        assert (auto.acceptance.tokens(), auto.pace.seconds(300, 16)) == before
 
 
 def test_what_was_timed_gets_old():

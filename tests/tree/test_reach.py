@@ -40,7 +40,7 @@ def test_a_tree_knows_what_every_smaller_one_would_have_had_accepted(name):
 
     tree = grown(64)
     path, _, _ = accept(tree, followed(tree, truth), max_depth=DEPTH)
-    reach = reach_of(np.asarray(tree.scores), np.asarray(path), BUDGETS)
+    reach = reach_of(tree.scores, path, BUDGETS)
     for k, budget in enumerate(BUDGETS):
         small = grown(budget)
         _, lengths, _ = accept(small, followed(small, truth), max_depth=DEPTH)
