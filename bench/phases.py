@@ -62,7 +62,7 @@ def repeat(decoder: TreeDecoder) -> Any:
 
 
 @functools.cache
-def _jitted(compiler_options: tuple[tuple[str, bool | str], ...]) -> Any:
+def _jitted(compiler_options: tuple[tuple[str, bool], ...]) -> Any:
     options = dict(compiler_options)
     return jax.jit(_repeat, static_argnums=(0, 1), donate_argnums=3, compiler_options=options)
 

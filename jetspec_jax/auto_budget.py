@@ -15,8 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.state import RoundRecord
 
@@ -217,12 +215,14 @@ class AutoBudget:
             records: Of its rounds, on the host; with more than the tokens, if it drafted.
             seconds: How long its rounds took; None if they were not timed.
         """
-        ran = records.tree_sizes > 0
-        rounds = int(np.count_nonzero(ran))
+        # Of each slot, how many rounds it decoded in; they are the first.
+        ran = (records.tree_sizes > 0).sum(axis=0).tolist()
+        rounds = sum(ran)
         if bucket and rounds:
             # Where a slot did not decode there is nothing to add.
-            self.acceptance.learn(rounds, *((x.sum(axis=(0, 1)) / rounds).tolist() for x in records.reach))
-        self.pace.learn(bucket, context, int(ran.any(axis=1).sum()), seconds)
+            expected, accepted = ((x.sum(axis=(0, 1)) / rounds).tolist() for x in records.reach)
+            self.acceptance.learn(rounds, expected, accepted)
+        self.pace.learn(bucket, context, max(ran), seconds)
 
     def _most_promising(self, best: int, rates: Sequence[float]) -> int | None:
         """The bucket to find out about: a larger one than the best, or one whose pace nobody knows."""

@@ -25,7 +25,7 @@ from jetspec_jax.block import Block
 from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, PLAIN_OPTIONS, TREE_LOOP, TREE_OPTIONS
+from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
 from jetspec_jax.models import bind
 from jetspec_jax.models.layers import KV
 from jetspec_jax.prefill import prefill
@@ -404,9 +404,9 @@ class TreeDecoder:
         return program(self, weights, state, rounds)
 
     @property
-    def compiler_options(self) -> dict[str, bool | str]:
+    def compiler_options(self) -> dict[str, bool]:
         """What XLA is told for programs of this bucket."""
-        return PLAIN_OPTIONS if self.bucket == 1 else TREE_OPTIONS
+        return {} if self.bucket == 1 else TREE_OPTIONS
 
     @property
     def program(self) -> Any:

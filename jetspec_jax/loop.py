@@ -86,19 +86,14 @@ def _no_records(decoder: Any, state: DecodeState) -> RoundRecord:
     return RoundRecord.of(path, jnp.zeros(rounds, jnp.int32), *seen)
 
 
-# Layers are unrolled, and all rounds of a dispatch are one `while`. XLA launches rounds one by one from the
-# host, which waits for the loop's condition in between, or the whole loop as one CUDA graph. On an H200 (JAX
-# 0.11.2) the graph takes 8 % off the plain rounds of the demo pair, and nothing off those of Qwen3-8B. A tree
-# is built by loops of its own, each turn of which takes longer in a graph than its work: such rounds took
-# thrice as long. Of trees another flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA
-# picks by timing them with weights that still lie in the cache, where those of a model never do. For one row
-# its picks make a step 4 % faster; for a tree they split sums over launches of their own: a round is 5 %
-# slower.
-PLAIN_OPTIONS: dict[str, bool | str] = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
-    "WHILE,CONDITIONAL",
-}
-TREE_OPTIONS: dict[str, bool | str] = {"xla_gpu_enable_triton_gemm": False}
-PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=PLAIN_OPTIONS)
-LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2, compiler_options=PLAIN_OPTIONS)
+# Layers are unrolled, and all rounds of a dispatch are one `while`: XLA's look at its condition is 1 % of a
+# Qwen3-8B round on an H200. Several rounds between two looks and no graphs at all were no faster. The whole
+# loop as one CUDA graph takes 8 % off the plain rounds of the demo pair, nothing off those of Qwen3-8B, and
+# puts 6 to 40 % on those of Qwen3-30B-A3B; a tree, which is built by loops of its own, takes thrice as long.
+# One flag matters: whether XLA's own Triton products compete with cuBLAS's. XLA picks by timing them with
+# weights that still lie in the cache, where those of a model never do. For one row its picks make a step 4 %
+# faster; for a tree they split sums over launches of their own: a round is 5 % slower.
+TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+PLAIN_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2)
+LATE_LOOP = jax.jit(_late_loop, static_argnums=0, donate_argnums=2)
 TREE_LOOP = jax.jit(_loop, static_argnums=0, donate_argnums=2, compiler_options=TREE_OPTIONS)

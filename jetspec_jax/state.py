@@ -154,13 +154,11 @@ class RoundRecord:
     def with_reach(self, budgets: Sequence[int]) -> "RoundRecord":
         """With the reach instead of path and scores, which the host would take long to look through."""
         path, scores = self.packed[..., self._end : -self.nodes], self.packed[..., -self.nodes :]
-        reach = reach_of(scores.view(jnp.float32), path, budgets)
+        reach = jnp.concatenate(reach_of(scores.view(jnp.float32), path, budgets), axis=-1)
         # Of a slot that did not decode, the round tells nothing.
-        ran = self.tree_sizes[..., None] > 0
-        parts = [jnp.where(ran, x, 0).view(jnp.int32) for x in reach]
-        return RoundRecord(
-            jnp.concatenate([self.packed[..., : self._end], *parts], axis=-1), budgets=len(budgets)
-        )
+        reach = jnp.where(self.tree_sizes[..., None] > 0, reach, 0.0).view(jnp.int32)
+        own = self.packed[..., : self._end]
+        return RoundRecord(jnp.concatenate([own, reach], axis=-1), budgets=len(budgets))
 
     @property
     def tree_sizes(self) -> Int32[Array, "*rounds B"]:
@@ -180,8 +178,8 @@ class RoundRecord:
     @property
     def reach(self) -> Reach:
         """What trees of each bucket would have had accepted, of an observed dispatch; 0 where none ran."""
-        middle = self._end + self.budgets
-        return Reach(self.packed[..., self._end : middle].view(np.float32), self.packed[..., middle:])
+        reach = self.packed[..., self._end :].view(np.float32)
+        return Reach(reach[..., : self.budgets], reach[..., self.budgets :])
 
     @property
     def _end(self) -> int:

@@ -7,8 +7,9 @@ first nodes of a larger one. So one round shows what each smaller budget would h
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int
 
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
@@ -22,7 +23,7 @@ class Reach(NamedTuple):
     """
 
     expected: Float32[Array, "*rounds K"]
-    accepted: Int32[Array, "*rounds K"]
+    accepted: Float32[Array, "*rounds K"]
 
 
 def tree_buckets(most: int) -> tuple[int, ...]:
@@ -42,8 +43,12 @@ def reach_of(
         path: Nodes of the accepted path from the root on; -1 beyond.
         budgets: K numbers of nodes, root included.
     """
-    drafted = jnp.exp(scores)
-    # The root is not drafted.
-    expected = [drafted[..., ROOT_INDEX + 1 : budget].sum(axis=-1) for budget in budgets]
-    accepted = [((path > ROOT_INDEX) & (path < budget)).sum(axis=-1, dtype=jnp.int32) for budget in budgets]
-    return Reach(jnp.stack(expected, axis=-1), jnp.stack(accepted, axis=-1))
+    ends = jnp.asarray(budgets).reshape((1,) * scores.ndim + (-1,))
+
+    def total(nodes: Int[Array, "*rounds M"], of: Float32[Array, "*rounds M"]) -> Float32[Array, "*rounds K"]:
+        """Of the nodes that each budget has, one by one; the root is not drafted."""
+        inside = (nodes[..., None] > ROOT_INDEX) & (nodes[..., None] < ends)
+        return jnp.where(inside, of[..., None], 0.0).sum(axis=-2)
+
+    nodes = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return Reach(total(nodes, jnp.exp(scores)), total(path, jnp.ones(path.shape)))
