@@ -1,7 +1,8 @@
 """Checkpoints: a target or a draft head from a local folder or the Hugging Face hub."""
 
+import contextlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
 from jetspec_jax.models import Weights
-from jetspec_jax.safetensors_io import read_weights
+from jetspec_jax.safetensors_io import Headers, has_weights, merge_shards, read_headers, read_weights
+from jetspec_jax.tensor_plan import Stored
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -158,12 +160,44 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
         raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
     import huggingface_hub
 
-    try:
+    with _asking_the_hub(path_or_id):
         return Path(
             huggingface_hub.snapshot_download(
                 str(path_or_id), allow_patterns=list(patterns), ignore_patterns=list(OTHER_LAYOUTS)
             )
         )
+
+
+def find_headers(path_or_id: str | Path) -> Headers:
+    """What the headers of a checkpoint's files say; where the files are not here, only headers are fetched.
+
+    Raises:
+        FileNotFoundError: As for `resolve`, or there are no weights.
+        ValueError: A file is corrupt; or the weights are pickled.
+    """
+    folder = resolve(path_or_id, CONFIG_PATTERNS)
+    if Path(path_or_id).expanduser().is_dir() or has_weights(folder):
+        return read_headers(folder)
+    import huggingface_hub
+
+    with _asking_the_hub(path_or_id):
+        found = huggingface_hub.get_safetensors_metadata(str(path_or_id))
+        about = huggingface_hub.model_info(str(path_or_id), files_metadata=True)
+        sizes: dict[str, Any] = {file.rfilename: file.size for file in about.siblings or ()}
+        file_bytes = sum(sizes[name] for name in found.files_metadata)
+    shards = [
+        {name: Stored(tuple(own.shape), own.dtype) for name, own in file.tensors.items()}
+        for file in found.files_metadata.values()
+    ]
+    tensors, wrong = merge_shards(shards, found.weight_map)
+    return Headers(str(path_or_id), tensors, wrong, file_bytes)
+
+
+@contextlib.contextmanager
+def _asking_the_hub(path_or_id: str | Path) -> Iterator[None]:
+    """Says what could not be had, whatever the hub's client raises."""
+    try:
+        yield
     except Exception as error:  # the client lets its HTTP library's errors through as they come
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "

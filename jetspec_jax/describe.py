@@ -1,6 +1,6 @@
 """What a checkpoint is: kind, shapes, bytes, and whether a draft head fits a target.
 
-Of the weights only the files' headers are read; a hub repository is fetched whole, as it is to load it.
+Of the weights only the files' headers are read, or fetched from the hub.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jetspec_jax.cache import PAGE_SIZE, ring_pages
-from jetspec_jax.checkpoint import resolve
+from jetspec_jax.checkpoint import CONFIG_PATTERNS, find_headers, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
     LayerConfig,
@@ -22,7 +22,6 @@ from jetspec_jax.config import (
     read_json,
 )
 from jetspec_jax.memory import weight_bytes
-from jetspec_jax.safetensors_io import stored_bytes, unused_tensors
 
 
 def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[str, Any]:
@@ -36,13 +35,13 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         FileNotFoundError: The checkpoint is not to be had.
         ValueError: It is not valid, or ``target`` was given for something that is no head.
     """
-    folder = resolve(path_or_id)
+    folder = resolve(path_or_id, CONFIG_PATTERNS)
     raw = read_json(folder / "config.json")
     if not is_draft_head(raw):
         if target is not None:
             raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
         config = parse_model_config(raw, where=str(folder / "config.json"))
-        return {"kind": "target", "path": str(folder), **_model(raw, config), **_weights(folder, config)}
+        return {"kind": "target", "path": str(folder), **_model(raw, config), **_weights(path_or_id, config)}
     head = parse_draft_head_config(raw, where=str(folder / "config.json"))
     about = {
         "kind": "draft head",
@@ -55,10 +54,10 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         "scaled_embeddings": head.scaled_embeddings,
         "capped_logits": head.capped_logits,
         **_model(raw, head.layers),
-        **_weights(folder, head),
+        **_weights(path_or_id, head),
     }
     if target is not None:
-        where = resolve(target)
+        where = resolve(target, CONFIG_PATTERNS)
         about["target"] = str(where)
         about["fits"], about["fit_problem"] = True, None
         try:
@@ -106,12 +105,13 @@ def _ring_elements(layer: LayerConfig) -> int:
     return 0 if layer.window is None else layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
 
 
-def _weights(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
+def _weights(path_or_id: str | Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
+    headers = find_headers(path_or_id)
     bfloat16 = weight_bytes(config, jnp.dtype(jnp.bfloat16))
     return {
         "parameters": bfloat16 // 2,
         # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
         "weight_bytes_bf16": bfloat16,
-        "file_bytes": stored_bytes(folder, config),
-        "unused_tensors": {reason: len(names) for reason, names in unused_tensors(folder, config).items()},
+        "file_bytes": headers.file_bytes,
+        "unused_tensors": {reason: len(names) for reason, names in headers.plan(config).unused.items()},
     }

@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +102,44 @@ def read_parameters(
         yield from _read(folder, tensors, plan, dtype)
 
 
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a checkpoint's files say: its tensors, none of them read.
+
+    Attributes:
+        where: What errors call the checkpoint.
+        tensors: By name.
+        wrong: What is wrong with the files.
+        file_bytes: Of all files.
+    """
+
+    where: str
+    tensors: Mapping[str, Stored]
+    wrong: Sequence[str]
+    file_bytes: int
+
+    def plan(self, config: ModelConfig | DraftHeadConfig) -> Plan:
+        """How the tensors make up a config's parameters.
+
+        Raises:
+            ValueError: As for `read_weights`.
+        """
+        return make_plan(self.tensors, config, self.where, self.wrong)
+
+
+def read_headers(folder: Path) -> Headers:
+    """The headers of a folder's safetensors.
+
+    Raises:
+        ValueError: A file is corrupt; or the weights are pickled.
+        FileNotFoundError: There are no weights.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors, wrong = _open_files(folder, stack)
+    size = sum(path.stat().st_size for path in _shards(folder))
+    return Headers(str(folder), _about(tensors), wrong, size)
+
+
 def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
     """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
 
@@ -112,20 +150,34 @@ def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[
         ValueError: As for `read_weights`.
         FileNotFoundError: There are no weights.
     """
-    with contextlib.ExitStack() as stack:
-        return _open(folder, config, stack)[1].unused
+    return read_headers(folder).plan(config).unused
 
 
-def stored_bytes(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
-    """Bytes of a folder's safetensors, once its tensors are known to be those of the config.
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors, and all that its index names."""
+    try:
+        return bool(_shards(folder))
+    except (ValueError, FileNotFoundError):
+        return False
 
-    Raises:
-        ValueError: As for `read_weights`.
-        FileNotFoundError: There are no weights.
+
+def merge_shards(
+    shards: Iterable[Mapping[str, Any]], weight_map: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What is known of the tensors of all shards, by name, and what is wrong with the names.
+
+    Args:
+        shards: The tensors of each.
+        weight_map: Which shard should hold which, by the index; empty without one.
     """
-    with contextlib.ExitStack() as stack:
-        _open(folder, config, stack)
-    return sum(path.stat().st_size for path in _shards(folder))
+    tensors: dict[str, Any] = {}
+    wrong = []
+    for shard in shards:
+        wrong += [f"stored in more than one file: {name}" for name in shard if name in tensors]
+        tensors |= shard
+    if lost := sorted(weight_map.keys() - tensors.keys()):
+        wrong.append(f"the index names tensors that no shard holds: {lost}")
+    return tensors, wrong
 
 
 def save_checkpoint(
@@ -314,22 +366,24 @@ def _open(
     folder: Path, config: ModelConfig | DraftHeadConfig, stack: contextlib.ExitStack
 ) -> tuple[dict[str, _Tensor], Plan]:
     """Opens all shards: every stored tensor by name, and how they make up the config's parameters."""
-    paths, weight_map = _shards(folder), _weight_map(folder)
-    tensors: dict[str, _Tensor] = {}
-    wrong = []
-    for path in paths:
-        try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            if name in tensors:
-                wrong.append(f"stored in more than one file: {name}")
-            part = file.get_slice(name)
-            tensors[name] = _Tensor(file, Stored(tuple(part.get_shape()), part.get_dtype()))
-    if lost := sorted(set(weight_map) - set(tensors)):
-        wrong.append(f"the index names tensors that no shard holds: {lost}")
+    tensors, wrong = _open_files(folder, stack)
     return tensors, make_plan(_about(tensors), config, str(folder), wrong)
+
+
+def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, _Tensor], list[str]]:
+    """Opens all shards: every stored tensor by name, and what is wrong with the names."""
+    return merge_shards([_open_file(path, stack) for path in _shards(folder)], _weight_map(folder))
+
+
+def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="numpy"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return {
+        name: _Tensor(file, Stored(tuple(part.get_shape()), part.get_dtype())) for name, part in parts.items()
+    }
 
 
 def _read(

@@ -109,6 +109,12 @@ def random_tensors(shapes, dtype=np.float32):
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
 
 
+def halves(tensors):
+    """The tensors in two shards."""
+    names = sorted(tensors)
+    return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
+
+
 def write(folder, raw, *shards, index=False):
     """A checkpoint folder; several shards, or ``index``, make it a sharded one with an index."""
     folder.mkdir()

@@ -1,17 +1,14 @@
 import contextlib
-import fnmatch
 import json
 import pickle
 import tracemalloc
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from huggingface_hub import constants as hub_constants
 from safetensors.numpy import load_file
 
 from jetspec_jax import load_draft_head, load_target, safetensors_io
@@ -21,6 +18,7 @@ from tests.loading.published import (
     HEAD,
     V4,
     V5,
+    halves,
     head_shapes,
     random_tensors,
     target_shapes,
@@ -32,12 +30,6 @@ from tests.loading.published import (
 
 TIED = {**V4, "tie_word_embeddings": True}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def halves(tensors):
-    """The tensors in two shards."""
-    names = sorted(tensors)
-    return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
 
 
 def assert_same_weights(weights, others):
@@ -450,68 +442,6 @@ class TestPlaces:
 
     def test_words_and_paths(self, folder):
         assert_same_weights(load_target(str(folder)).weights, load_target(folder).weights)
-
-
-class TestHub:
-    @pytest.fixture(autouse=True)
-    def cache(self, tmp_path, monkeypatch):
-        cache = tmp_path / "cache"
-        monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(cache))
-        return cache
-
-    @pytest.mark.parametrize("load", [load_target, load_draft_head])
-    def test_no_network(self, load):
-        with pytest.raises(FileNotFoundError, match=r"owner/some-model\.0 .*cannot be fetched"):
-            load("owner/some-model.0")
-
-    def test_from_the_cache(self, cache, tensors):
-        commit = "0" * 40
-        repository = cache / "models--owner--model"
-        (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text(commit)
-        (repository / "snapshots").mkdir()
-        write(repository / "snapshots" / commit, V4, tensors)
-        assert load_target("owner/model").config.vocab_size == 19
-
-    def test_fetches_neither_pickles_nor_code_nor_other_layouts(self, monkeypatch, folder):
-        asked = {}
-
-        def download(repo_id, allow_patterns, ignore_patterns):
-            asked.update(repo_id=repo_id, patterns=allow_patterns, ignored=ignore_patterns)
-            return str(folder)
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        load_target("owner/model")
-        assert asked["repo_id"] == "owner/model"
-
-        def is_fetched(name):
-            def matches(patterns):
-                return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-            return matches(asked["patterns"]) and not matches(asked["ignored"])
-
-        wanted = [
-            "config.json",
-            "generation_config.json",
-            "model.safetensors.index.json",
-            "model-00001-of-00002.safetensors",
-            "tokenizer.json",
-            "merges.txt",
-            "chat_template.jinja",
-        ]
-        assert all(map(is_fetched, wanted))
-        unwanted = ["pytorch_model.bin", "modeling_qwen3.py", "model.pt", "model.gguf"]
-        assert not any(map(is_fetched, [*unwanted, "original/model.safetensors"]))
-
-    @pytest.mark.parametrize("error", [TimeoutError(), ConnectionError("refused\nby the host")], ids=repr)
-    def test_whatever_the_client_raises(self, monkeypatch, error):
-        def download(*args, **kwargs):
-            raise error
-
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(FileNotFoundError, match=f"owner/model .*{type(error).__name__}") as info:
-            load_target("owner/model")
-        assert info.value.__cause__ is error
 
 
 class TestDtype:
