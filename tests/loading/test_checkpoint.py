@@ -40,16 +40,6 @@ def assert_same_weights(weights, others):
 
 
 @pytest.fixture
-def tensors():
-    return random_tensors(target_shapes(V4))
-
-
-@pytest.fixture
-def folder(tmp_path, tensors):
-    return write(tmp_path / "target", V4, tensors)
-
-
-@pytest.fixture
 def head_folder(tmp_path):
     return write(tmp_path / "head", HEAD, random_tensors(head_shapes(HEAD)))
 

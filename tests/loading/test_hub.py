@@ -20,20 +20,9 @@ from tests.loading.published import (
     halves,
     head_shapes,
     random_tensors,
-    target_shapes,
     write,
     write_index,
 )
-
-
-@pytest.fixture
-def tensors():
-    return random_tensors(target_shapes(V4))
-
-
-@pytest.fixture
-def folder(tmp_path, tensors):
-    return write(tmp_path / "target", V4, tensors)
 
 
 @pytest.fixture(autouse=True)
