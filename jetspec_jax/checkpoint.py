@@ -168,15 +168,18 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
         )
 
 
-def find_headers(path_or_id: str | Path) -> Headers:
+def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
     """What the headers of a checkpoint's files say; where the files are not here, only headers are fetched.
 
+    Args:
+        path_or_id: A folder or a hub id.
+        folder: Where `resolve` has found its config.
+
     Raises:
-        FileNotFoundError: As for `resolve`, or there are no weights.
+        FileNotFoundError: There are no weights, or the hub cannot be reached.
         ValueError: A file is corrupt; or the weights are pickled.
     """
-    folder = resolve(path_or_id, CONFIG_PATTERNS)
-    if Path(path_or_id).expanduser().is_dir() or has_weights(folder):
+    if folder == Path(path_or_id).expanduser() or has_weights(folder):
         return read_headers(folder)
     import huggingface_hub
 

@@ -22,6 +22,7 @@ from jetspec_jax.config import (
     read_json,
 )
 from jetspec_jax.memory import weight_bytes
+from jetspec_jax.safetensors_io import Headers
 
 
 def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         if target is not None:
             raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
         config = parse_model_config(raw, where=str(folder / "config.json"))
-        return {"kind": "target", "path": str(folder), **_model(raw, config), **_weights(path_or_id, config)}
+        about = {"kind": "target", "path": str(folder), **_model(raw, config)}
+        return about | _weights(find_headers(path_or_id, folder), config)
     head = parse_draft_head_config(raw, where=str(folder / "config.json"))
     about = {
         "kind": "draft head",
@@ -54,7 +56,7 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         "scaled_embeddings": head.scaled_embeddings,
         "capped_logits": head.capped_logits,
         **_model(raw, head.layers),
-        **_weights(path_or_id, head),
+        **_weights(find_headers(path_or_id, folder), head),
     }
     if target is not None:
         where = resolve(target, CONFIG_PATTERNS)
@@ -105,8 +107,7 @@ def _ring_elements(layer: LayerConfig) -> int:
     return 0 if layer.window is None else layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
 
 
-def _weights(path_or_id: str | Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
-    headers = find_headers(path_or_id)
+def _weights(headers: Headers, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
     bfloat16 = weight_bytes(config, jnp.dtype(jnp.bfloat16))
     return {
         "parameters": bfloat16 // 2,
