@@ -312,7 +312,7 @@ class Engine:
             self._feed()
             decode = decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
-        timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
+        timed = auto is not None and choice.learns and (not behind or auto.wants_time(choice.bucket))
         if behind and timed:
             # Rounds are timed alone, not with what the device is still at.
             jax.block_until_ready(self.state.unseen)
@@ -321,7 +321,7 @@ class Engine:
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
         self._learn()
         records = self._records = jax.device_get(self._records)
-        if auto is not None:
+        if auto is not None and choice.learns:
             seconds = time.perf_counter() - started if timed else None
             self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
         self._hand_out()

@@ -179,6 +179,26 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
     assert [(bucket, own) for bucket, *_, own in told] == [*zip((0, 0, 1, 1), seconds[:4], strict=True)]
 
 
+def test_a_dispatch_that_does_not_learn_is_not_waited_for(target, monkeypatch):
+    """Nor timed, nor taken in; what comes of it is the same."""
+    told, waited, turns = [], [], itertools.count()
+    monkeypatch.setattr(AutoBudget, "choose", lambda self, *_: Choice(1, 3, next(turns) % 2 == 1))
+    monkeypatch.setattr(AutoBudget, "observe", lambda self, bucket, context, *_: told.append(context))
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    request = engine.submit(PROMPTS[0], PARAMS[0])
+    contexts = []
+    while engine.busy:
+        engine.step()
+        contexts.append(len(PROMPTS[0]) + len(request.output.token_ids))
+    engine._learn()
+    assert told == contexts[:-1][0::2]
+    assert not waited, "the one behind the prefill was not to be timed"
+    [plain] = generate(target, PROMPTS[:1], PARAMS[0])
+    assert request.output.token_ids == plain.token_ids
+
+
 def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
     """One free probe, although engines change their size after every request, and nothing compiles later."""
     chosen, choose = [], AutoBudget.choose

@@ -42,7 +42,7 @@ class World:
         return self.bias * mood * self.drafted[:bucket], accepted
 
 
-def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0):
+def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH):
     """Time of a token, and how many rounds ran with each bucket; the machine may be slower for now.
 
     As in an engine, what a dispatch tells is learnt while the next one runs, but for the first.
@@ -51,14 +51,15 @@ def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0):
     while done < tokens:
         if not auto.acceptance.known(1):
             learn(auto, untold)
-        bucket, rounds = auto.choose(300, ROUNDS)
+        bucket, rounds, learns = auto.choose(300, ROUNDS)
         learn(auto, untold)
-        took = slower * (rounds * seconds[bucket] + DISPATCH)
+        took = slower * (rounds * seconds[bucket] + dispatch)
         time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
-        untold.append((bucket, rounds, took, expected, accepted))
+        if learns:
+            untold.append((bucket, rounds, took, expected, accepted))
     learn(auto, untold)
     return time / done, ran
 
@@ -72,9 +73,9 @@ def learn(auto, untold):
     untold.clear()
 
 
-def fixed(drafted, seconds):
+def fixed(drafted, seconds, dispatch=DISPATCH):
     """Time of a token with each bucket."""
-    return (np.asarray(seconds) + DISPATCH / ROUNDS) / (1 + np.asarray([0, *drafted]))
+    return (np.asarray(seconds) + dispatch / ROUNDS) / (1 + np.asarray([0, *drafted]))
 
 
 @pytest.mark.parametrize("seconds", [LARGE_MODEL, SMALL_MODEL, ON_A_CPU])
@@ -87,6 +88,25 @@ def test_close_to_the_best_bucket_and_never_far_from_plain(seconds, drafted):
     per_token = fixed(drafted, seconds)
     assert np.mean(times) <= 1.03 * per_token.min()
     assert max(times) <= 1.03 * per_token[0]
+
+
+@pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR, DEEP])
+def test_few_of_many_short_dispatches_tell_enough(drafted):
+    seconds, dispatch = 1e-3 * np.asarray(SMALL_MODEL), 1e-3 * DISPATCH
+    auto = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds, dispatch), PROBING)
+    time, ran = simulate(auto, World(drafted, 0), seconds, dispatch=dispatch)
+    assert time <= 1.03 * fixed(drafted, seconds, dispatch).min(), ran
+    auto.probing = 0.0
+    choices = [auto.choose(300, ROUNDS) for _ in range(300)][100:]  # no probe is paid for any more
+    passed = sum(choice.rounds * seconds[choice.bucket] for choice in choices)
+    assert passed / 0.06 < sum(choice.learns for choice in choices) <= passed / 0.05 + 1
+
+
+def test_a_probe_and_what_is_not_known_always_tell():
+    auto = AutoBudget(AcceptanceEstimate((16, 32)), costs_of((1e-6, 2e-6, 3e-6), 0.0), probing=1.0)
+    first = auto.choose(300, ROUNDS)
+    assert first == (2, PROBE_ROUNDS, True)
+    assert auto.choose(300, ROUNDS).learns, "nothing has been learnt meanwhile"
 
 
 @pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR])
@@ -147,7 +167,7 @@ def test_a_probe_is_a_whole_dispatch_where_that_loses_less():
             acceptance.learn(16, [1.0, 1.0], [1, 1])
         auto = AutoBudget(acceptance, costs_of((9.0, 1.0, slower)), probing=1.0)
         choices = [auto.choose(300, ROUNDS) for _ in range(20)]
-        assert set(choices) == {(1, ROUNDS), (2, rounds)}
+        assert set(choices) == {(1, ROUNDS, True), (2, rounds, True)}
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
