@@ -101,7 +101,8 @@ class Measured:
         tokens_per_round: Mean tokens committed, over slots and rounds.
         phase_seconds: Of one run of each phase.
         compile_seconds: Of each program, tracing included.
-        experts_touched: Different experts that a round's first tree reads, of each layer that has any.
+        experts_touched: Different experts that a round reads, on average over a dispatch, of each layer that
+            has any.
         temporary_bytes: What the rounds' program allocates beside its arguments and results.
         kernels: What ran on a GPU during a dispatch; None unless it was recorded.
     """
@@ -110,7 +111,7 @@ class Measured:
     tokens_per_round: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
     compile_seconds: dict[str, float] = field(default_factory=dict)
-    experts_touched: dict[int, int] = field(default_factory=dict)
+    experts_touched: dict[int, float] = field(default_factory=dict)
     temporary_bytes: int | None = None
     kernels: list[Kernel] | None = None
 
@@ -147,8 +148,7 @@ class Runner:
         self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
         self._program = program
         if any(layer.experts is not None for layer in self._decoder.target.layers):
-            found = experts_touched(self._decoder, self._weights, join(self._stores(), self._state))
-            self.measured.experts_touched = {layer: int(count) for layer, count in found.items()}
+            self.measured.experts_touched = self._experts_touched()
         self.decode()
 
     def decode(self) -> float:
@@ -188,6 +188,15 @@ class Runner:
         turns = max(self.plan.rounds, math.ceil(PHASE_SECONDS / guess))
         timed = [seconds_per_turn(turns) for _ in range(self.plan.repeats)]
         self.measured.phase_seconds[phase] = median(timed)
+
+    def _experts_touched(self) -> dict[int, float]:
+        """Of the rounds that are timed, one by one: each goes on from other tokens than the first."""
+        state, rounds = self._start(), []
+        for _ in range(self.plan.rounds):
+            rounds.append(experts_touched(self._decoder, self._weights, state))
+            state, _ = self._program(self._weights, state, np.int32(1))
+        self._put_back(split(state)[0])
+        return jax.tree.map(lambda *counts: float(np.mean(counts)), *jax.device_get(rounds))
 
     def record(self) -> None:
         """Runs one dispatch under the profiler."""

@@ -2,8 +2,8 @@
 
 Every phase that runs a model reads that model's parameters once, the keys and values of the context once for
 each slot, of the embedding table only the rows of its tokens, and of routed experts those that its tokens
-choose. Logits, masks, norms and what is kept
-between two kernels are left out: a lower bound may be too low, never too high.
+choose. Logits, masks, norms and what is kept between two kernels are left out: a lower bound may be too low,
+never too high.
 
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
 """
@@ -43,7 +43,7 @@ def round_work(
     context: int,
     budget: int,
     itemsize: int,
-    touched: Mapping[int, int] | None = None,
+    touched: Mapping[int, float] | None = None,
 ) -> dict[str, Work]:
     """The work of the phases of a round that run a model; a plain step only verifies and commits.
 
@@ -54,7 +54,7 @@ def round_work(
         context: S, of every slot.
         budget: Nodes of a slot's tree.
         itemsize: Bytes of a parameter and of an element of the stores.
-        touched: For each layer with routed experts, how many of them the nodes choose.
+        touched: For each layer with routed experts, how many of them the nodes choose, on average.
     """
     lm_head = target.vocab_size * target.hidden_size
     body = parameters(target) - lm_head * (1 if target.tie_word_embeddings else 2)
@@ -98,14 +98,14 @@ def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
     return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}
 
 
-def _experts(config: ModelConfig, touched: Mapping[int, int]) -> tuple[int, int]:
+def _experts(config: ModelConfig, touched: Mapping[int, float]) -> tuple[int, int]:
     """Parameters of the experts that serve one token in all layers, and of those that are touched."""
     serving = read = 0
     for index, layer in enumerate(config.layers):
         if layer.experts is not None:
             each = 3 * config.hidden_size * layer.experts.size
             serving += layer.experts.routing.top_k * each
-            read += touched[index] * each
+            read += round(touched[index] * each)
     return serving, read
 
 

@@ -23,20 +23,48 @@ TARGET = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(ROUTED, DENSE
 ONE_EXPERT = 3 * TINY.hidden_size * 24
 
 
-def test_what_the_nodes_choose_is_counted():
+@pytest.fixture(scope="module")
+def touched():
+    """What is counted of some cases, in dispatches of so many rounds."""
     shape = Shape(TARGET, head_config(TARGET))
     float32 = jnp.dtype(jnp.float32)
     weights = DecodeWeights(*(random_weights(own, float32, seed) for seed, own in enumerate(shape)))
-    plan = Plan(
-        SamplingParams(), width=3, rounds=2, repeats=1, implementation=None, phases=False, profile=False
-    )
-    cases = [Case(4, 20, 1), Case(4, 20, 16)]
-    found = measure(cases, shape, weights, plan, lambda _: None)
-    anchors, trees = (found[case].experts_touched for case in cases)
+
+    def measured(cases, rounds):
+        plan = Plan(
+            SamplingParams(),
+            width=3,
+            rounds=rounds,
+            repeats=1,
+            implementation=None,
+            phases=False,
+            profile=False,
+        )
+        found = measure(cases, shape, weights, plan, lambda _: None)
+        return [found[case].experts_touched for case in cases]
+
+    return measured
+
+
+def test_what_the_nodes_choose_is_counted(touched):
+    anchors, trees = touched([Case(4, 20, 1), Case(4, 20, 16)], rounds=2)
     assert list(anchors) == list(trees) == [0, 2]
     for layer in (0, 2):
         assert 3 <= anchors[layer] <= 4 * 3
         assert anchors[layer] < trees[layer] <= 16
+
+
+def test_every_round_that_is_timed_counts(touched):
+    """Each goes on from other tokens than the first, and its nodes choose other experts."""
+    case, before, seen = Case(1, 20, 16), {0: 0.0, 2: 0.0}, set()
+    for rounds in (1, 2, 3):
+        [mean] = touched([case], rounds)
+        total = {layer: rounds * count for layer, count in mean.items()}
+        last = tuple(round(total[layer] - before[layer], 6) for layer in before)
+        assert all(count in range(3, 17) for count in last)
+        seen.add(last)
+        before = total
+    assert len(seen) > 1
 
 
 def test_the_floor_reads_them_once_and_computes_those_of_every_row():
