@@ -129,7 +129,8 @@ def get_algorithm(
     Args:
         name: One of `algorithm_names`.
         options: Its options by name; lists and mappings are taken as well.
-        profile: The table of an algorithm that takes one, as JSON has it or read already.
+        profile: The table of an algorithm that takes one, as JSON has it or read already. An algorithm on top
+            of others, as "auto" is, hands it to those that its options name.
 
     Raises:
         ValueError: The name or an option is unknown, a value or the table is not valid, or the profile lacks
@@ -138,17 +139,13 @@ def get_algorithm(
     check_algorithm(name)
     kind, given = _KNOWN[name], dict(options or {})
     known = {f.name for f in fields(kind)}
-    takes_profile = "profile" in known
     if unknown := sorted(given.keys() - known | given.keys() & {"profile"}):
         offered = ", ".join(sorted(known - {"profile"})) or "none"
         raise ValueError(f"unknown options {unknown} of the tree algorithm {name!r}; it has: {offered}")
     if profile is not None:
-        if not takes_profile:
-            raise ValueError(f"the tree algorithm {name!r} takes no profile")
-        read = profile if isinstance(profile, Profile) else Profile.parse(profile)
-        if kind.table is not None and not read.has(kind.table):
-            raise ValueError(f"{read.where} has no {kind.table}, which the tree algorithm {name!r} reads")
-        given["profile"] = read
+        given |= _with_profile(
+            name, kind, given, profile if isinstance(profile, Profile) else Profile.parse(profile)
+        )
     missing = [
         f.name
         for f in fields(kind)
@@ -160,6 +157,23 @@ def get_algorithm(
     made = kind(**given)
     _check_options(made)
     return made
+
+
+def _with_profile(
+    name: str, kind: type[Algorithm], given: Mapping[str, Any], profile: Profile
+) -> Mapping[str, Any]:
+    """The options that a profile goes into: the algorithm's own, or those that name algorithms below it."""
+    usual = {option.name: option.default for option in fields(kind)}
+    if "profile" in usual:
+        if kind.table is not None and not profile.has(kind.table):
+            raise ValueError(f"{profile.where} has no {kind.table}, which the tree algorithm {name!r} reads")
+        return {"profile": profile}
+    below = [option for option, default in usual.items() if isinstance(default, Algorithm)]
+    named = [option for option in below if isinstance(given.get(option), str)]
+    if not named:
+        instead = f" itself; name one that does as its {' or '.join(below)}" if below else ""
+        raise ValueError(f"the tree algorithm {name!r} takes no profile{instead}")
+    return {option: get_algorithm(given[option], None, profile) for option in named}
 
 
 def _check_kinds(name: str, kind: type[Algorithm], given: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> P
     """The algorithm's plan for some candidates. Its checks are made while tracing and cost a program nothing.
 
     Raises:
-        ValueError: The plan cannot be traced or is no `Plan`, or a part of it has the wrong shape or type;
-            all that is wrong is listed, after the algorithm's name.
+        ValueError: The plan raised an error or cannot be traced, or it is no `Plan`, or a part of it has the
+            wrong shape or type; all that is wrong is listed, after the algorithm's name.
     """
     try:
         plan = algorithm.plan(candidates, routing)
@@ -31,6 +31,10 @@ def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> P
             f"tree algorithm {name_of(algorithm)!r}: plan must be traceable, without Python's if, int or "
             f"NumPy on values of arrays ({reason})"
         ) from error
+    except Exception as error:
+        # Built-in algorithms say by a ValueError what does not fit; anything else is a fault of the plan's.
+        said = str(error) if type(error) is ValueError else f"plan raised {type(error).__name__}: {error}"
+        raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {said}") from error
     if wrong := _defects(plan, candidates.log_probs.shape[:2]):
         raise ValueError(f"tree algorithm {name_of(algorithm)!r}: {'; '.join(wrong)}")
     return plan

@@ -53,7 +53,8 @@ class Profile:
         if not isinstance(raw, Mapping):
             keys = ", ".join(_KEYS)
             raise ValueError(f"{where} must be an object with some of {keys}, not {type(raw).__name__}")
-        if raw.get("version", VERSION) != VERSION:
+        version = raw.get("version", VERSION)
+        if isinstance(version, bool) or version != VERSION:
             raise ValueError(f"{where} is version {raw['version']!r}, and this reads version {VERSION}")
         if unknown := sorted(raw.keys() - set(_KEYS)):
             raise ValueError(f"unknown keys {unknown} in {where}; there are {', '.join(_KEYS)}")
@@ -83,8 +84,11 @@ NO_PROFILE = Profile()
 
 
 def _table(rows: Any, where: str) -> Table:
-    if not _is_list(rows) or not all(_is_list(row) and all(map(_is_share, row)) for row in rows):
+    if not _is_list(rows) or not all(map(_is_list, rows)):
         raise ValueError(f"{where} must be a list of rows, one for each depth, of shares in 0..1")
+    for depth, row in enumerate(rows):
+        if wrong := [f"rank {rank}: {share!r}" for rank, share in enumerate(row) if not _is_share(share)]:
+            raise ValueError(f"{where}[{depth}] must hold shares in 0..1, not {', '.join(wrong[:3])}")
     return tuple(tuple(float(share) for share in row) for row in rows)
 
 

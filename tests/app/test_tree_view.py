@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,6 +196,17 @@ def test_the_command_draws_a_round_and_writes_the_page(capsys, tmp_path, llm, tr
     wanted = trace_data(prompt, rounds, completion, tokenizer, data["settings"], digits=3)
     assert data == wanted
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_drawing_of_the_readme_is_what_its_command_draws(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"\n(jetspec-jax tree [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
+    command, drawn = shown.groups()
+    _, out, _ = run(capsys, *shlex.split(command)[2:])
+    number = r"[-<]?\d+\.\d+"
+    assert re.sub(number, "", out) == re.sub(number, "", drawn)
+    found, said = (np.array(re.findall(r"-?\d+\.\d+", text), float) for text in (out, drawn))
+    np.testing.assert_allclose(found, said, atol=0.1)  # percents and logarithms, rounded
 
 
 def test_json_is_one_object_with_all_rounds_or_one(capsys, llm, traced):

@@ -369,7 +369,11 @@ class TestProfiles:
             ({"version": 2}, "the profile is version 2, and this reads version 1"),
             ({"depth_rank": []}, r"unknown keys \['depth_rank'\] in the profile"),
             ({"depth_rank_accept": [0.5]}, "depth_rank_accept must be a list of rows"),
-            ({"depth_rank_accept": [[0.5, 1.5]]}, r"of shares in 0\.\.1"),
+            (
+                {"depth_rank_accept": [[0.5], [0.5, 1.5]]},
+                r"depth_rank_accept\[1\] must hold shares in 0\.\.1, not rank 1: 1\.5",
+            ),
+            ({"version": True}, "the profile is version True, and this reads version 1"),
             ({"per_class_histograms": []}, "per_class_histograms must be an object"),
             (
                 {"per_class_histograms": {"easy": [1]}},
@@ -400,6 +404,16 @@ class TestProfiles:
         with pytest.raises(ValueError, match=rf"^my\.json has no {table}"):
             get_algorithm(name, profile=Profile.parse(lacking, where="my.json"))
         assert get_algorithm(name) == type(get_algorithm(name))()  # none at all is none that lacks anything
+
+    def test_under_another_algorithm(self):
+        """It goes to the algorithm that an option names, and to nobody else."""
+        raw = {"depth_rank_accept": [[0.5, 0.2]]}
+        auto = get_algorithm("auto", {"tree": "depth_rank_histogram"}, raw)
+        assert auto.shape == get_algorithm("depth_rank_histogram", profile=raw)
+        with pytest.raises(ValueError, match=r"'auto' takes no profile itself; name one .* as its tree"):
+            get_algorithm("auto", profile=raw)
+        with pytest.raises(ValueError, match=r"'hybrid' takes no profile$"):
+            get_algorithm("auto", {"tree": "hybrid"}, raw)
 
 
 class TestRegistry:

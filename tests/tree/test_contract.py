@@ -99,6 +99,9 @@ class TestWithoutValues:
             (lambda c: caps(c, int(c.entropies[0, 0])), "plan must be traceable"),
             (lambda c: caps(c, np.asarray(c.entropies).argmax()), "plan must be traceable"),
             (lambda c: caps(c, c.tokens[c.log_probs > -1].size), "plan must be traceable"),
+            (lambda c: caps(c, {}["beta"]), "plan raised KeyError: 'beta'"),
+            (lambda c: caps(c, c.ranks), "plan raised AttributeError: 'Candidates' object has no .*'ranks'"),
+            (lambda c: caps(c, c.entropies + jnp.ones(9)), ".*shapes .*3, 4.*9"),
         ],
     )
     def test_refused(self, broken, plan, message):
