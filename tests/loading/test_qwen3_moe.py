@@ -1,0 +1,279 @@
+"""Qwen3-MoE: configs of both dialects, what is refused, and experts one by one or fused."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
+from jetspec_jax.safetensors_io import read_weights, save_checkpoint
+from pallas_kernels.expert_choice import Routing
+from tests.loading.families import EXPERTS, fused, one_by_one, random_experts
+from tests.loading.published import random_tensors, without, write
+
+# What Qwen/Qwen3-30B-A3B publishes.
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# A tiny one, unlike it: every second layer dense, a window, weights that do not add up to one.
+OLDER = {
+    **QWEN3_30B_A3B,
+    "decoder_sparse_step": 2,
+    "head_dim": 8,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "max_position_embeddings": 128,
+    "max_window_layers": 5,
+    "moe_intermediate_size": 5,
+    "norm_topk_prob": False,
+    "num_attention_heads": 4,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "rope_theta": 500000,
+    "sliding_window": 16,
+    "use_sliding_window": True,
+    "vocab_size": 19,
+}
+# The same as transformers 5 writes it.
+NEWER = {
+    **without(OLDER, "max_window_layers", "num_experts", "rope_scaling", "rope_theta", "torch_dtype"),
+    "dtype": "bfloat16",
+    "num_local_experts": EXPERTS,
+    "pad_token_id": None,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    "transformers_version": "5.23.0",
+}
+
+
+def routed_layers(raw):
+    """The layers that have experts; all others have a dense block of 20 features."""
+    config = parse_model_config(raw)
+    assert all((layer.experts is None) == (layer.mlp_size == 20) for layer in config.layers)
+    return [i for i, layer in enumerate(config.layers) if layer.experts]
+
+
+class TestConfig:
+    def test_published(self):
+        config = parse_model_config(QWEN3_30B_A3B)
+        layer = LayerConfig(
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            rope=Rope(1e6, 128),
+            experts=Experts(128, 768, Routing(8, renormalise=True)),
+        )
+        assert config.layers == (layer,) * 48
+        assert not config.tie_word_embeddings
+
+    def test_both_dialects(self):
+        shared = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": Rope(5e5, 8), "window": 16}
+        dense = LayerConfig(**shared, mlp_size=20)
+        routed = LayerConfig(**shared, experts=Experts(EXPERTS, 5, Routing(2, renormalise=False)))
+        expected = ModelConfig(
+            model_type="qwen3_moe",
+            vocab_size=19,
+            hidden_size=12,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            layers=(dense, routed, dense, routed, dense),
+        )
+        assert parse_model_config(OLDER) == parse_model_config(NEWER) == expected
+
+    def test_both_dialects_in_one_file(self):
+        keys = {key: OLDER[key] for key in ("num_experts", "rope_theta", "rope_scaling")}
+        assert parse_model_config({**NEWER, **keys}) == parse_model_config(NEWER)
+
+    @pytest.mark.parametrize(
+        ("said", "renormalise"),
+        [({}, False), ({"norm_topk_prob": None}, False), ({"norm_topk_prob": True}, True)],
+    )
+    def test_weights_that_add_up_to_one(self, said, renormalise):
+        """Only of a file that says so, though every published one does."""
+        config = parse_model_config(without(OLDER, "norm_topk_prob") | said)
+        assert config.layers[1].experts.routing.renormalise is renormalise
+
+    @pytest.mark.parametrize(
+        ("said", "routed"),
+        [
+            ({}, [0, 1, 2, 3, 4]),
+            ({"mlp_only_layers": None}, [0, 1, 2, 3, 4]),
+            ({"mlp_only_layers": [0, 3]}, [1, 2, 4]),
+            ({"decoder_sparse_step": 2}, [1, 3]),
+            ({"decoder_sparse_step": 3, "mlp_only_layers": []}, [2]),
+            ({"decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}, [1]),
+            ({"decoder_sparse_step": 6}, []),
+        ],
+    )
+    def test_layers_with_experts(self, said, routed):
+        assert routed_layers(without(OLDER, "decoder_sparse_step", "mlp_only_layers") | said) == routed
+
+    def test_no_dense_size_where_no_layer_is_dense(self):
+        raw = {**without(OLDER, "intermediate_size"), "decoder_sparse_step": 1}
+        assert routed_layers(raw) == [0, 1, 2, 3, 4]
+        with pytest.raises(ValueError, match="intermediate_size must be an integer of at least 1, not None"):
+            parse_model_config({**raw, "mlp_only_layers": [2]})
+
+    @pytest.mark.parametrize(
+        ("said", "window"),
+        [
+            # All layers slide, whatever `max_window_layers` says, or none does.
+            ({"max_window_layers": 3}, 16),
+            ({"use_sliding_window": False}, None),
+            ({"use_sliding_window": None}, None),
+            ({"use_sliding_window": False, "sliding_window": None}, None),
+        ],
+    )
+    def test_windows(self, said, window):
+        assert parse_model_config({**OLDER, **said}).windows == (window,) * 5
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"num_experts_per_tok": 4}, "num_experts_per_tok 4 of 3 experts"),
+            ({"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer of at least 1, not 0"),
+            ({"num_experts": None}, "num_experts must be an integer of at least 1, not None"),
+            ({"num_local_experts": 4}, "num_experts and num_local_experts mean the same and differ"),
+            ({"moe_intermediate_size": None}, "moe_intermediate_size must be an integer"),
+            ({"norm_topk_prob": "false"}, "norm_topk_prob must be true or false, not 'false'"),
+            ({"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1, not 0"),
+            ({"mlp_only_layers": [0, 5]}, r"mlp_only_layers must be a list of layers, not \[0, 5\]"),
+            ({"mlp_only_layers": [-1]}, r"mlp_only_layers must be a list of layers, not \[-1\]"),
+            ({"mlp_only_layers": [True]}, r"mlp_only_layers must be a list of layers, not \[True\]"),
+            ({"mlp_only_layers": 2}, "mlp_only_layers must be a list of layers, not 2"),
+            ({"sliding_window": None}, "sliding_window must be an integer of at least 1, not None"),
+            ({"use_sliding_window": 1}, "use_sliding_window must be true or false, not 1"),
+            ({"hidden_act": "gelu"}, "hidden_act='gelu' changes the model"),
+            ({"attention_bias": True}, "attention_bias=True changes the model"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* changes the model"),
+            ({"rope_theta": None}, "neither rope_theta nor rope_parameters.rope_theta is there"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "unsupported rope type 'yarn'"),
+            ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta is given twice and differs"),
+            ({"shared_expert_intermediate_size": 5}, r"unknown keys \['shared_expert_intermediate_size'\]"),
+        ],
+    )
+    def test_refused(self, changes, complaint):
+        with pytest.raises(ValueError, match=f"^config.json: .*{complaint}"):
+            parse_model_config({**OLDER, **changes})
+
+
+# Its experts are in all layers but the first.
+MIXED = {**OLDER, "decoder_sparse_step": 1, "mlp_only_layers": [0], "num_hidden_layers": 3}
+CONFIG = parse_model_config(MIXED)
+
+
+def other_tensors():
+    """All tensors but the experts' and the two ends, by hand from the published layout."""
+    m, f, h, g, e = 12, 20, 4, 2, 8
+    shapes = {"model.norm.weight": (m,)}
+    for layer in range(3):
+        own = {
+            "self_attn.q_proj": (h * e, m),
+            "self_attn.k_proj": (g * e, m),
+            "self_attn.v_proj": (g * e, m),
+            "self_attn.o_proj": (m, h * e),
+            "self_attn.q_norm": (e,),
+            "self_attn.k_norm": (e,),
+            "input_layernorm": (m,),
+            "post_attention_layernorm": (m,),
+            **(
+                {"mlp.gate": (EXPERTS, m)}
+                if layer
+                else {"mlp.gate_proj": (f, m), "mlp.up_proj": (f, m), "mlp.down_proj": (m, f)}
+            ),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return random_tensors(shapes)
+
+
+@pytest.fixture
+def experts():
+    """Of three layers."""
+    return random_experts({**MIXED, "intermediate_size": MIXED["moe_intermediate_size"]})
+
+
+def published(form, experts):
+    """A whole checkpoint's tensors, its experts in one of the two forms."""
+    tensors = form(*experts).items()
+    return other_tensors() | {name: tensor for name, tensor in tensors if "layers.0.mlp" not in name}
+
+
+class TestCheckpoint:
+    @pytest.mark.parametrize("form", [one_by_one, fused])
+    def test_what_is_where(self, tmp_path, experts, form):
+        weights = read_weights(write(tmp_path / "it", MIXED, published(form, experts)), CONFIG)
+        gate, up, down, _ = experts
+        for layer in (1, 2):
+            held = weights["layers"][layer]["mlp"]
+            router = other_tensors()[f"model.layers.{layer}.mlp.gate.weight"]
+            np.testing.assert_array_equal(held["router"], router)
+            for expert in range(EXPERTS):
+                gate_up = held["experts"]["gate_up_proj"][expert]
+                np.testing.assert_array_equal(gate_up[:, 0], gate[layer, expert].T)
+                np.testing.assert_array_equal(gate_up[:, 1], up[layer, expert].T)
+                np.testing.assert_array_equal(held["experts"]["down_proj"][expert], down[layer, expert].T)
+        dense = weights["layers"][0]["mlp"]
+        assert dense.keys() == {"gate_up_proj", "down_proj"}
+        assert dense["gate_up_proj"].shape == (12, 2, 20)
+
+    @pytest.mark.parametrize("form", [one_by_one, fused])
+    def test_they_are_written_one_by_one(self, tmp_path, experts, form):
+        weights = read_weights(write(tmp_path / "it", MIXED, published(form, experts)), CONFIG)
+        save_checkpoint(tmp_path / "ours", MIXED, weights, dtype=None)
+        ours, theirs = load_file(tmp_path / "ours" / "model.safetensors"), published(one_by_one, experts)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            np.testing.assert_array_equal(ours[name], tensor, strict=True)
+
+    def test_another_layer_is_dense(self, tmp_path, experts):
+        other = parse_model_config({**MIXED, "mlp_only_layers": [1]})
+        folder = write(tmp_path / "it", MIXED, published(fused, experts))
+        with pytest.raises(ValueError, match="does not hold the tensors of its config") as info:
+            read_weights(folder, other)
+        lines = str(info.value).splitlines()
+        assert "  missing: model.layers.0.mlp.gate.weight" in lines
+        assert "  missing: model.layers.1.mlp.gate_proj.weight" in lines
+        assert "  surplus: model.layers.0.mlp.gate_proj.weight" in lines
+        assert "  surplus: model.layers.1.mlp.experts.gate_up_proj" in lines
+
+    def test_fused_matrices_of_another_order(self, tmp_path, experts):
+        """Input first, as GPT-OSS has them: refused by its shape, not read as something else."""
+        tensors = published(fused, experts)
+        name = "model.layers.1.mlp.experts.gate_up_proj"
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+        with pytest.raises(ValueError, match=rf"misshapen: {name} is \[3, 12, 10\], expected \[3, 10, 12\]"):
+            read_weights(write(tmp_path / "it", MIXED, tensors), CONFIG)
