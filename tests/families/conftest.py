@@ -1,4 +1,4 @@
-"""Every test that asks for one of these runs for every family that has a golden."""
+"""Every test that asks for one of these runs for every golden."""
 
 import pytest
 

@@ -5,7 +5,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, logits
 from tests.decode.ties import TIE, gaps
-from tests.families.goldens import IDS
+from tests.families.goldens import IDS, NAMES, VARIANTS
 from tests.train.tiny_head import RECIPE, changed, losses, write_documents
 from train.head import train_head
 from train.stages import Deadline
@@ -19,7 +19,8 @@ TEN_STEPS = changed(
 )
 
 
-def test_it_learns_and_drafts(target, tmp_path):
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in VARIANTS], indirect=True)
+def test_it_learns_and_drafts(family, target, tmp_path):
     data = write_documents(tmp_path / "documents", target.config.vocab_size)
     work = tmp_path / "work"
     folder = train_head(work, TEN_STEPS, target, data, Deadline())

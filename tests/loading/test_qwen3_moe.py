@@ -50,7 +50,9 @@ QWEN3_30B_A3B = {
 # A tiny one, unlike it: every second layer dense, a window, weights that do not add up to one.
 OLDER = {
     **QWEN3_30B_A3B,
+    "bos_token_id": 1,
     "decoder_sparse_step": 2,
+    "eos_token_id": 2,
     "head_dim": 8,
     "hidden_size": 12,
     "intermediate_size": 20,

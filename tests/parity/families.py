@@ -100,6 +100,21 @@ FAMILIES = {
         ),
         transformers.Qwen3MoeForCausalLM,
     ),
+    "qwen3_moe_sliding": Family(
+        lambda: transformers.Qwen3MoeConfig(
+            **COMMON,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            use_sliding_window=True,
+            sliding_window=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        ),
+        transformers.Qwen3MoeForCausalLM,
+    ),
     "gemma3": Family(
         lambda: transformers.Gemma3TextConfig(**GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0}),
         transformers.Gemma3ForCausalLM,

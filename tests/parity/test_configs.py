@@ -6,8 +6,10 @@ import pytest
 import transformers
 
 from jetspec_jax.config import parse_model_config
+from tests.loading import test_gemma3, test_gemma4
 from tests.loading.published import without
 from tests.loading.test_gpt_oss import GPT_OSS_20B
+from tests.loading.test_qwen3_moe import OLDER, QWEN3_30B_A3B
 from tests.loading.test_step import HUB_TEXT, wrapped
 
 pytestmark = pytest.mark.parity
@@ -22,6 +24,15 @@ pytestmark = pytest.mark.parity
         (transformers.GptOssConfig, {**without(GPT_OSS_20B, "rope_theta"), "rope_scaling": {}}),
         (transformers.GptOssConfig, {**without(GPT_OSS_20B, "rope_scaling"), "rope_parameters": {}}),
         (transformers.Step3p7Config, wrapped(HUB_TEXT)),
+        (transformers.Qwen3MoeConfig, QWEN3_30B_A3B),
+        (transformers.Qwen3MoeConfig, OLDER),
+        (
+            transformers.Qwen3MoeConfig,
+            without(OLDER, "decoder_sparse_step", "norm_topk_prob", "use_sliding_window"),
+        ),
+        (transformers.Gemma3TextConfig, test_gemma3.OLDER),
+        (transformers.Gemma3Config, test_gemma3.PUBLISHED_4B),
+        (transformers.Gemma4TextConfig, test_gemma4.PUBLISHED),
     ],
 )
 def test_translation(tmp_path, theirs, raw):
