@@ -8,7 +8,7 @@ from jetspec_jax import load_target
 
 FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
-# Second goldens of a family: what only its class matters to is not asked again.
+# Second goldens of a family. No draft head is trained for them: it sees nothing of what they differ in.
 VARIANTS = ("qwen3_moe_sliding",)
 
 # Longer than the windows of 8, by three of them.
