@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
+from jetspec_jax.chat_template import check_template_arguments, render_chat
 from jetspec_jax.checkpoint import (
     Head,
     Target,
@@ -171,23 +173,28 @@ class LLM:
             **template_arguments: Passed to the template, e.g. ``enable_thinking=False``.
 
         Raises:
-            ValueError: The tokenizer has no chat template, or a request cannot be served.
+            ValueError: The tokenizer has no chat template, the template refuses a conversation, or a request
+                cannot be served; nothing has been generated then.
         """
+        check_template_arguments(template_arguments)
         tokenizer = self._tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the target's tokenizer has no chat template; use generate")
-        if not messages:
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        chats = cast("Sequence[Sequence[Message]]", messages if several else [messages])
+        if not all(chats):
             raise ValueError("there are no messages to answer")
-        chats = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [
-            tokenizer.apply_chat_template(
-                list(chat),
+            render_chat(
+                tokenizer,
+                chat,
+                template_arguments,
+                where=f"messages[{number}]" if several else "",
                 tokenize=True,
                 add_generation_prompt=True,
                 return_dict=False,
-                **template_arguments,
             )
-            for chat in chats
+            for number, chat in enumerate(chats)
         ]
         return self.generate(prompts, sampling_params, routing=routing)
 

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from jetspec_jax.chat_template import check_template_arguments, render_chat
 from train.prompts import MESSAGES, PROMPT, TEXT, Entry
 from train.records import Document
 
-# What a chat template is told by this program itself.
-RESERVED = frozenset({"tokenize", "add_generation_prompt", "return_dict", "return_assistant_tokens_mask"})
 # The marks that some templates put around what the assistant says.
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -36,8 +34,7 @@ class Encoder:
         """Raises ValueError if there is no tokenizer, or an argument is not for the template."""
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer, so it cannot read prompts")
-        if taken := sorted(RESERVED & self.template_arguments.keys()):
-            raise ValueError(f"{', '.join(taken)} cannot be template arguments: they are set already")
+        check_template_arguments(self.template_arguments)
 
     def prompt(self, entry: Entry) -> Int32[np.ndarray, "T"]:
         """What the target is to continue.
@@ -156,11 +153,8 @@ class Encoder:
 
     def _render(self, entry: Entry, messages: list[dict[str, Any]], **arguments: Any) -> Any:
         self._template(entry)
-        settings = {"tokenize": False, **arguments, **self.template_arguments}
-        try:
-            return self.tokenizer.apply_chat_template(messages, **settings)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"{entry.where}: the chat template refuses the conversation: {error}") from error
+        settings = {"tokenize": False, **arguments}
+        return render_chat(self.tokenizer, messages, self.template_arguments, where=entry.where, **settings)
 
     def _ids(self, text: str) -> Int32[np.ndarray, "T"]:
         """Token ids of a rendered text, which has its special tokens already."""

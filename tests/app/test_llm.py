@@ -37,6 +37,44 @@ def test_a_chat_is_its_template_s_text(llm):
     assert len(llm.chat([MESSAGES, MESSAGES], params)) == 2
 
 
+# As Gemma's templates say it.
+ALTERNATING = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m['content'] }}{% endfor %}"""
+
+
+class TestChatsThatCannotBe:
+    @pytest.fixture
+    def template(self, llm, monkeypatch):
+        """Gives the tokenizer another chat template."""
+        return lambda text: monkeypatch.setattr(llm.target.tokenizer, "chat_template", text)
+
+    def test_the_template_s_own_words(self, llm, template):
+        template(ALTERNATING)
+        said = "the chat template refuses the conversation: Conversation roles must alternate"
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            llm.chat(MESSAGES * 2)
+        with pytest.raises(ValueError, match=rf"^messages\[1\]: {said}$"):
+            llm.chat([MESSAGES, MESSAGES * 2])
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [("{{ messages[0]['name'] + 'x' }}", "no attribute 'name'"), ("{% if %}", "Expected an expression")],
+    )
+    def test_a_template_that_cannot_be_run(self, llm, template, text, said):
+        template(text)
+        with pytest.raises(ValueError, match=f"the chat template refuses the conversation: .*{said}"):
+            llm.chat(MESSAGES)
+
+    @pytest.mark.parametrize("messages", [[], [[]], [MESSAGES, []]])
+    def test_nothing_to_answer(self, llm, messages):
+        with pytest.raises(ValueError, match="there are no messages to answer"):
+            llm.chat(messages)
+
+    def test_arguments_that_are_not_the_template_s(self, llm):
+        with pytest.raises(ValueError, match="return_dict, tokenize cannot be template arguments"):
+            llm.chat(MESSAGES, tokenize=False, return_dict=True)
+
+
 def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
     prompt = llm.encode("x = 1\n" * 400)[:1100]
     [completion] = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
