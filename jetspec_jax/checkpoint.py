@@ -69,7 +69,8 @@ def load_target(
     Args:
         path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
         dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -102,7 +103,8 @@ def load_draft_head(
         path_or_id: A folder or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
         dtype: As for `load_target`.
         target: When given, a head that does not fit it is refused before its weights are read.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jetspec_jax.config.ignored import IGNORE_OPTION, IgnoredKeys
+
 # Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
 INERT_KEYS = frozenset(
     {
@@ -62,7 +64,8 @@ class Fields:
 
     A key that is none of these is an error in the end (`done`), because a key that is skipped in silence
     gives wrong text without a word. Whatever is read counts as used; keys that change the maths in most
-    families (`HARMLESS_ONLY`) are checked in the end unless the family has read them.
+    families (`HARMLESS_ONLY`) are checked in the end unless the family has read them. An unknown key may be
+    ignored by the caller.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
@@ -71,27 +74,30 @@ class Fields:
         Args:
             raw: The object.
             where: What error messages call it.
-            ignored: Unknown keys that the caller vouches for.
+            ignored: Unknown keys that the caller vouches for. Objects and files that share an `IgnoredKeys`
+                leave its check to who made it.
         """
-        self.raw, self.where, self.ignored = raw, where, ignored
+        self.raw, self.where = raw, where
+        self._checks_ignored = not isinstance(ignored, IgnoredKeys)
+        self.ignored = ignored if isinstance(ignored, IgnoredKeys) else IgnoredKeys(ignored)
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         """Whether the key is there, and not null; a null that is asked for counts as used."""
         if self.raw.get(key) is None:
-            self.used.add(key)
+            self._use(key)
             return False
         return True
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of any kind; null counts as absent."""
-        self.used.add(key)
+        self._use(key)
         value = self.raw.get(key)
         return default if value is None else value
 
     def inert(self, *keys: str) -> None:
         """Says that keys of this family have no effect on a forward pass."""
-        self.used.update(keys)
+        self._use(*keys)
 
     def assume(self, **values: Any) -> None:
         """Gives keys that files of this family leave out the values that all their readers give them."""
@@ -126,11 +132,13 @@ class Fields:
             ValueError: It holds another.
         """
         value = self.get(key, default)
-        if value not in harmless and key not in self.ignored:
+        if value not in harmless:
             said = f"{key}={value!r}" if key in self else f"{key} is absent, which means {value!r}, and that"
+            listed = f"; it cannot be ignored, as {IGNORE_OPTION} is for unknown keys"
             raise ValueError(
                 f"{self.where}: {said} changes the model and is not supported"
                 f"{feature and f' ({feature})'}; supported: {', '.join(map(repr, harmless))}"
+                f"{listed if key in self.ignored else ''}"
             )
 
     def integer(self, *keys: str, least: int = 1, default: int | None = None) -> int:
@@ -227,6 +235,10 @@ class Fields:
         """What is said of a value that is not what it should be."""
         return ValueError(f"{self.where}: {key} must be {wanted}, not {value!r}")
 
+    def unread(self) -> set[str]:
+        """Keys that nobody has read."""
+        return self.raw.keys() - self.used
+
     def done(self, *, top: bool = False) -> None:
         """Refuses what nobody has read.
 
@@ -234,18 +246,27 @@ class Fields:
             top: Whether this is a model's own object, which may hold inert keys, and harmless ones.
 
         Raises:
-            ValueError: There are unknown keys, or keys that change the maths.
+            ValueError: There are unknown keys, or keys that change the maths, or keys that are to be ignored
+                and are understood.
         """
         if top:
             for key, harmless in HARMLESS_ONLY.items():
                 if key in self.raw and key not in self.used:
                     self.only(key, *harmless, default=harmless[0])
-        known = self.used | (INERT_KEYS if top else set())
-        if unknown := sorted(set(self.raw) - known - set(self.ignored)):
+            self._use(*INERT_KEYS)
+        self.ignored.note(self.where, ignored=self.raw.keys() - self.used)
+        if unknown := sorted(self.unread().difference(self.ignored)):
+            options = " ".join(f"{IGNORE_OPTION} {key}" for key in unknown)
             raise ValueError(
                 f"{self.where}: unknown keys {unknown}; if none of them changes the model's output, "
-                f"pass ignore_config_keys={unknown}"
+                f"pass ignore_config_keys={unknown}, on the command line {options}"
             )
+        if self._checks_ignored:
+            self.ignored.check()
+
+    def _use(self, *keys: str) -> None:
+        self.used.update(keys)
+        self.ignored.note(self.where, understood=self.raw.keys() & set(keys))
 
 
 def is_int(value: Any) -> TypeGuard[int]:

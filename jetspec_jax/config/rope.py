@@ -181,7 +181,7 @@ def _rope(own: Fields, kind: str, head_dim: int, theta: float, partial: bool) ->
         size = part_of_head(own.where, "partial_rotary_factor", share, head_dim)
     if kind in ("linear", "llama3", "yarn"):
         scaling = _scaling(own, kind)
-    if surplus := sorted(set(own.raw) - own.used):
+    if surplus := sorted(own.unread()):
         raise ValueError(f"{where}: unsupported settings {surplus} of rope type {kind!r} in {name}")
     return Rope(theta, size, turning, scaling)
 

@@ -5,6 +5,7 @@ import pytest
 
 from jetspec_jax.config import (
     MODEL_TYPES,
+    IgnoredKeys,
     LayerConfig,
     ModelConfig,
     Rope,
@@ -122,7 +123,11 @@ class TestTarget:
 
     def test_unknown_keys_name_the_override(self):
         raw = {**V4, "zoom": 2, "attention_sink": 1}
-        with pytest.raises(ValueError, match=r"ignore_config_keys=\['attention_sink', 'zoom'\]"):
+        said = (
+            r"unknown keys \['attention_sink', 'zoom'\].* ignore_config_keys=\['attention_sink', 'zoom'\], "
+            "on the command line --ignore-config-key attention_sink --ignore-config-key zoom$"
+        )
+        with pytest.raises(ValueError, match=said):
             parse_model_config(raw)
         with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
             parse_model_config(raw, ignore_config_keys=["attention_sink"])
@@ -141,8 +146,12 @@ class TestTarget:
         ],
     )
     def test_changed_maths(self, key, value):
-        with pytest.raises(ValueError, match=f"config.json: {key}=.* not supported"):
+        complaint = f"config.json: {key}=.* not supported"
+        with pytest.raises(ValueError, match=complaint) as error:
             parse_model_config({**V4, key: value})
+        assert "ignore" not in str(error.value)
+        with pytest.raises(ValueError, match=f"{complaint}.*; it cannot be ignored"):
+            parse_model_config({**V4, key: value}, ignore_config_keys=[key])
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -339,6 +348,38 @@ def test_values_of_the_wrong_type(key, value):
     parse_model_config(raw)
     with pytest.raises(ValueError, match=f"config.json: .*{key}"):
         parse_model_config({**raw, key: value})
+
+
+class TestIgnoredKeys:
+    @pytest.mark.parametrize("key", ["rope_theta", "attention_bias", "use_cache", "sliding_window"])
+    def test_what_is_understood_is_heeded(self, key):
+        """Read by the family, checked for most, inert, and null."""
+        with pytest.raises(ValueError, match=rf"^config.json: \['{key}'\] cannot be ignored: such keys are"):
+            parse_model_config(V4, ignore_config_keys=[key])
+
+    def test_what_is_not_there_does_not_matter(self):
+        assert parse_model_config(V4, ignore_config_keys=["zoom", "layer_types"]) == parse_model_config(V4)
+
+    @pytest.mark.parametrize("key", ["causal_head", "hidden_size"])
+    def test_of_a_head(self, key):
+        with pytest.raises(ValueError, match=rf"\['{key}'\] cannot be ignored"):
+            parse_draft_head_config(HEAD, ignore_config_keys=[key])
+
+    def test_a_name_that_is_understood_in_another_object(self):
+        raw = {**HEAD, "mask_token_id": 3}
+        with pytest.raises(ValueError, match=r"config.json: unknown keys \['mask_token_id'\]"):
+            parse_draft_head_config(raw)
+        found = parse_draft_head_config(raw, ignore_config_keys=["mask_token_id"])
+        assert found == parse_draft_head_config(HEAD)
+
+    def test_a_name_that_is_understood_in_the_pair_s_other_file(self):
+        ignored = IgnoredKeys(["block_size"])
+        parse_draft_head_config(HEAD, ignore_config_keys=ignored)
+        with pytest.raises(ValueError, match=r"config.json: \['block_size'\] cannot be ignored"):
+            ignored.check()
+        raw = {**V4, "block_size": 8}
+        assert parse_model_config(raw, ignore_config_keys=ignored) == parse_model_config(V4)
+        ignored.check()
 
 
 class TestDraftHead:

@@ -149,8 +149,20 @@ def own_heads():
 def test_changed_maths(nested, key, value):
     raw = {**PUBLISHED, key: value}
     where = "config.json: text_config: " if nested else "config.json: "
-    with pytest.raises(ValueError, match=f"^{where}{key}={value!r} changes the model"):
-        parse_model_config({**WRAPPER, "text_config": raw} if nested else raw)
+    raw = {**WRAPPER, "text_config": raw} if nested else raw
+    for ignored in ((), (key,)):
+        with pytest.raises(ValueError, match=f"^{where}{key}={value!r} changes the model"):
+            parse_model_config(raw, ignore_config_keys=ignored)
+
+
+def test_a_name_that_only_the_text_model_understands_may_be_ignored_above_it():
+    raw = {**WRAPPER, "text_config": PUBLISHED, "hidden_size": 12}
+    with pytest.raises(ValueError, match=r"^config.json: unknown keys \['hidden_size'\]"):
+        parse_model_config(raw)
+    found = parse_model_config(raw, ignore_config_keys=["hidden_size"])
+    assert found == parse_model_config(PUBLISHED)
+    with pytest.raises(ValueError, match=r"text_config: \['head_dim'\] cannot be ignored"):
+        parse_model_config(raw, ignore_config_keys=["hidden_size", "head_dim"])
 
 
 def test_embeddings_of_each_layer_are_what_a_file_means_that_says_nothing():
