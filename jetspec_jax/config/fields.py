@@ -65,7 +65,7 @@ class Fields:
     A key that is none of these is an error in the end (`done`), because a key that is skipped in silence
     gives wrong text without a word. Whatever is read counts as used; keys that change the maths in most
     families (`HARMLESS_ONLY`) are checked in the end unless the family has read them. An unknown key may be
-    ignored by the caller.
+    ignored by the caller, and a null says no more than an absent key does.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, ignored: Collection[str] = ()):
@@ -236,8 +236,8 @@ class Fields:
         return ValueError(f"{self.where}: {key} must be {wanted}, not {value!r}")
 
     def unread(self) -> set[str]:
-        """Keys that nobody has read."""
-        return self.raw.keys() - self.used
+        """Keys that nobody has read and that say something."""
+        return {key for key, value in self.raw.items() if value is not None} - self.used
 
     def done(self, *, top: bool = False) -> None:
         """Refuses what nobody has read.

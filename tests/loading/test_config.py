@@ -135,6 +135,12 @@ class TestTarget:
             V4
         )
 
+    def test_an_unknown_null_says_nothing(self):
+        rope = {**V5["rope_parameters"], "zoom": None}
+        for raw in ({**V4, "zoom": None}, {**V5, "rope_parameters": rope}):
+            assert parse_model_config(raw) == parse_model_config(V4)
+        assert parse_draft_head_config(with_dflash(zoom=None)) == parse_draft_head_config(HEAD)
+
     @pytest.mark.parametrize(
         ("key", "value"),
         [

@@ -155,6 +155,11 @@ def test_changed_maths(nested, key, value):
             parse_model_config(raw, ignore_config_keys=ignored)
 
 
+def test_a_cap_that_is_null_is_none():
+    raw = {**PUBLISHED, "attn_logit_softcapping": None}
+    assert parse_model_config(raw) == parse_model_config(PUBLISHED)
+
+
 def test_a_name_that_only_the_text_model_understands_may_be_ignored_above_it():
     raw = {**WRAPPER, "text_config": PUBLISHED, "hidden_size": 12}
     with pytest.raises(ValueError, match=r"^config.json: unknown keys \['hidden_size'\]"):
