@@ -12,6 +12,8 @@ from jetspec_jax.tree import algorithm_names
 
 # Settings of which a report that is gone on with may have others: it gains methods.
 _SELECTION = ("algorithms", "budgets")
+# What says nothing of what was measured.
+_WORDS = ("command", "ignore_config_key")
 
 
 def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
         *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),
         *((key, value, old.get("arguments", {}).get(key)) for key, value in given.items()),
     ]:
-        if name not in (*_SELECTION, "command") and json.loads(json.dumps(ours)) != theirs:
+        if name not in (*_SELECTION, *_WORDS) and json.loads(json.dumps(ours)) != theirs:
             raise ValueError(
                 f"{arguments.json} was measured with {name} {shown(theirs)}, and this is {shown(ours)}; "
                 "write to another file, or leave --resume out"

@@ -9,8 +9,10 @@ from bench.prompt_sets import PROMPT_SETS
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from jetspec_jax.checkpoint import check_pair
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
+from jetspec_jax.options import add_ignore_option
 from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
@@ -32,6 +34,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     add = parser.add_argument
     add("--target", default=DEMO, help="folder or hub id (default: the demo)")
     add("--draft-head", help="folder or hub id (default: the demo's)")
+    add_ignore_option(parser)
     add(
         "--prompts",
         default=DEMO,
@@ -145,7 +148,7 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
     """Loads the models.
 
     Args:
-        arguments: With ``target`` and ``draft_head``, None for the demo's.
+        arguments: With ``target``, ``draft_head``, None for the demo's, and ``ignore_config_key``.
         dtype: Of the weights.
         settings: Trees that the pair must be able to grow.
 
@@ -158,8 +161,9 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
         path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
-    target = load_target(path, dtype=dtype)
-    head = load_draft_head(head_path, dtype=dtype, target=target)
+    ignored = check_pair(path, head_path, arguments.ignore_config_key)
+    target = load_target(path, dtype=dtype, ignore_config_keys=ignored)
+    head = load_draft_head(head_path, dtype=dtype, target=target, ignore_config_keys=ignored)
     for own in settings:
         own.check(target.config, head.config.depth)
     return Pair(target, head)

@@ -22,6 +22,8 @@ import jetspec_jax
 
 # Arguments that change where things lie and what is shown, and not what is measured.
 _PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
+# Options that are given once for each value.
+_RECURRING = ("algorithm_option", "ignore_config_key")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -60,7 +62,7 @@ def command_of(name: str, settings: Mapping[str, Any]) -> str:
         option = key.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
-        elif key == "algorithm_option":
+        elif key in _RECURRING:
             words += [word for own in value for word in (f"--{option}", own)]
         elif value is not None:
             words += [f"--{option}", *map(shown, value if isinstance(value, list) else [value])]

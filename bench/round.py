@@ -31,6 +31,7 @@ from jetspec_jax import (
 )
 from jetspec_jax.checkpoint import resolve_dtype
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
+from jetspec_jax.options import add_ignore_option
 from jetspec_jax.tree import algorithm_names, bucket_for
 from pallas_kernels.tree_attention import implementations
 
@@ -50,6 +51,7 @@ def add_command(commands: Any) -> None:
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
     add("--target", help='"demo", folder or hub id, instead of --shape')
     add("--draft-head", help="folder or hub id, with --target (default: the demo's)")
+    add_ignore_option(parser)
     add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
     add(
         "--algorithms",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
 from convert.folders import locate
 from convert.verification import Verification, check_target, verify
+from jetspec_jax.config import IgnoredKeys
+from jetspec_jax.options import add_ignore_option
 from jetspec_jax.safetensors_io import MAX_SHARD_BYTES
 from jetspec_jax.tensor_plan import FILE_DTYPES
 
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help=f"largest safetensors file, as in 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
     )
+    add_ignore_option(parser)
     return parser
 
 
@@ -59,25 +62,34 @@ def _run(arguments: argparse.Namespace) -> int:
     source, destination = arguments.source, arguments.destination
     # All that can be said before the weights are read is said now.
     shard_bytes = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
-    checkpoint = locate(source)
+    ignored = IgnoredKeys(arguments.ignore_config_key)
+    checkpoint = locate(source, ignore_config_keys=ignored)
     if arguments.target is not None and not arguments.verify:
         raise ValueError("--target is used by --verify only")
-    check_target(checkpoint, arguments.target)
+    check_target(checkpoint, arguments.target, ignored)
+    ignored.check()
     if checkpoint.layout == "huggingface":
         if shard_bytes is not None:
             raise ValueError("--max-shard-size is about safetensors, and this writes an Orbax folder")
-        done = to_orbax(checkpoint.folder, destination, dtype=arguments.dtype)
+        done = to_orbax(checkpoint.folder, destination, dtype=arguments.dtype, ignore_config_keys=ignored)
     else:
         done = to_huggingface(
             checkpoint.folder,
             destination,
             dtype=arguments.dtype,
             max_shard_bytes=MAX_SHARD_BYTES if shard_bytes is None else shard_bytes,
+            ignore_config_keys=ignored,
         )
     _report(done)
     if not arguments.verify:
         return 0
-    found = verify(checkpoint.folder, destination, target=arguments.target, dtype=arguments.dtype)
+    found = verify(
+        checkpoint.folder,
+        destination,
+        target=arguments.target,
+        dtype=arguments.dtype,
+        ignore_config_keys=ignored,
+    )
     _report_verification(found, arguments.dtype)
     return 0 if found.ok else 1
 

@@ -1,6 +1,6 @@
 """The two conversions. Neither needs a device, nor memory for more than about one copy of the weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,13 @@ class Conversion:
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED) -> Conversion:
+def to_orbax(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dtype: str = STORED,
+    ignore_config_keys: Collection[str] = (),
+) -> Conversion:
     """Converts a Hugging Face checkpoint, a target or a draft head, to an Orbax folder.
 
     Args:
@@ -57,6 +63,7 @@ def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED
         destination: The folder to write; it must not exist.
         dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case,
             but for MXFP4, which is widened and so no longer named there.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; they are kept.
 
     Raises:
         FileExistsError: The destination exists.
@@ -66,7 +73,7 @@ def to_orbax(source: str | Path, destination: str | Path, *, dtype: str = STORED
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
-    checkpoint = _source(source, "huggingface")
+    checkpoint = _source(source, "huggingface", ignore_config_keys)
     to = parse_dtype(dtype)
     left_out = unused_tensors(checkpoint.folder, checkpoint.config)
     weights: Weights = {}
@@ -85,6 +92,7 @@ def to_huggingface(
     *,
     dtype: str = STORED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ignore_config_keys: Collection[str] = (),
 ) -> Conversion:
     """Converts an Orbax folder to a Hugging Face checkpoint in the published layout.
 
@@ -93,6 +101,7 @@ def to_huggingface(
         destination: The folder to write; it must not exist.
         dtype: As for `to_orbax`.
         max_shard_bytes: Tensors of more bytes than this go into several files and an index.
+        ignore_config_keys: As for `to_orbax`.
 
     Raises:
         FileExistsError: The destination exists.
@@ -102,10 +111,10 @@ def to_huggingface(
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
-    checkpoint = _source(source, "orbax")
+    checkpoint = _source(source, "orbax", ignore_config_keys)
     check_manifest(checkpoint)
     to = parse_dtype(dtype)
-    weights = read_orbax(checkpoint.folder)
+    weights = read_orbax(checkpoint)
     if to is not None:
         cast_in_place(weights, to)
         _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
@@ -117,6 +126,7 @@ def to_huggingface(
         dtype=None,
         extra_files=files,
         max_shard_bytes=max_shard_bytes,
+        ignore_config_keys=ignore_config_keys,
     )
     return _conversion(checkpoint, destination, "huggingface", weights)
 
@@ -148,8 +158,8 @@ def cast_in_place(weights: Weights, dtype: np.dtype) -> None:
             put(weights, path, flat.pop(path).astype(dtype, copy=False))
 
 
-def _source(source: str | Path, layout: str) -> Checkpoint:
-    checkpoint = locate(source)
+def _source(source: str | Path, layout: str, ignore_config_keys: Collection[str]) -> Checkpoint:
+    checkpoint = locate(source, ignore_config_keys=ignore_config_keys)
     if checkpoint.layout != layout:
         names = {"huggingface": "a Hugging Face folder", "orbax": "an Orbax folder"}
         raise ValueError(f"{source} is {names[checkpoint.layout]}, not {names[layout]}")

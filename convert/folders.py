@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +52,13 @@ class Checkpoint:
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
 
-def locate(path_or_id: str | Path) -> Checkpoint:
+def locate(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
+
+    Args:
+        path_or_id: The folder or the hub id.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: There is no such folder and no such hub id.
@@ -65,7 +71,8 @@ def locate(path_or_id: str | Path) -> Checkpoint:
     path = folder / "config.json"
     raw = read_json(path)
     parse = parse_draft_head_config if is_draft_head(raw) else parse_model_config
-    return Checkpoint(folder, layout, raw, parse(raw, where=str(path)))
+    config = parse(raw, ignore_config_keys=ignore_config_keys, where=str(path))
+    return Checkpoint(folder, layout, raw, config)
 
 
 def kept_files(folder: Path) -> dict[str, bytes]:

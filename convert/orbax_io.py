@@ -62,11 +62,11 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         write_files(partial, {**config_files, MANIFEST: json.dumps(manifest, indent=2) + "\n"})
 
 
-def read_orbax(folder: str | Path, shardings: Any = None) -> Weights:
+def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weights:
     """Reads the parameters of an Orbax folder, each in the type that it is stored in.
 
     Args:
-        folder: What `write_orbax` wrote.
+        folder: What `write_orbax` wrote, or what `locate` found it to be.
         shardings: Where the parameters go: a `jax.sharding.Sharding` for each, in the structure of the
             weights. Each device reads the chunks that its part lies in. None gives NumPy arrays on the host.
 
@@ -75,7 +75,8 @@ def read_orbax(folder: str | Path, shardings: Any = None) -> Weights:
         ValueError: It is no Orbax folder, or one of another version, or its parameters are not its config's
             (all that differ are listed), or they cannot be read.
     """
-    checkpoint = locate(Path(folder))
+    checkpoint = folder if isinstance(folder, Checkpoint) else locate(Path(folder))
+    folder = checkpoint.folder
     if checkpoint.layout != "orbax":
         raise ValueError(f"{folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}")
     check_manifest(checkpoint)

@@ -31,7 +31,7 @@ TOKENS = 32
 def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weights:
     """The weights on the host, whatever the layout; the type is for Hugging Face folders."""
     if checkpoint.layout == "orbax":
-        return read_orbax(checkpoint.folder)
+        return read_orbax(checkpoint)
     weights: Weights = {}
     for path, value in read_parameters(checkpoint.folder, checkpoint.config, dtype):
         put(weights, path, value)

@@ -5,7 +5,7 @@ one at a time; the outputs are computed with one after the other, layer by layer
 weights there is little more in memory than the embedding in float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
-from jetspec_jax.config import DraftHeadConfig, check_head_fits
+from jetspec_jax.config import DraftHeadConfig, IgnoredKeys, check_head_fits
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import read_parameters
 from jetspec_jax.tensor_plan import ParameterPath
@@ -69,6 +69,7 @@ def verify(
     *,
     target: str | Path | None = None,
     dtype: str = STORED,
+    ignore_config_keys: Collection[str] = (),
 ) -> Verification:
     """Compares a checkpoint with what it was converted to.
 
@@ -81,24 +82,28 @@ def verify(
         destination: What it was converted to, of the other layout.
         target: For a draft head, the target to draft for.
         dtype: As it was given to the conversion.
+        ignore_config_keys: Unknown keys of any ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: One of them is not to be had.
         ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
             differ; or ``target`` is given for something that is no head, or does not fit.
     """
-    before, after = locate(source), locate(destination)
+    ignored = IgnoredKeys(ignore_config_keys)
+    before, after = (locate(path, ignore_config_keys=ignored) for path in (source, destination))
     if {before.layout, after.layout} != {"huggingface", "orbax"}:
         raise ValueError(f"{source} and {destination} are both of the layout {before.layout}")
     if before.config != after.config:
         raise ValueError(f"{destination} has another config than {source}")
     to = parse_dtype(dtype)
-    drafted_for = check_target(before, target)
+    drafted_for = check_target(before, target, ignored)
+    ignored.check()
     orbax, huggingface = (before, after) if before.layout == "orbax" else (after, before)
     # The CPU has the memory; a GPU may be smaller than the model.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         outputs = outputs_of(before, drafted_for)
-        held = read_orbax(orbax.folder)
+        held = read_orbax(orbax)
         # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
         exact = jnp.dtype(jnp.float32) if to is not None and before is huggingface else None
         parameters = read_parameters(huggingface.folder, huggingface.config, exact)
@@ -122,8 +127,16 @@ def verify(
     )
 
 
-def check_target(checkpoint: Checkpoint, target: str | Path | None) -> Checkpoint | None:
+def check_target(
+    checkpoint: Checkpoint, target: str | Path | None, ignore_config_keys: Collection[str] = ()
+) -> Checkpoint | None:
     """The target that a head's outputs are computed with; None without one.
+
+    Args:
+        checkpoint: The head.
+        target: A folder of either layout or a hub id.
+        ignore_config_keys: Unknown keys of the target's ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: It is not to be had.
@@ -133,7 +146,7 @@ def check_target(checkpoint: Checkpoint, target: str | Path | None) -> Checkpoin
         return None
     if not isinstance(checkpoint.config, DraftHeadConfig):
         raise ValueError(f"{checkpoint.folder} is a target: only a draft head is verified with a target")
-    found = locate(target)
+    found = locate(target, ignore_config_keys=ignore_config_keys)
     if isinstance(found.config, DraftHeadConfig):
         raise ValueError(f"{target} is a draft head; a target is needed")
     check_head_fits(checkpoint.config, found.config)

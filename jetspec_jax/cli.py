@@ -14,7 +14,14 @@ from jetspec_jax.describe import describe
 from jetspec_jax.exactness import first_divergence
 from jetspec_jax.generate import generate
 from jetspec_jax.llm import LLM
-from jetspec_jax.options import add_decoding_options, load_llm, read_prompt, routing_hints, sampling_params
+from jetspec_jax.options import (
+    add_decoding_options,
+    add_ignore_option,
+    load_llm,
+    read_prompt,
+    routing_hints,
+    sampling_params,
+)
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.view.command import add_tree_command
 
@@ -52,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("path", metavar="PATH", help="folder or hub id, or demo")
     info.add_argument("--target", help="for a draft head: the target that it should fit")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    add_ignore_option(info)
     return parser
 
 
@@ -134,10 +142,12 @@ def _stats(completion: Completion, seconds: float) -> str:
 
 def _info(arguments: argparse.Namespace) -> int:
     """Describes a target or a draft head: shapes, bytes, and whether a head fits a target."""
+    ignored = arguments.ignore_config_key
     if arguments.path == "demo":
-        reports = [describe(DEMO_TARGET), describe(DEMO_DRAFT_HEAD, arguments.target or DEMO_TARGET)]
+        target = arguments.target or DEMO_TARGET
+        reports = [describe(DEMO_TARGET), describe(DEMO_DRAFT_HEAD, target, ignore_config_keys=ignored)]
     else:
-        reports = [describe(arguments.path, arguments.target)]
+        reports = [describe(arguments.path, arguments.target, ignore_config_keys=ignored)]
     if arguments.json:
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:

@@ -3,7 +3,7 @@
 Of the weights only the files' headers are read, or fetched from the hub.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jetspec_jax.cache import PAGE_SIZE, ring_pages
 from jetspec_jax.checkpoint import CONFIG_PATTERNS, find_headers, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
+    IgnoredKeys,
     LayerConfig,
     ModelConfig,
     check_head_fits,
@@ -25,12 +26,19 @@ from jetspec_jax.memory import weight_bytes
 from jetspec_jax.safetensors_io import Headers
 
 
-def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[str, Any]:
+def describe(
+    path_or_id: str | Path,
+    target: str | Path | None = None,
+    *,
+    ignore_config_keys: Collection[str] = (),
+) -> dict[str, Any]:
     """Describes a target or a draft head as plain data.
 
     Args:
         path_or_id: A local folder or a hub id.
         target: For a draft head, the target to hold it against.
+        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for; see
+            `jetspec_jax.config.IgnoredKeys`.
 
     Raises:
         FileNotFoundError: The checkpoint is not to be had.
@@ -38,13 +46,17 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
     """
     folder = resolve(path_or_id, CONFIG_PATTERNS)
     raw = read_json(folder / "config.json")
+    ignored = IgnoredKeys(ignore_config_keys)
     if not is_draft_head(raw):
         if target is not None:
             raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
-        config = parse_model_config(raw, where=str(folder / "config.json"))
+        config = parse_model_config(raw, ignore_config_keys=ignored, where=str(folder / "config.json"))
+        ignored.check()
         about = {"kind": "target", "path": str(folder), **_model(raw, config)}
         return about | _weights(find_headers(path_or_id, folder), config)
-    head = parse_draft_head_config(raw, where=str(folder / "config.json"))
+    head = parse_draft_head_config(raw, ignore_config_keys=ignored, where=str(folder / "config.json"))
+    about_target = {} if target is None else _fit(head, target, ignored)
+    ignored.check()
     about = {
         "kind": "draft head",
         "path": str(folder),
@@ -58,15 +70,18 @@ def describe(path_or_id: str | Path, target: str | Path | None = None) -> dict[s
         **_model(raw, head.layers),
         **_weights(find_headers(path_or_id, folder), head),
     }
-    if target is not None:
-        where = resolve(target, CONFIG_PATTERNS)
-        about["target"] = str(where)
-        about["fits"], about["fit_problem"] = True, None
-        try:
-            check_head_fits(head, parse_model_config(read_json(where / "config.json"), where=str(where)))
-        except ValueError as error:
-            about["fits"], about["fit_problem"] = False, str(error)
-    return about
+    return about | about_target
+
+
+def _fit(head: DraftHeadConfig, target: str | Path, ignored: IgnoredKeys) -> dict[str, Any]:
+    """Whether a head fits a target, and why not."""
+    folder = resolve(target, CONFIG_PATTERNS)
+    raw, problem = read_json(folder / "config.json"), None
+    try:
+        check_head_fits(head, parse_model_config(raw, ignore_config_keys=ignored, where=str(folder)))
+    except ValueError as error:
+        problem = str(error)
+    return {"target": str(folder), "fits": problem is None, "fit_problem": problem}
 
 
 def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

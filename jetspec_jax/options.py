@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from jetspec_jax.config import read_json
+from jetspec_jax.config import IGNORE_OPTION, read_json
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling import SamplingParams, draw_seed
 from jetspec_jax.tree import Algorithm, Hints, Profile, algorithm_names, get_algorithm
@@ -59,7 +59,18 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
         metavar="DIR|auto|off",
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
-    add("--ignore-config-key", action="append", default=[], help="unknown config key that has no effect")
+    add_ignore_option(parser)
+
+
+def add_ignore_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that every command has which reads the config of a checkpoint."""
+    parser.add_argument(
+        IGNORE_OPTION,
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="unknown key of a config.json that has no effect; not for keys that are understood; may recur",
+    )
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,6 +188,7 @@ def save_checkpoint(
     dtype: str | None = "bfloat16",
     extra_files: Mapping[str, str | bytes] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ignore_config_keys: Collection[str] = (),
 ) -> None:
     """Writes a target or a draft head in Hugging Face layout, whole or not at all.
 
@@ -201,6 +202,7 @@ def save_checkpoint(
             config.json is written in place of ``raw_config``.
         max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
             that is larger has a file of its own.
+        ignore_config_keys: Unknown keys of ``raw_config`` that the caller vouches for; they are written too.
 
     Raises:
         FileExistsError: The folder exists.
@@ -210,7 +212,7 @@ def save_checkpoint(
     folder = Path(folder)
     refuse_existing(folder)
     parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
-    plan = expected_parameters(parse(raw_config))
+    plan = expected_parameters(parse(raw_config, ignore_config_keys=ignore_config_keys))
     given = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
     wanted = {parameter.path: parameter.shape for parameter in plan}
     differing = sorted(

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.options import add_ignore_option
 from train.make_data import Made, make_data
 from train.manifest import MODES, REGENERATE
 from train.stages import Deadline
@@ -28,6 +29,7 @@ def add_command(commands: Any) -> None:
         help="let the target write the answers, or take the texts as they are (default: regenerate)",
     )
     parser.add_argument("--draft-head", help='for speed: folder, hub id or "demo" (default: none)')
+    add_ignore_option(parser)
     add_generation_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
@@ -87,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out,
         mode=arguments.mode,
         draft_head=arguments.draft_head,
+        ignore_config_keys=arguments.ignore_config_key,
         seed=arguments.seed,
         shard_documents=arguments.shard_documents,
         dtype=arguments.dtype,

@@ -6,7 +6,7 @@ at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``trai
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def train_head(
     deadline: Deadline,
     *,
     checkpoint: str | Path | None = None,
+    ignore_config_keys: Collection[str] = (),
     label: str = "head",
 ) -> Path:
     """Trains a draft head, or goes on with what the folder holds, and returns the finished head's folder.
@@ -54,6 +55,8 @@ def train_head(
         data: A finished folder of documents.
         deadline: When to stop, after saving.
         checkpoint: The head to begin with, for recipes that do.
+        ignore_config_keys: Unknown keys of its ``config.json`` that the caller vouches for. The trained head
+            keeps them.
         label: For the progress bar.
 
     Raises:
@@ -67,7 +70,9 @@ def train_head(
     recipe.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
-    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
+    beginning = begin_head(
+        target, recipe.head, checkpoint, recipe.seed, ignore_config_keys=ignore_config_keys
+    )
     check_head_fits(beginning.config, target.config)
     if beginning.config.block_size > recipe.window:
         raise ValueError(
@@ -98,10 +103,13 @@ def train_head(
     weights = on_one_device(trained.weights)
     with in_turn() as first:
         if first:
-            save_checkpoint(fresh(folder), beginning.raw, weights)
+            save_checkpoint(fresh(folder), beginning.raw, weights, ignore_config_keys=ignore_config_keys)
             plot_training(work / "log.jsonl", work / "training.png", label)
             # Last, because it says that all is done.
-            _write_json(mark, run.final_evaluation(folder, trained))
+            head = load_draft_head(
+                folder, dtype=recipe.dtype, target=target, ignore_config_keys=ignore_config_keys
+            )
+            _write_json(mark, run.final_evaluation(head, trained))
     return folder
 
 
@@ -122,8 +130,13 @@ def fingerprint(weights: Weights) -> str:
     return digest.hexdigest()[:16]
 
 
-def export_best(work: Path, out: Path) -> int:
+def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = ()) -> int:
     """Writes the best head so far of a run, finished or not, and returns the step that it is from.
+
+    Args:
+        work: The run's folder.
+        out: Where to.
+        ignore_config_keys: As they were given to the run.
 
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
@@ -135,13 +148,14 @@ def export_best(work: Path, out: Path) -> int:
     sharding = replicated(one_device())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
-        weights_of(abstract(parse_draft_head_config(raw))),
+        weights_of(abstract(parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys))),
     )
     with Checkpoints(work) as checkpoints:
         best = checkpoints.best()
         if best == Best():
             raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
-        save_checkpoint(out, raw, checkpoints.restore_best(shapes))
+        weights = checkpoints.restore_best(shapes)
+        save_checkpoint(out, raw, weights, ignore_config_keys=ignore_config_keys)
     return best.step
 
 
@@ -225,9 +239,8 @@ class _Run:
         finally:
             source.close()
 
-    def final_evaluation(self, folder: Path, trained: Trained) -> dict[str, Any]:
+    def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
         """What the written head does with the held-out prompts, loaded as others will load it."""
-        head = load_draft_head(folder, dtype=self.recipe.dtype, target=self.target)
         completions = self.evaluator.decode(head)
         return {
             "best_step": trained.step,

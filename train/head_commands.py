@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.checkpoint import Target, load_target
+from jetspec_jax.checkpoint import check_pair, load_target
+from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.options import add_ignore_option
 from train.data import add_generation_arguments, generation_settings, summary
 from train.head import export_best, train_head
 from train.head_recipe import HeadRecipe
@@ -40,6 +42,8 @@ def add_command(commands: Any) -> None:
     tune.add_argument("--prompts", required=True, help="JSONL or a data set, see the command data")
     tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
     add_generation_arguments(tune)
+    for parser in (head, export, tune):
+        add_ignore_option(parser)
     for parser in (head, tune):
         parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
         parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
@@ -66,7 +70,7 @@ def _join(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     """Writes the best head so far of a run, finished or not, in Hugging Face layout."""
-    step = export_best(arguments.work, arguments.out)
+    step = export_best(arguments.work, arguments.out, ignore_config_keys=arguments.ignore_config_key)
     print(f"the head of step {step} is in {arguments.out}")
     return 0
 
@@ -74,8 +78,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _head(arguments: argparse.Namespace) -> int:
     """Trains a draft head, or goes on with one; the finished head is in the work folder."""
     recipe = read_head_recipe(arguments.recipe, arguments.set)
-    target = load_target(_target_path(arguments), dtype=recipe.dtype)
-    return _train(arguments, recipe, target, arguments.data, arguments.work, Deadline(arguments.minutes))
+    return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
@@ -89,28 +92,30 @@ def _finetune(arguments: argparse.Namespace) -> int:
         seed=recipe.seed,
         dtype=recipe.dtype,
         need_heldout=True,
+        ignore_config_keys=arguments.ignore_config_key,
         deadline=deadline,
         **generation_settings(arguments),
     )
     print(summary(made))
-    target = load_target(_target_path(arguments), dtype=recipe.dtype)
-    return _train(arguments, recipe, target, made.folder, arguments.work / "head", deadline)
+    return _train(arguments, recipe, made.folder, arguments.work / "head", deadline)
 
 
 def _train(
-    arguments: argparse.Namespace,
-    recipe: HeadRecipe,
-    target: Target,
-    data: Path,
-    work: Path,
-    deadline: Deadline,
+    arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
+    path = DEMO_TARGET if arguments.target == "demo" else arguments.target
     checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
-    folder = train_head(work, recipe, target, data, deadline, checkpoint=checkpoint)
+    ignored = check_pair(path, checkpoint, arguments.ignore_config_key)
+    target = load_target(path, dtype=recipe.dtype, ignore_config_keys=ignored)
+    folder = train_head(
+        work, recipe, target, data, deadline, checkpoint=checkpoint, ignore_config_keys=ignored
+    )
     if jax.process_index() == 0:
         print(f"the head is in {folder}: {_measured(work)}")
         print(f"curves: {work / 'training.png'}")
-        print(f"to use it: jetspec-jax generate --target {arguments.target} --draft-head {folder} PROMPT")
+        options = "".join(f" {IGNORE_OPTION} {key}" for key in sorted(ignored))
+        pair = f"--target {arguments.target} --draft-head {folder}{options}"
+        print(f"to use it: jetspec-jax generate {pair} PROMPT")
     return 0
 
 
@@ -127,7 +132,3 @@ def _measured(work: Path) -> str:
         then = before.get("tau", {}).get(budget)
         parts.append(f"{tau:.2f} with budget {budget}" + ("" if then is None else f" ({then:.2f} before)"))
     return "tau on held-out prompts " + ", ".join(parts)
-
-
-def _target_path(arguments: argparse.Namespace) -> str | Path:
-    return DEMO_TARGET if arguments.target == "demo" else arguments.target

@@ -1,5 +1,6 @@
 """How a draft head begins: its ``config.json`` and its first weights."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,14 @@ class Beginning(NamedTuple):
     weights: Weights
 
 
-def begin_head(target: Target, shape: HeadShape, checkpoint: str | Path | None, seed: int) -> Beginning:
+def begin_head(
+    target: Target,
+    shape: HeadShape,
+    checkpoint: str | Path | None,
+    seed: int,
+    *,
+    ignore_config_keys: Collection[str] = (),
+) -> Beginning:
     """A new head, or the one of a checkpoint.
 
     Args:
@@ -36,6 +44,8 @@ def begin_head(target: Target, shape: HeadShape, checkpoint: str | Path | None, 
         shape: What it is, and where it begins.
         checkpoint: A folder or hub id, for a head that begins as one.
         seed: Of random weights.
+        ignore_config_keys: Unknown keys of the checkpoint's config that the caller vouches for. The head
+            keeps them.
 
     Raises:
         FileNotFoundError: The checkpoint is not to be had.
@@ -48,7 +58,9 @@ def begin_head(target: Target, shape: HeadShape, checkpoint: str | Path | None, 
         if named:
             raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
         raw = read_json(resolve(checkpoint) / "config.json")
-        head = load_draft_head(checkpoint, dtype="float32", target=target)
+        head = load_draft_head(
+            checkpoint, dtype="float32", target=target, ignore_config_keys=ignore_config_keys
+        )
         return Beginning(raw, head.config, head.weights)
     if checkpoint is not None:
         raise ValueError(

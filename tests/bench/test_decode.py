@@ -23,7 +23,7 @@ from train.prompts import Entry
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SMALL = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1", "--batch", "2"]
-BOTH = ["--temperatures", "0", "1"]
+BOTH = ["--temperatures", "0", "1", "--ignore-config-key", "zoom"]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -96,7 +96,7 @@ class TestReport:
 
     def test_the_command_makes_the_same_report_again(self, measured):
         command = json.loads(measured.read_text())["command"]
-        assert command.startswith("python -m bench decode --target demo --prompts demo --num-prompts 2 ")
+        assert command.startswith("python -m bench decode --target demo --ignore-config-key zoom --prompts ")
         parsed = vars(decode_arguments(command.split()[3:]))
         given = vars(decode_arguments(["decode", *SMALL, *BOTH]))
         assert parsed == given
@@ -125,7 +125,7 @@ class TestReport:
     def test_going_on_measures_what_is_missing(self, measured, tmp_path, capsys):
         path = tmp_path / "decode.json"
         path.write_bytes(measured.read_bytes())
-        assert run(path, "--resume", "--algorithms", "chain") == 0
+        assert run(path, "--resume", "--algorithms", "chain", "--ignore-config-key", "focus") == 0
         old, new = (json.loads(p.read_text()) for p in (measured, path))
         names = ["plain", "chain", "accum_logp 16", "chain 16"]
         assert [row["method"] for row in new["rows"]] == 2 * names
@@ -145,7 +145,7 @@ class TestReport:
         before = path.read_bytes()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Bench, "measure", None)
-            assert run(path, "--resume", "--algorithms", "chain") == 0
+            assert run(path, "--resume", "--algorithms", "chain", "--ignore-config-key", "focus") == 0
         assert path.read_bytes() == before
 
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shutil
 import weakref
 
 import numpy as np
@@ -16,6 +17,7 @@ from bench.pair import Pair, add_pair_arguments, describe_pair, load_pair
 from bench.prompt_work import Work, make_works
 from bench.prompts import Prompt, load_prompts
 from jetspec_jax import Completion, SamplingParams, generate_tree
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.exactness import TIE_GAP
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
 from train.prompts import Entry
@@ -204,6 +206,19 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
     # Exact ties and infinite gaps have a place on the logarithmic axis.
     plot_ledger(rows, [entry_of("tie", 0.0), entry_of(None, float("inf"))], 10, "ledger", tmp_path / "l.png")
     assert (tmp_path / "l.png").stat().st_size > 10_000
+
+
+def test_a_pair_with_a_key_that_is_to_be_ignored(tmp_path):
+    for name, folder in (("target", DEMO_TARGET), ("head", DEMO_DRAFT_HEAD)):
+        raw = json.loads((shutil.copytree(folder, tmp_path / name) / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps({**raw, "zoom": 1}))
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser, prompts=1, max_tokens=8)
+    pair = ["--target", str(tmp_path / "target"), "--draft-head", str(tmp_path / "head")]
+    with pytest.raises(ValueError, match="--ignore-config-key zoom"):
+        load_pair(parser.parse_args(pair), "float32")
+    own = load_pair(parser.parse_args([*pair, "--ignore-config-key", "zoom"]), "float32")
+    assert own.head.config.num_target_layers == own.target.config.num_layers
 
 
 def test_the_demo_has_500_prompts():

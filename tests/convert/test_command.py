@@ -118,6 +118,27 @@ class TestErrors:
 
 
 class TestRuns:
+    def test_a_key_that_is_to_be_ignored_stays_in_the_config(self, tmp_path, capsys):
+        raw = {**DRAFT, "zoom": 2, "dflash_config": {**DRAFT["dflash_config"], "temper": 1}}
+        source = make(tmp_path / "source", raw, random_values(shapes_of(DRAFT)))
+        target = make(tmp_path / "target", {**UNTIED, "block_size": 4}, random_values(shapes_of(UNTIED)))
+        names = ("zoom", "temper", "block_size")
+        options = [word for name in names for word in ("--ignore-config-key", name)]
+        code, _, error = run(capsys, source, tmp_path / "orbax")
+        assert code == 2
+        assert "--ignore-config-key temper" in error
+        # What the head understands is unknown in the target's config.
+        code, _, error = run(capsys, source, tmp_path / "orbax", *options)
+        assert code == 2
+        assert "['block_size'] cannot be ignored" in error
+        assert not (tmp_path / "orbax").exists()
+        checked = (*options, "--verify", "--target", target)
+        for path, to in ((source, tmp_path / "orbax"), (tmp_path / "orbax", tmp_path / "back")):
+            code, out, error = run(capsys, path, to, *checked)
+            assert (code, error) == (0, "")
+            assert "verify: passed" in out
+            assert (to / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
     def test_what_is_said(self, tmp_path, source, capsys):
         code, out, error = run(capsys, source, tmp_path / "orbax")
         assert (code, error) == (0, "")

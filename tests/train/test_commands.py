@@ -104,19 +104,27 @@ def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
 
 
 def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
+    begun = shutil.copytree(trained / "draft_head", tmp_path / "begun")
+    raw = json.loads((begun / "config.json").read_text())
+    (begun / "config.json").write_text(json.dumps({**raw, "zoom": 1}, indent=2) + "\n")
     command = [
-        *("finetune", "--target", str(folder / "target"), "--draft-head", str(trained / "draft_head")),
+        *("finetune", "--target", str(folder / "target"), "--draft-head", str(begun)),
         *("--prompts", str(folder / "prompts.jsonl"), "--work", str(tmp_path / "tuned")),
         *("--max-tokens", "8", "--set", "window=16", "--set", "fit.steps=2", "--set", "fit.warmup=0"),
         *("--set", "fit.batch=2", "--set", "objective.anchors=2", "--set", "evaluation.windows=2"),
         *("--set", "evaluation.prompts=0", "--set", "dtype=float32", "--set", "fit.learning_rate=1e-3"),
     ]
+    assert main(command) == 2
+    assert "on the command line --ignore-config-key zoom" in capsys.readouterr().err
+    vouched = ("--ignore-config-key", "zoom")
+    command += vouched
     assert main([*command, "--minutes", "0"]) == 0
     assert "the same command goes on" in capsys.readouterr().out
     assert main(command) == 0
-    before = (trained / "draft_head" / "config.json").read_bytes()
     tuned = tmp_path / "tuned" / "head" / "draft_head"
-    assert (tuned / "config.json").read_bytes() == before
+    assert f"--draft-head {tuned} --ignore-config-key zoom PROMPT" in capsys.readouterr().out
+    assert (tuned / "config.json").read_bytes() == (begun / "config.json").read_bytes()
+    assert main(["export", "--work", str(tuned.parent), "--out", str(tmp_path / "best"), *vouched]) == 0
     assert (tuned / "model.safetensors").read_bytes() != (
         trained / "draft_head" / "model.safetensors"
     ).read_bytes()

@@ -137,6 +137,18 @@ def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
         begin_head(other, HeadShape("checkpoint"), tmp_path / "head", 0)
 
 
+def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
+    made = begin_head(target, SHAPE, None, 5)
+    raw = {**made.raw, "zoom": 2}
+    with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
+        save_checkpoint(tmp_path / "head", raw, made.weights)
+    save_checkpoint(tmp_path / "head", raw, made.weights, ignore_config_keys=["zoom"])
+    with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
+        begin_head(target, HeadShape("checkpoint"), tmp_path / "head", 0)
+    begun = begin_head(target, HeadShape("checkpoint"), tmp_path / "head", 0, ignore_config_keys=["zoom"])
+    assert (begun.raw, begun.config) == (raw, made.config)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
