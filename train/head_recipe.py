@@ -30,7 +30,7 @@ class HeadShape:
             tokenizer's own mask token.
         intermediate_size: Of the feed-forward blocks.
         scaled_embeddings: Whether it sees the target's embeddings as the target scales them; None is true.
-        capped_logits: Whether its logits are capped as the target's are; None is false.
+        capped_logits: Whether its logits are capped as the target's are, which must be; None is false.
     """
 
     start: Start = "random"

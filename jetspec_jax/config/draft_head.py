@@ -100,6 +100,8 @@ def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
             f"the head was made for a vocabulary of {head.layers.vocab_size}, the target's has "
             f"{target.vocab_size}"
         )
+    if head.capped_logits and target.logit_softcap is None:
+        wrong.append("the head's logits go through the target's cap (capped_logits), and the target has none")
     if wrong:
         raise ValueError("the draft head does not fit the target: " + "; ".join(wrong))
 

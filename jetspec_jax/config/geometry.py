@@ -195,7 +195,7 @@ class DraftHeadConfig:
         mask_token_id: Token whose embedding fills the slots after the anchor.
         causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
         scaled_embeddings: Whether the slots' embeddings are scaled as the target's own inputs are.
-        capped_logits: Whether draft logits pass through the target's cap.
+        capped_logits: Whether draft logits pass through the target's cap, which it must have then.
     """
 
     layers: ModelConfig

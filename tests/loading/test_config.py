@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import re
 
@@ -519,6 +520,7 @@ class TestFit:
             (with_dflash(mask_token_id=19), "mask_token_id 19 lies outside the target's vocabulary of 19"),
             (with_dflash(target_layer_ids=[0, 3]), r"tap layers \[3\] lie outside the target's layers 0..2"),
             (with_dflash(target_layer_ids=[-1, 0]), r"tap layers \[-1\] lie outside"),
+            (with_dflash(capped_logits=True), r"the target's cap \(capped_logits\), and the target has none"),
         ],
     )
     def test_one_misfit(self, head, complaint):
@@ -527,6 +529,11 @@ class TestFit:
         with pytest.raises(ValueError, match=complaint) as info:
             check_head_fits(parse_draft_head_config(head), target)
         assert ";" not in str(info.value)
+
+    def test_a_cap_of_the_target(self):
+        capped = dataclasses.replace(parse_model_config(V4), logit_softcap=30.0)
+        for flag in (True, False):
+            check_head_fits(parse_draft_head_config(with_dflash(capped_logits=flag)), capped)
 
     def test_all_at_once(self):
         raw = with_dflash(mask_token_id=40, target_layer_ids=[0, 7])
