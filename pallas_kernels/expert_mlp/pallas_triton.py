@@ -1,4 +1,4 @@
-"""Experts on Pallas's Triton backend: two launches, nothing sorted, every weight read once.
+"""Experts on Pallas's Triton backend: two launches, nothing sorted, weights read once for a block of rows.
 
 At a tree's few rows the experts' weights are all that takes time, so they set the programs:
 
@@ -6,7 +6,9 @@ At a tree's few rows the experts' weights are all that takes time, so they set t
 
 Groups are experts; or, where there are fewer rows than experts, rows, and the first row of an expert stands
 for all of them. A program finds its rows by itself, in the ids of all tokens, and has nothing to do if there
-are none. Its rows are gathered and multiplied a block at a time; as a rule they are one block.
+are none. Its rows are gathered and multiplied a block at a time, and every block reads the program's columns
+of the weights again. As a rule an expert's rows are one block, so that every weight is read once; `config`
+says how large blocks are, and that of many tokens an expert has several.
 
 The first launch makes `hidden`, the second the weighted outputs of every row. Neither writes rows without an
 expert, and the sum over a token's experts skips them.
