@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from bench import shapes
 from jetspec_jax import load_target, logits
 from jetspec_jax.config import Experts, Rope, parse_model_config
 from jetspec_jax.config.geometry import Yarn
@@ -18,50 +19,24 @@ from tests.loading.published import random_tensors, without, write
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# What openai/gpt-oss-20b publishes.
+# What openai/gpt-oss-20b publishes: the benchmarks' shape, and keys that change nothing or repeat others.
 GPT_OSS_20B = {
+    **shapes.GPT_OSS_20B,
     "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
     "attention_dropout": 0.0,
     "eos_token_id": 200002,
     "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
     "initial_context_length": 4096,
     "initializer_range": 0.02,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
     "output_router_logits": False,
     "pad_token_id": 199999,
     "quantization_config": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         "quant_method": "mxfp4",
     },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
     "router_aux_loss_coef": 0.9,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
     "transformers_version": "4.55.0.dev0",
     "use_cache": True,
-    "vocab_size": 201088,
 }
 # The same as transformers 5 writes it.
 NEWER = {
