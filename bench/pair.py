@@ -9,7 +9,6 @@ from bench.prompt_sets import PROMPT_SETS
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
-from jetspec_jax.checkpoint import check_pair
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.options import add_ignore_option
@@ -161,7 +160,7 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
         path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
-    ignored = check_pair(path, head_path, arguments.ignore_config_key)
+    ignored = arguments.ignore_config_key
     target = load_target(path, dtype=dtype, ignore_config_keys=ignored)
     head = load_draft_head(head_path, dtype=dtype, target=target, ignore_config_keys=ignored)
     for own in settings:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
 from convert.folders import locate
 from convert.verification import Verification, check_target, verify
-from jetspec_jax.config import IgnoredKeys
 from jetspec_jax.options import add_ignore_option
 from jetspec_jax.safetensors_io import MAX_SHARD_BYTES
 from jetspec_jax.tensor_plan import FILE_DTYPES
@@ -62,12 +61,11 @@ def _run(arguments: argparse.Namespace) -> int:
     source, destination = arguments.source, arguments.destination
     # All that can be said before the weights are read is said now.
     shard_bytes = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
-    ignored = IgnoredKeys(arguments.ignore_config_key)
+    ignored = arguments.ignore_config_key
     checkpoint = locate(source, ignore_config_keys=ignored)
     if arguments.target is not None and not arguments.verify:
         raise ValueError("--target is used by --verify only")
     check_target(checkpoint, arguments.target, ignored)
-    ignored.check()
     if checkpoint.layout == "huggingface":
         if shard_bytes is not None:
             raise ValueError("--max-shard-size is about safetensors, and this writes an Orbax folder")

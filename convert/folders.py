@@ -57,8 +57,7 @@ def locate(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) 
 
     Args:
         path_or_id: The folder or the hub id.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: There is no such folder and no such hub id.

@@ -18,7 +18,7 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
-from jetspec_jax.config import DraftHeadConfig, IgnoredKeys, check_head_fits
+from jetspec_jax.config import DraftHeadConfig, check_head_fits
 from jetspec_jax.models import Weights
 from jetspec_jax.safetensors_io import read_parameters
 from jetspec_jax.tensor_plan import ParameterPath
@@ -82,23 +82,21 @@ def verify(
         destination: What it was converted to, of the other layout.
         target: For a draft head, the target to draft for.
         dtype: As it was given to the conversion.
-        ignore_config_keys: Unknown keys of any ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of any ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: One of them is not to be had.
         ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
             differ; or ``target`` is given for something that is no head, or does not fit.
     """
-    ignored = IgnoredKeys(ignore_config_keys)
-    before, after = (locate(path, ignore_config_keys=ignored) for path in (source, destination))
+    ignored = {"ignore_config_keys": ignore_config_keys}
+    before, after = locate(source, **ignored), locate(destination, **ignored)
     if {before.layout, after.layout} != {"huggingface", "orbax"}:
         raise ValueError(f"{source} and {destination} are both of the layout {before.layout}")
     if before.config != after.config:
         raise ValueError(f"{destination} has another config than {source}")
     to = parse_dtype(dtype)
-    drafted_for = check_target(before, target, ignored)
-    ignored.check()
+    drafted_for = check_target(before, target, ignore_config_keys)
     orbax, huggingface = (before, after) if before.layout == "orbax" else (after, before)
     # The CPU has the memory; a GPU may be smaller than the model.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -135,8 +133,7 @@ def check_target(
     Args:
         checkpoint: The head.
         target: A folder of either layout or a hub id.
-        ignore_config_keys: Unknown keys of the target's ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of the target's ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: It is not to be had.

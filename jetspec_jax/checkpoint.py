@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jetspec_jax.config import (
     DraftHeadConfig,
-    IgnoredKeys,
     ModelConfig,
     check_head_fits,
     parse_draft_head_config,
@@ -70,8 +69,7 @@ def load_target(
     Args:
         path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
         dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -104,8 +102,7 @@ def load_draft_head(
         path_or_id: A folder or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
         dtype: As for `load_target`.
         target: When given, a head that does not fit it is refused before its weights are read.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -142,32 +139,6 @@ def read_draft_head_config(
     """
     path = resolve(path_or_id, CONFIG_PATTERNS) / "config.json"
     return parse_draft_head_config(read_json(path), ignore_config_keys=ignore_config_keys, where=str(path))
-
-
-def check_pair(
-    target: str | Path, draft_head: str | Path | None, ignore_config_keys: Collection[str] = ()
-) -> IgnoredKeys:
-    """Checks the configs of a target and its head together, before the weights of either are read.
-
-    Args:
-        target: A folder or a hub id.
-        draft_head: Likewise; None where there is none.
-        ignore_config_keys: Unknown keys of either config that the caller vouches for.
-
-    Returns:
-        These keys, for `load_target` and `load_draft_head`: what is unknown in one may be understood in the
-        other, which refuses that of a list of its own.
-
-    Raises:
-        FileNotFoundError: A config is not to be had.
-        ValueError: It is not valid, the head does not fit, or a key cannot be ignored.
-    """
-    ignored = IgnoredKeys(ignore_config_keys)
-    config = read_target_config(target, ignore_config_keys=ignored)
-    if draft_head is not None:
-        check_head_fits(read_draft_head_config(draft_head, ignore_config_keys=ignored), config)
-    ignored.check()
-    return ignored
 
 
 def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:

@@ -13,7 +13,6 @@ from jetspec_jax.cache import PAGE_SIZE, ring_pages
 from jetspec_jax.checkpoint import CONFIG_PATTERNS, find_headers, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
-    IgnoredKeys,
     LayerConfig,
     ModelConfig,
     check_head_fits,
@@ -37,8 +36,7 @@ def describe(
     Args:
         path_or_id: A local folder or a hub id.
         target: For a draft head, the target to hold it against.
-        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: The checkpoint is not to be had.
@@ -46,17 +44,18 @@ def describe(
     """
     folder = resolve(path_or_id, CONFIG_PATTERNS)
     raw = read_json(folder / "config.json")
-    ignored = IgnoredKeys(ignore_config_keys)
     if not is_draft_head(raw):
         if target is not None:
             raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
-        config = parse_model_config(raw, ignore_config_keys=ignored, where=str(folder / "config.json"))
-        ignored.check()
+        config = parse_model_config(
+            raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json")
+        )
         about = {"kind": "target", "path": str(folder), **_model(raw, config)}
         return about | _weights(find_headers(path_or_id, folder), config)
-    head = parse_draft_head_config(raw, ignore_config_keys=ignored, where=str(folder / "config.json"))
-    about_target = {} if target is None else _fit(head, target, ignored)
-    ignored.check()
+    head = parse_draft_head_config(
+        raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json")
+    )
+    about_target = {} if target is None else _fit(head, target, ignore_config_keys)
     about = {
         "kind": "draft head",
         "path": str(folder),
@@ -73,12 +72,14 @@ def describe(
     return about | about_target
 
 
-def _fit(head: DraftHeadConfig, target: str | Path, ignored: IgnoredKeys) -> dict[str, Any]:
+def _fit(head: DraftHeadConfig, target: str | Path, ignore_config_keys: Collection[str]) -> dict[str, Any]:
     """Whether a head fits a target, and why not."""
     folder = resolve(target, CONFIG_PATTERNS)
     raw, problem = read_json(folder / "config.json"), None
     try:
-        check_head_fits(head, parse_model_config(raw, ignore_config_keys=ignored, where=str(folder)))
+        check_head_fits(
+            head, parse_model_config(raw, ignore_config_keys=ignore_config_keys, where=str(folder))
+        )
     except ValueError as error:
         problem = str(error)
     return {"target": str(folder), "fits": problem is None, "fit_problem": problem}

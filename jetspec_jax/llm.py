@@ -18,7 +18,7 @@ from jetspec_jax.checkpoint import (
 )
 from jetspec_jax.compilation_cache import enable_compilation_cache
 from jetspec_jax.completion import Completion
-from jetspec_jax.config import DraftHeadConfig, IgnoredKeys, ModelConfig
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TreeSettings, make_decoder
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
@@ -78,7 +78,7 @@ class LLM:
             max_slots: Most prompts that decode at the same time.
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
-                no effect. A key that is understood wherever it is found cannot be ignored.
+                no effect; one that is understood cannot be ignored.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
 
@@ -89,8 +89,7 @@ class LLM:
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        vouched_for = IgnoredKeys(ignore_config_keys)
-        ignored = {"ignore_config_keys": vouched_for}
+        ignored = {"ignore_config_keys": ignore_config_keys}
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(target, Target):
@@ -103,7 +102,6 @@ class LLM:
             head_config = draft_head.config
         elif draft_head is not None:
             head_config = unread[HEAD_WEIGHTS] = read_draft_head_config(draft_head, **ignored)
-        vouched_for.check()
         settings = TreeSettings(budget, width, depth, algorithm)
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.checkpoint import check_pair, load_target
+from jetspec_jax.checkpoint import load_target
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.options import add_ignore_option
@@ -105,7 +105,7 @@ def _train(
 ) -> int:
     path = DEMO_TARGET if arguments.target == "demo" else arguments.target
     checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
-    ignored = check_pair(path, checkpoint, arguments.ignore_config_key)
+    ignored = arguments.ignore_config_key
     target = load_target(path, dtype=recipe.dtype, ignore_config_keys=ignored)
     folder = train_head(
         work, recipe, target, data, deadline, checkpoint=checkpoint, ignore_config_keys=ignored
@@ -113,7 +113,7 @@ def _train(
     if jax.process_index() == 0:
         print(f"the head is in {folder}: {_measured(work)}")
         print(f"curves: {work / 'training.png'}")
-        options = "".join(f" {IGNORE_OPTION} {key}" for key in sorted(ignored))
+        options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
         pair = f"--target {arguments.target} --draft-head {folder}{options}"
         print(f"to use it: jetspec-jax generate {pair} PROMPT")
     return 0

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint import (
     HUB_PATTERNS,
-    check_pair,
     load_draft_head,
     load_target,
     load_tokenizer,
@@ -19,7 +18,7 @@ from jetspec_jax.checkpoint import (
     resolve,
     resolve_dtype,
 )
-from jetspec_jax.config import ModelConfig, read_eos_token_ids
+from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import PLAIN, TreeSettings
 from jetspec_jax.sampling import SamplingParams
@@ -113,8 +112,7 @@ def make_data(
         limit: Take only the first so many prompts.
         skip_too_long: Drop what does not fit the target's context instead of refusing it.
         template_arguments: Passed to the chat template.
-        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for; see
-            `jetspec_jax.config.IgnoredKeys`.
+        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
         deadline: No shard is begun behind it.
 
     Raises:
@@ -132,12 +130,14 @@ def make_data(
     deadline = Deadline() if deadline is None else deadline
     path = DEMO_TARGET if target == "demo" else target
     head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
-    ignored = check_pair(path, head_path, ignore_config_keys)
-    config = read_target_config(path, ignore_config_keys=ignored)
+    ignored = {"ignore_config_keys": ignore_config_keys}
+    config = read_target_config(path, **ignored)
     resolved = resolve_dtype(dtype)
     tree = PLAIN if head_path is None else TreeSettings(budget=budget)
     if head_path is not None:
-        tree.check(config, read_draft_head_config(head_path, ignore_config_keys=ignored).depth)
+        head_config = read_draft_head_config(head_path, **ignored)
+        check_head_fits(head_config, config)
+        tree.check(config, head_config.depth)
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
@@ -169,9 +169,9 @@ def make_data(
         finished = not writer.missing
         if not finished:
             deadline.check(writer.progress)
-            loaded, head = load_target(path, dtype=dtype, ignore_config_keys=ignored), None
+            loaded, head = load_target(path, dtype=dtype, **ignored), None
             if head_path is not None:
-                head = load_draft_head(head_path, dtype=dtype, target=loaded, ignore_config_keys=ignored)
+                head = load_draft_head(head_path, dtype=dtype, target=loaded, **ignored)
             regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
     return _made(out, len(keys) - len(set(keys)), skipped, finished)
 

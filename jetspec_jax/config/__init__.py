@@ -5,9 +5,8 @@ transformers 5 writes (``rope_parameters``, ``dtype``). One file reads the keys 
 """
 
 from jetspec_jax.config.draft_head import check_head_fits, default_tap_layers, parse_draft_head_config
-from jetspec_jax.config.fields import read_json
+from jetspec_jax.config.fields import IGNORE_OPTION, read_json
 from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Rope
-from jetspec_jax.config.ignored import IGNORE_OPTION, IgnoredKeys
 from jetspec_jax.config.target import (
     MODEL_TYPES,
     is_draft_head,
@@ -21,7 +20,6 @@ __all__ = [
     "MODEL_TYPES",
     "DraftHeadConfig",
     "Experts",
-    "IgnoredKeys",
     "LayerConfig",
     "ModelConfig",
     "Rope",

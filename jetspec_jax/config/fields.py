@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jetspec_jax.config.ignored import IGNORE_OPTION, IgnoredKeys
+#: The option of every command that gives ``ignore_config_keys``, once for each key.
+IGNORE_OPTION = "--ignore-config-key"
 
 # Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
 INERT_KEYS = frozenset(
@@ -74,30 +75,27 @@ class Fields:
         Args:
             raw: The object.
             where: What error messages call it.
-            ignored: Unknown keys that the caller vouches for. Objects and files that share an `IgnoredKeys`
-                leave its check to who made it.
+            ignored: Unknown keys that the caller vouches for; of keys that are understood it makes no odds.
         """
-        self.raw, self.where = raw, where
-        self._checks_ignored = not isinstance(ignored, IgnoredKeys)
-        self.ignored = ignored if isinstance(ignored, IgnoredKeys) else IgnoredKeys(ignored)
+        self.raw, self.where, self.ignored = raw, where, ignored
         self.used: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         """Whether the key is there, and not null; a null that is asked for counts as used."""
         if self.raw.get(key) is None:
-            self._use(key)
+            self.used.add(key)
             return False
         return True
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of any kind; null counts as absent."""
-        self._use(key)
+        self.used.add(key)
         value = self.raw.get(key)
         return default if value is None else value
 
     def inert(self, *keys: str) -> None:
         """Says that keys of this family have no effect on a forward pass."""
-        self._use(*keys)
+        self.used.update(keys)
 
     def assume(self, **values: Any) -> None:
         """Gives keys that files of this family leave out the values that all their readers give them."""
@@ -246,27 +244,19 @@ class Fields:
             top: Whether this is a model's own object, which may hold inert keys, and harmless ones.
 
         Raises:
-            ValueError: There are unknown keys, or keys that change the maths, or keys that are to be ignored
-                and are understood.
+            ValueError: There are unknown keys, or keys that change the maths.
         """
         if top:
             for key, harmless in HARMLESS_ONLY.items():
                 if key in self.raw and key not in self.used:
                     self.only(key, *harmless, default=harmless[0])
-            self._use(*INERT_KEYS)
-        self.ignored.note(self.where, ignored=self.raw.keys() - self.used)
+            self.used.update(INERT_KEYS)
         if unknown := sorted(self.unread().difference(self.ignored)):
             options = " ".join(f"{IGNORE_OPTION} {key}" for key in unknown)
             raise ValueError(
                 f"{self.where}: unknown keys {unknown}; if none of them changes the model's output, "
                 f"pass ignore_config_keys={unknown}, on the command line {options}"
             )
-        if self._checks_ignored:
-            self.ignored.check()
-
-    def _use(self, *keys: str) -> None:
-        self.used.update(keys)
-        self.ignored.note(self.where, understood=self.raw.keys() & set(keys))
 
 
 def is_int(value: Any) -> TypeGuard[int]:

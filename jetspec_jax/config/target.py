@@ -69,8 +69,8 @@ def parse_model_config(
 
     Args:
         raw: The parsed JSON.
-        ignore_config_keys: Unknown keys that the caller vouches for as having no effect. A key that is
-            understood cannot be ignored.
+        ignore_config_keys: Unknown keys that the caller vouches for as having no effect; those that
+            are understood cannot be ignored.
         where: What error messages call the file.
 
     Raises:
