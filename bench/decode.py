@@ -15,6 +15,7 @@ from bench.decode_measure import Bench
 from bench.decode_plot import plot_decode
 from bench.decode_record import begin_report, finish_report
 from bench.decode_report import Rows, tables_of
+from bench.given_profile import describe_profile
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
 from bench.pair import (
     add_pair_arguments,
@@ -23,9 +24,9 @@ from bench.pair import (
     check_trees,
     describe_pair,
     load_pair,
+    read_prompts,
 )
 from bench.prompt_work import make_works
-from bench.prompts import load_prompts
 from bench.report import add_report_arguments, check_report, show, shown, write_json
 from jetspec_jax import enable_compilation_cache
 
@@ -65,12 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     if budget is not None and budget not in arguments.budgets:
         raise ValueError(f"--plot-budget {budget} is not among --budgets {shown(arguments.budgets)}")
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     target, head = pair = load_pair(arguments, arguments.dtype)
     groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
     works = make_works(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
-    report = begin_report(arguments, describe_pair(pair, works.values()))
+    about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
+    report = begin_report(arguments, about)
     bench = Bench(target, head, works, batch=arguments.batch, implementation=arguments.implementation)
     rows = Rows(target, works, head.config.depth)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.decode_report import best_of, notes_of
+from bench.given_profile import profile_notes
 from bench.report import command_of, machine, settings_of, shown
 from jetspec_jax.config import read_json
 from jetspec_jax.tree import algorithm_names
@@ -21,7 +22,7 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
 
     Args:
         arguments: Of the command line.
-        about: The pair and its prompts, as `bench.pair.describe_pair` has it.
+        about: The pair, its prompts and the profile, as `describe_pair` and `describe_profile` have them.
 
     Raises:
         ValueError: Those were measured with other settings or on another machine.
@@ -67,4 +68,4 @@ def finish_report(report: dict[str, Any]) -> None:
         )
     )
     report["best"] = best_of(report["rows"])
-    report["notes"] = notes_of(report)
+    report["notes"] = [*notes_of(report), *profile_notes(report)]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bench.exactness_ledger import compare, notes_of, tables_of, total
 from bench.exactness_plot import plot_ledger
+from bench.given_profile import describe_profile, profile_notes
 from bench.methods import choose_algorithms
 from bench.pair import (
     Pair,
@@ -24,9 +25,10 @@ from bench.pair import (
     check_trees,
     describe_pair,
     load_pair,
+    read_prompts,
 )
 from bench.prompt_work import Work, make_works
-from bench.prompts import Prompt, load_prompts
+from bench.prompts import Prompt
 from bench.report import (
     add_report_arguments,
     check_report,
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name, algorithm in algorithms.items()
         for budget in dict.fromkeys(arguments.budgets)
     }
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     dtypes, temperatures = dict.fromkeys(arguments.dtypes), set(arguments.temperatures)
     rows, entries, about = [], [], {}
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, bar)
             rows += own_rows
             entries += own_entries
-    about = {**about, "dtype": list(dtypes)}
+    about = {**about, "dtype": list(dtypes), **describe_profile(arguments.profile)}
     report = {
         "benchmark": "exactness",
         **machine(),
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, batch {arguments.batch}, "
         f"attention {arguments.implementation}, {report['device']}, JAX {report['jax']}"
     )
-    notes = notes_of(rows)
+    notes = [*notes_of(rows), *profile_notes(report)]
     *tables, (heading, table) = tables_of(title, rows, entries)
     for others in tables:
         show(*others)

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.prompt_sets import PROMPT_SETS
+from bench.prompt_sets import PROMPT_SETS, Part
 from bench.prompt_work import TASK_OF_SET, Work
-from bench.prompts import DEMO
+from bench.prompts import DEMO, Prompt, load_prompts
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
@@ -39,7 +39,10 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
         default=DEMO,
         help=f'"demo", {", ".join(PROMPT_SETS)}, or JSONL with "messages", "text" or "prompt" in each line',
     )
-    add("--num-prompts", type=int, default=prompts, help=f"how many (default: {prompts})")
+    # A set that has fewer is an error only where somebody asked for so many.
+    parser.set_defaults(usual_prompts=prompts)
+    add("--num-prompts", type=int, help=f"how many (default: {prompts}, or fewer if there are no more)")
+    add("--skip-prompts", type=int, default=0, metavar="N", help="leave out the first N (default: 0)")
     add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
     add(
         "--enable-thinking",
@@ -109,11 +112,13 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
         numbers: Further arguments that must be at least 1.
 
     Raises:
-        ValueError: A number is less than 1.
+        ValueError: A number is less than 1, or less than 0 prompts are skipped.
     """
-    for name in ("num_prompts", "max_tokens", "width", *numbers):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    least = {"skip_prompts": 0} | dict.fromkeys(("num_prompts", "max_tokens", "width", *numbers), 1)
+    for name, smallest in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
 
 
 def check_trees(arguments: argparse.Namespace) -> None:
@@ -141,6 +146,23 @@ def check_round(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--budget must be in 2..{BUCKETS[-1]} (nodes, root and a draft included), not {arguments.budget}"
         )
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    """The prompts that the arguments name; says how many they are where nobody asked for a number.
+
+    Args:
+        arguments: With those of `add_pair_arguments`; ``num_prompts`` is filled in.
+
+    Raises:
+        FileNotFoundError: There is no such file, or a set cannot be loaded.
+        ValueError: A prompt is not what it should be, or there are fewer than were asked for.
+    """
+    asked = arguments.num_prompts
+    part = Part(arguments.skip_prompts, asked or arguments.usual_prompts, fewer=asked is None)
+    prompts = load_prompts(arguments.prompts, part)
+    arguments.num_prompts = len(prompts)
+    return prompts
 
 
 def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[TreeSettings] = ()) -> Pair:

@@ -25,9 +25,9 @@ from bench.pair import (
     check_round,
     describe_pair,
     load_pair,
+    read_prompts,
 )
 from bench.prompt_work import make_works
-from bench.prompts import load_prompts
 from bench.report import (
     add_report_arguments,
     check_report,
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
     settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
-    prompts = load_prompts(arguments.prompts, arguments.num_prompts)
+    prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     pair = load_pair(arguments, arguments.dtype, [settings])
     [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()

@@ -111,8 +111,36 @@ class Question:
     task: str
 
 
-def read_set(name: str, count: int | None = None) -> list[Question]:
-    """Questions of a published set: all in its order, or ``count`` of them as seed 0 shuffles them.
+@dataclass(frozen=True)
+class Part:
+    """Which prompts of a set are taken.
+
+    Attributes:
+        skip: So many are left out, the first ones.
+        count: So many follow; None is all.
+        fewer: Whether a set that holds fewer will do.
+    """
+
+    skip: int = 0
+    count: int | None = None
+    fewer: bool = False
+
+    @property
+    def end(self) -> int | None:
+        """How many prompts the skipped and the taken ones are; None is all."""
+        return None if self.count is None else self.skip + self.count
+
+    def check(self, name: str, held: int) -> None:
+        """Raises ValueError if a set holds too few prompts."""
+        if held <= self.skip:
+            raise ValueError(f"{name} holds {held} prompts, asked to skip {self.skip}")
+        if not self.fewer and self.end is not None and held < self.end:
+            behind = f" behind the first {self.skip}" if self.skip else ""
+            raise ValueError(f"{name} holds {held} prompts, asked for {self.count}{behind}")
+
+
+def read_set(name: str, part: Part) -> list[Question]:
+    """Questions of a published set: all in its order, or some of them in the order of seed 0's shuffle.
 
     Raises:
         FileNotFoundError: The set cannot be loaded.
@@ -120,12 +148,11 @@ def read_set(name: str, count: int | None = None) -> list[Question]:
     """
     own = PROMPT_SETS[name]
     rows = load_rows(own.path, own.config, split=own.split, files=own.files)
-    if count is not None and count > len(rows):
-        raise ValueError(f"{name} holds {len(rows)} prompts, asked for {count}")
+    part.check(name, len(rows))
     order = np.arange(len(rows))
-    if count is not None and count < len(rows):
-        # As `Dataset.shuffle(seed)` does.
-        order = np.random.default_rng(SEED).permutation(len(rows))[:count]
+    if part.skip or (part.end is not None and part.end < len(rows)):
+        # As `Dataset.shuffle(seed)` does. Two parts that do not overlap share no question.
+        order = np.random.default_rng(SEED).permutation(len(rows))[part.skip : part.end]
     return [_question(own, name, int(number), rows[int(number)]) for number in order]
 
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.prompt_sets import PROMPT_SETS, read_set
+from bench.prompt_sets import PROMPT_SETS, Part, read_set
 from jetspec_jax.checkpoint import Target
 from jetspec_jax.demo import DEMO_PROMPTS
 from train.prompts import MESSAGES, Entry, read_entries
 from train.rendering import Encoder
 
 DEMO = "demo"
+ALL = Part()
 # The argument of chat templates that lets a target think before it answers.
 THINKING = "enable_thinking"
 
@@ -39,37 +40,35 @@ class Prompt:
         return Prompt(f"{self.id}, a turn later", entry, self.task, self.later[1:])
 
 
-def load_prompts(name: str, count: int | None = None) -> list[Prompt]:
-    """Prompts of a set.
+def load_prompts(name: str, part: Part = ALL) -> list[Prompt]:
+    """Prompts of a set, each with the id that it has in the whole set.
 
     Args:
         name: "demo", one of `PROMPT_SETS`, or a JSONL file (see `train.prompts`).
-        count: Take only so many: of a published set, as those who published take a part of it.
+        part: Which of them: of a published set, as those who published take a part of it.
 
     Raises:
         FileNotFoundError: There is no such file, or a set cannot be loaded.
         ValueError: A line is not what it should be (file and line number), or there are too few prompts.
     """
-    if count is not None and count < 1:
-        raise ValueError(f"the number of prompts must be at least 1, not {count}")
     if name in PROMPT_SETS:
-        return _published(name, count)
+        return _published(name, part)
     path = DEMO_PROMPTS if name == DEMO else Path(name)
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no file {name}; prompts are a JSONL file, or a set: {', '.join([DEMO, *PROMPT_SETS])}"
         )
-    entries = read_entries(path, count)
-    if count is not None and count > len(entries):
-        raise ValueError(f"{name} holds {len(entries)} prompts, asked for {count}")
+    entries = read_entries(path, part.end)
+    part.check(name, len(entries))
     # Without the folder, so that reports of two machines say the same.
     stem = DEMO if name == DEMO else path.name
-    return [Prompt(f"{stem}:{number}", entry) for number, entry in enumerate(entries, start=1)]
+    numbered = [Prompt(f"{stem}:{number}", entry) for number, entry in enumerate(entries, start=1)]
+    return numbered[part.skip :]
 
 
-def _published(name: str, count: int | None) -> list[Prompt]:
+def _published(name: str, part: Part) -> list[Prompt]:
     try:
-        questions = read_set(name, count)
+        questions = read_set(name, part)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}. The set {name} is fetched over the network, once; without one, give a JSONL file of "

@@ -20,8 +20,9 @@ from rich.table import Table
 
 import jetspec_jax
 
-# Arguments that change where things lie and what is shown, and not what is measured.
-_PLACES = ("run", "resume", "compilation_cache", "json", "plot", "plot_budget")
+# Arguments that change where things lie and what is shown, and not what is measured; and the default that a
+# number of prompts is filled in from.
+_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget")
 # Options that are given once for each value.
 _RECURRING = ("algorithm_option", "ignore_config_key")
 

@@ -10,6 +10,7 @@ import pytest
 from bench import decode, exactness, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
+from bench.decode_record import finish_report
 from bench.decode_report import Rows, at_budget, best_of, notes_of
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
 from bench.prompt_work import Work, make_work
@@ -313,6 +314,15 @@ def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(monkeypatch, mos
     bench = Bench(random_target(TINY, 0), random_head(TINY, 1), {0.0: work}, batch=1, implementation=None)
     bench._warm_up(PLAIN_METHOD)
     assert seen == [([[1]], [SamplingParams(max_tokens=warm, ignore_eos=True)], [None])]
+
+
+def test_a_report_says_that_its_profile_was_measured_on_its_prompts():
+    given = {"prompts": "demo", "skip_prompts": 0, "num_prompts": 4, "algorithms": [], "profile": "p.json"}
+    row = {"temperature": 0.0, "method": "plain", "algorithm": None, "budget": 1, "tau": 1.0}
+    row |= {"tokens/s": 1.0, "speed-up": 1.0, "plain tokens/s": 1.0, "divergences": [], "peak MiB": 1.0}
+    report = {"rows": [row], "arguments": given, "profile_prompts": {**given, "skip_prompts": 3}}
+    finish_report(report)
+    assert "on 4 prompts of demo, and 1 of them are among the 4 of this run" in report["notes"][-1]
 
 
 class TestAlgorithms:

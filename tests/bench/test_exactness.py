@@ -13,9 +13,9 @@ from bench import exactness
 from bench.__main__ import main
 from bench.exactness_ledger import notes_of, tables_of, total
 from bench.exactness_plot import plot_ledger
-from bench.pair import Pair, add_pair_arguments, describe_pair, load_pair
+from bench.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
 from bench.prompt_work import Work, make_works
-from bench.prompts import Prompt, load_prompts
+from bench.prompts import Prompt
 from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.exactness import TIE_GAP
@@ -100,6 +100,22 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     out = capsys.readouterr().out
     assert "MISTAKE" in out
     assert repr(entry["token_text"]) in out
+
+
+def test_a_profile_of_the_prompts_of_this_run_is_said_to_be_one(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
+    path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
+    words = ["--dtypes", "float32", "--temperatures", "0", "--algorithms", "depth_rank_histogram"]
+    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path))
+    assert report["profile_prompts"] == measured
+    note = report["notes"][-1]
+    assert note.startswith(
+        "The profile was measured on 5 prompts of demo, and 1 of them are among the 2 of this"
+    )
+    assert note in " ".join(capsys.readouterr().out.split())
+    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path), "--skip-prompts", "6")
+    assert (report["arguments"]["skip_prompts"], len(report["notes"])) == (6, 1)
 
 
 def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
@@ -226,7 +242,7 @@ def test_the_demo_has_500_prompts():
     add_pair_arguments(parser, prompts=500, max_tokens=8)
     arguments = parser.parse_args([])
     own = load_pair(arguments, "float32")
-    [work] = make_works(arguments, own.target, load_prompts("demo", 500), [0.0]).values()
+    [work] = make_works(arguments, own.target, read_prompts(arguments), [0.0]).values()
     assert len({tuple(prompt) for prompt in work.ids}) == 500
     about = describe_pair(own, [work])
     assert about["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.prompt_sets import PROMPT_SETS
+from bench.prompt_sets import PROMPT_SETS, Part
 from bench.prompts import load_prompts
 
 ROWS = Path(__file__).parent / "prompt_sets"
@@ -118,12 +118,19 @@ class TestParts:
     def test_a_part_is_taken_as_the_published_ones_are(self, hub):
         hub.rows[ASKED["gsm8k"]] = [{"question": str(i)} for i in range(5)]
         # What the library's own `shuffle(seed=0)` makes of five rows.
-        assert [p.id for p in load_prompts("gsm8k", 3)] == ["gsm8k:2", "gsm8k:4", "gsm8k:3"]
-        assert [p.id for p in load_prompts("gsm8k", 5)] == [f"gsm8k:{i}" for i in range(5)]
+        assert [p.id for p in load_prompts("gsm8k", Part(count=3))] == ["gsm8k:2", "gsm8k:4", "gsm8k:3"]
+        assert [p.id for p in load_prompts("gsm8k", Part(count=5))] == [f"gsm8k:{i}" for i in range(5)]
+
+    def test_parts_one_behind_the_other_share_nothing_and_are_the_whole(self, hub):
+        hub.rows[ASKED["gsm8k"]] = [{"question": str(i)} for i in range(5)]
+        first, others = ([p.id for p in load_prompts("gsm8k", own)] for own in (Part(count=3), Part(skip=3)))
+        assert sorted([*first, *others]) == [f"gsm8k:{i}" for i in range(5)]
+        assert [p.id for p in load_prompts("gsm8k", Part(skip=3, count=2))] == others
+        assert [p.id for p in load_prompts("gsm8k", Part(skip=1, count=2))] == first[1:]
 
     def test_too_few(self, hub):
         with pytest.raises(ValueError, match="gsm8k holds 2 prompts, asked for 9"):
-            load_prompts("gsm8k", 9)
+            load_prompts("gsm8k", Part(count=9))
 
 
 class TestTrouble:

@@ -1,10 +1,14 @@
 """Prompts of the benchmarks, as they are read and as token ids."""
 
+import argparse
 import json
 
 import pytest
 
+from bench.pair import add_pair_arguments, read_prompts
+from bench.prompt_sets import Part
 from bench.prompts import Prompt, encode_prompts, load_prompts, template_arguments
+from bench.report import settings_of
 from jetspec_jax.checkpoint import Target, load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
 from train.prompts import Entry
@@ -12,7 +16,7 @@ from train.prompts import Entry
 
 class TestFiles:
     def test_the_demos_own(self):
-        prompts = load_prompts("demo", 3)
+        prompts = load_prompts("demo", Part(count=3))
         lines = DEMO_PROMPTS.read_text(encoding="utf-8").splitlines()[:3]
         assert [p.id for p in prompts] == ["demo:1", "demo:2", "demo:3"]
         assert [p.entry.value for p in prompts] == [json.loads(line)["text"] for line in lines]
@@ -36,7 +40,31 @@ class TestFiles:
         path = tmp_path / "prompts.jsonl"
         path.write_text('{"text": "x"}\n')
         with pytest.raises(ValueError, match="holds 1 prompts, asked for 2"):
-            load_prompts(str(path), 2)
+            load_prompts(str(path), Part(count=2))
+
+    def test_the_first_are_left_out_and_the_others_keep_their_ids(self, tmp_path):
+        path = tmp_path / "mine.jsonl"
+        path.write_text("".join(f'{{"text": "{letter}"}}\n' for letter in "abcd"))
+        taken = load_prompts(str(path), Part(skip=1, count=2))
+        assert [(p.id, p.entry.value) for p in taken] == [("mine.jsonl:2", "b"), ("mine.jsonl:3", "c")]
+        assert [p.id for p in load_prompts(str(path), Part(skip=3))] == ["mine.jsonl:4"]
+        with pytest.raises(ValueError, match="holds 4 prompts, asked for 3 behind the first 2"):
+            load_prompts(str(path), Part(skip=2, count=3))
+        with pytest.raises(ValueError, match="holds 4 prompts, asked to skip 4"):
+            load_prompts(str(path), Part(skip=4, count=1, fewer=True))
+
+    def test_a_set_may_hold_fewer_than_the_usual_number_and_not_fewer_than_asked_for(self, tmp_path):
+        path = tmp_path / "mine.jsonl"
+        path.write_text('{"text": "x"}\n' * 3)
+        parser = argparse.ArgumentParser()
+        add_pair_arguments(parser, prompts=8, max_tokens=4)
+        for words, count in ([], 3), (["--skip-prompts", "1"], 2), (["--num-prompts", "2"], 2):
+            arguments = parser.parse_args(["--prompts", str(path), *words])
+            assert len(read_prompts(arguments)) == arguments.num_prompts == count
+            assert settings_of(arguments)["num_prompts"] == count
+        assert len(read_prompts(parser.parse_args([]))) == 8
+        with pytest.raises(ValueError, match="holds 3 prompts, asked for 8"):
+            read_prompts(parser.parse_args(["--prompts", str(path), "--num-prompts", "8"]))
 
 
 THINKING = "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -77,5 +77,7 @@ class TestWriting:
 
 
 def test_numbers_are_checked_by_their_option():
-    with pytest.raises(ValueError, match="--max-tokens must be at least 1, not 0"):
-        check_numbers(parsed("--max-tokens", "0"))
+    for option, least in ("--max-tokens", 1), ("--num-prompts", 1), ("--skip-prompts", 0):
+        with pytest.raises(ValueError, match=f"{option} must be at least {least}, not {least - 1}"):
+            check_numbers(parsed(option, str(least - 1)))
+    check_numbers(parsed())
