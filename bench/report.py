@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jetspec_jax
+from jetspec_jax.files import check_writable, replacing
 
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.
@@ -41,14 +41,15 @@ def check_report(arguments: argparse.Namespace) -> None:
 
     Raises:
         ValueError: The picture's name is not that of a PNG.
-        OSError: One cannot be written: its folder, or a file in it, cannot be made.
+        OSError: One cannot be written.
     """
     arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
     if arguments.plot.suffix != ".png":
         raise ValueError(f"--plot writes a PNG, whose name ends in .png, not {arguments.plot}")
     if arguments.plot == arguments.json:
         raise ValueError(f"--json and --plot are one file: {arguments.plot}")
-    check_writable(arguments.json, arguments.plot)
+    for path in (arguments.json, arguments.plot):
+        check_writable(path, make_folder=True)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -120,32 +121,15 @@ def _texts(values: Sequence[Any]) -> list[str]:
     return ["-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
 
 
-def check_writable(*paths: Path) -> None:
-    """Finds out, before anything is measured, whether reports can be written; makes their folders.
-
-    Raises:
-        OSError: One cannot: its folder, or a file in it, cannot be made.
-    """
-    for path in paths:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; name a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-
-
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {path}")
 
 
 def write_png(path: Path, figure: Figure) -> None:
     """Writes a picture, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=150)
-    partial.rename(path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=150)
     print(f"wrote {path}")

@@ -16,13 +16,14 @@ from tqdm import tqdm
 
 from bench.floors import measure_ceilings
 from bench.kernel_trace import summarise, trace_kernels
-from bench.report import check_writable, machine, show, write_json
+from bench.report import machine, show, write_json
 from bench.scene import random_weights
 from bench.shapes import SHAPES, Shape, find_shape
 from bench.timing import compile_seconds, median, seconds_of
 from bench.work import FEATURES, parameters
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint import resolve_dtype
+from jetspec_jax.files import check_writable
 from train.distillation import distillation_loss
 from train.fit import Fit
 from train.head_recipe import Objective
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{option} must be at least 1, not {value}")
     if window < shape.head.block_size:
         raise ValueError(f"a block of {shape.head.block_size} slots does not fit a window of {window} tokens")
-    check_writable(arguments.json)
+    check_writable(arguments.json, make_folder=True)
     enable_compilation_cache(arguments.compilation_cache)
 
     objective = Objective(loss=arguments.loss, anchors=anchors, chunk=arguments.chunk)

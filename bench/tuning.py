@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jetspec_jax.files import replacing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.shapes import Shape
 
@@ -197,9 +198,8 @@ def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
         f"  {json.dumps(kind)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
         for kind, entries in sorted(table.items())
     ]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("{\n" + ",\n".join(devices) + "\n}\n", encoding="utf-8")
-    partial.rename(path)
+    with replacing(path) as partial:
+        partial.write_text("{\n" + ",\n".join(devices) + "\n}\n", encoding="utf-8")
 
 
 def _key(task: Task) -> tuple[str, int, int]:

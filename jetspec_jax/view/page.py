@@ -1,10 +1,11 @@
 """A generation as one HTML page that needs nothing else: see ``page.html``."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from jetspec_jax.files import replacing
 
 TEMPLATE = Path(__file__).parent / "page.html"
 _PLACE = "{{DATA}}"
@@ -25,21 +26,5 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
     """Writes the page, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page_of(data), encoding="utf-8")
-    partial.rename(path)
-
-
-def check_writable(path: Path) -> None:
-    """Finds out whether a file can be written there, before there is anything to write.
-
-    Raises:
-        OSError: It cannot.
-    """
-    # A page takes the place of what is there: never that of a folder, and not that of /dev/null either.
-    if path.exists() and not path.is_file():
-        raise OSError(f"cannot write {path}: it is no regular file")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
+    with replacing(path) as partial:
+        partial.write_text(page_of(data), encoding="utf-8")

@@ -256,7 +256,7 @@ def test_a_round_that_is_not_there(capsys, number, traced):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("no/such.html", "No such file"), ("file/page.html", "Not a directory"), (".", "it is no regular file")],
+    [("no/such.html", "No such file"), ("file/page.html", "Not a directory"), (".", "it is a folder")],
 )
 def test_a_page_that_cannot_be_written_is_refused_before_models_are_loaded(
     capsys, tmp_path, monkeypatch, name, reason

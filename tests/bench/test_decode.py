@@ -366,7 +366,7 @@ class TestAlgorithms:
             (["--num-prompts", "100000"], "asked for 100000"),
             (["--num-prompts", "0"], "must be at least 1, not 0"),
             (["--json", "{}/profile.json/x.json"], "profile.json"),
-            (["--plot", "{}/folder.png"], "is a folder; name a file"),
+            (["--plot", "{}/folder.png"], "it is a folder"),
             (["--plot", "{}/x.pdf"], "--plot writes a PNG, whose name ends in .png, not "),
             (["--json", "{}/x.png"], "--json and --plot are one file: "),
         ],

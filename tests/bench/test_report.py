@@ -1,6 +1,7 @@
 """What all reports share: settings, the command that makes them again, and where they can be written."""
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
@@ -50,13 +51,16 @@ class TestWriting:
         [
             (["--json", "{}/x.png"], "--json and --plot are one file"),
             (["--json", "{}/x.json", "--plot", "{}/x"], "ends in .png, not "),
-            (["--json", "{}"], "is a folder; name a file"),
-            (["--json", "{}/file/x.json"], "file"),
+            (["--json", "{}"], "cannot write .*: it is a folder"),
+            (["--json", "/proc/x.json"], "^cannot write /proc/x.json: "),
+            (["--json", "{}/x.json", "--plot", "{}/fifo.png"], "fifo.png: it is no regular file"),
+            (["--json", "{}/file/x.json"], "cannot write .*/file/x.json: Not a directory"),
             (["--json", "{}/x.json", "--plot", "{}/file/x.png"], "file"),
         ],
     )
     def test_what_cannot_be_written_is_said(self, tmp_path, words, said):
         (tmp_path / "file").touch()
+        os.mkfifo(tmp_path / "fifo.png")
         with pytest.raises((ValueError, OSError), match=said):
             check_report(parsed(*(word.replace("{}", str(tmp_path)) for word in words)))
 
@@ -74,6 +78,7 @@ class TestWriting:
         with pytest.raises(OSError, match="full"):
             write_png(path, Figure())
         assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_numbers_are_checked_by_their_option():
