@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.decode_report import best_of, notes_of
 from bench.given_profile import profile_notes
-from bench.report import command_of, machine, settings_of, shown
+from bench.report import command_of, opening_of, shown
 from jetspec_jax.config import read_json
 from jetspec_jax.tree import algorithm_names
 
@@ -27,16 +27,13 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
     Raises:
         ValueError: Those were measured with other settings or on another machine.
     """
-    given = settings_of(arguments)
     report: dict[str, Any] = {
-        "benchmark": "decode",
-        **machine(),
+        **opening_of("decode", arguments),
         **about,
         "implementation": arguments.implementation,
-        "command": command_of("decode", given),
-        "arguments": given,
         "rows": [],
     }
+    given = report["arguments"]
     if not (arguments.resume and arguments.json.is_file()):
         return report
     old = read_json(arguments.json)

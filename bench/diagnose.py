@@ -29,9 +29,7 @@ from bench.prompt_work import make_works
 from bench.report import (
     add_report_arguments,
     check_report,
-    command_of,
-    machine,
-    settings_of,
+    opening_of,
     show,
     write_json,
 )
@@ -91,11 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     branches, accepted = branches_of(chains), count_accepted(trees)
     name = f"{arguments.algorithm} {arguments.budget}"
     report = {
-        "benchmark": "diagnose",
-        **machine(),
+        **opening_of("diagnose", arguments),
         **describe_pair(pair, [work]),
-        "command": command_of("diagnose", settings_of(arguments)),
-        "arguments": settings_of(arguments),
         "faithfulness": faithfulness(branches),
         # Of every round, down to the full depth.
         "branches": {"draft": branches.draft[:, -1].tolist(), "target": branches.target[:, -1].tolist()},

@@ -32,9 +32,7 @@ from bench.prompts import Prompt
 from bench.report import (
     add_report_arguments,
     check_report,
-    command_of,
-    machine,
-    settings_of,
+    opening_of,
     show,
     write_json,
 )
@@ -81,11 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             entries += own_entries
     about = {**about, "dtype": list(dtypes), **describe_profile(arguments.profile)}
     report = {
-        "benchmark": "exactness",
-        **machine(),
+        **opening_of("exactness", arguments),
         **about,
-        "command": command_of("exactness", settings_of(arguments)),
-        "arguments": settings_of(arguments),
         "tie_gap": TIE_GAP,
         "rows": rows,
         "divergences": entries,

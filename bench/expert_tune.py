@@ -4,7 +4,7 @@ The rule of `pallas_kernels/expert_mlp/config.py` is code. What is found here sa
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from bench.expert_cases import Layer, chain_experts, random_choices, random_layer
 from bench.expert_speed import GPU_CALLS, config_of
 from bench.kernel_programs import UNCOMPILABLE, Program, compile_together, kernel_micros
-from bench.report import machine, show, write_json
+from bench.report import show, write_json
 from pallas_kernels.expert_choice import Choice
 from pallas_kernels.expert_mlp import pallas_triton
 from pallas_kernels.expert_mlp.config import Config
@@ -47,8 +47,18 @@ def candidates(rule: Config, itemsize: int) -> list[Config]:
     return found
 
 
-def tune_experts(shapes: Sequence[Shape], rows: Sequence[int] | None, dtype: str, path: Path) -> int:
-    """Times all candidates of every case, prints the best of each launch, and writes all to a JSON file."""
+def tune_experts(
+    shapes: Sequence[Shape], rows: Sequence[int] | None, dtype: str, path: Path, opening: Mapping[str, Any]
+) -> int:
+    """Times all candidates of every case, prints the best of each launch, and writes all to a JSON file.
+
+    Args:
+        shapes: The layers.
+        rows: Tokens of a call; None for each shape's own.
+        dtype: Of the weights.
+        path: Where the report goes.
+        opening: What the report begins with.
+    """
     report: list[dict[str, Any]] = []
     for shape in shapes:
         layer = random_layer(shape, jnp.dtype(dtype))
@@ -56,7 +66,7 @@ def tune_experts(shapes: Sequence[Shape], rows: Sequence[int] | None, dtype: str
             report += _tune_case(shape, layer, count)
         del layer
     show("fastest configurations of expert_mlp", [_shown(row) for row in report])
-    write_json(path, {"benchmark": "experts, tuning", **machine(), "dtype": dtype, "rows": report})
+    write_json(path, {**opening, "benchmark": "experts, tuning", "dtype": dtype, "rows": report})
     return 0
 
 

@@ -20,7 +20,7 @@ from bench.expert_tune import tune_experts
 from bench.floors import Ceilings, measure_ceilings
 from bench.kernel_check import TOLERANCES
 from bench.kernel_speed import on_gpu
-from bench.report import check_report, machine, show, write_json
+from bench.report import check_report, opening_of, show, write_json
 from pallas_kernels.expert_choice import Choice, Routing
 from pallas_kernels.expert_mlp import implementations
 from pallas_kernels.expert_mlp.shapes import SHAPES, Shape
@@ -29,7 +29,6 @@ from pallas_kernels.expert_mlp.shapes import SHAPES, Shape
 BASELINES = ("xla", *GROUPED)
 # The shapes that are measured unless others are named: the layers fit on one device with room for references.
 DEFAULT_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gemma4-26b-a4b")
-_PATHS = ("run", "json", "plot", "table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,8 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.json = arguments.json or Path(f"results/experts{'-tuning' if arguments.tune else ''}.json")
     check_report(arguments)
     if arguments.tune:
-        return tune_experts(shapes, arguments.rows, arguments.dtypes[0], arguments.json)
-    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+        return tune_experts(
+            shapes, arguments.rows, arguments.dtypes[0], arguments.json, opening_of("kernel", arguments)
+        )
+    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     dtype, names = arguments.dtypes[0], list(dict.fromkeys([arguments.implementation, *arguments.baselines]))
     ceilings: Ceilings | None = None
     checks, rows = [], []
@@ -67,12 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         del layer
     assert ceilings is not None
     report = {
+        **opening_of("kernel", arguments),
         "benchmark": "experts",
-        **machine(),
         "dtype": dtype,
         "implementation": arguments.implementation,
         "clock": "GPU" if on_gpu() else "host",
-        "arguments": {key: value for key, value in vars(arguments).items() if key not in _PATHS},
         "seed": seed,
         "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
         "checks": [check._asdict() for check in checks],

@@ -26,13 +26,11 @@ from bench.kernel_check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
 from bench.kernel_plot import plot_kernels
 from bench.kernel_report import check_row, notes_of, row_of, tables_of, title_of
 from bench.kernel_speed import Case, time_shape
-from bench.report import check_report, machine, show, write_json
+from bench.report import check_report, opening_of, show, write_json
 from bench.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, Shape
 
-# Arguments that are no part of the report.
-_PATHS = ("run", "json", "plot", "table")
 # Committed lengths that a configuration is tuned for.
 TUNING_PREFIXES = (1024, 8192, 32768)
 
@@ -63,9 +61,19 @@ def add_command(commands: Any) -> None:
     add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
     add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
     add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
-    add("--tune", action="store_true", help="search for the best configurations instead, on a GPU")
+    add(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="search for the best configurations instead, on a GPU",
+    )
     add("--limit-seconds", type=float, default=480, help="of --tune: stop then, keep what is found")
-    add("--again", action="store_true", help="with --tune: also what has an entry already")
+    add(
+        "--again",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="with --tune: also what has an entry already",
+    )
     add("--table", type=Path, default=TUNED, help="of --tune: the entries (default: the package's)")
 
 
@@ -86,8 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
             again=arguments.again,
             table_path=arguments.table,
             json_path=arguments.json,
+            opening=opening_of("kernel", arguments),
         )
-    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     outcomes = _compare(arguments, shapes, seed)
     wrong = [outcome for outcome in outcomes if outcome.problem is not None]
     if wrong:
@@ -112,12 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
             own, reference = times[case, names[0]], times.get((case, "xla")) if len(names) > 1 else None
             rows.append(row_of(case, names[0], own, reference, ceilings))
     report = {
-        "benchmark": "kernel",
-        **machine(),
+        **opening_of("kernel", arguments),
         "dtype": dtype,
         "implementation": arguments.implementation,
         "clock": "GPU" if rows[0]["kernels"] else "host",
-        "arguments": {key: value for key, value in vars(arguments).items() if key not in _PATHS},
         "seed": seed,
         "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
         "checks": [check_row(outcome) for outcome in outcomes],

@@ -9,6 +9,7 @@ from bench.prompt_sets import PROMPT_SETS, Part
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO, Prompt, load_prompts
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import TreeSettings
 from jetspec_jax.options import add_ignore_option
@@ -192,17 +193,21 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
 
 def describe_pair(pair: Pair, works: Iterable[Work]) -> dict[str, Any]:
     """Shapes of the models, type of the weights and lengths of the prompts, for a report."""
-    target, head = pair.target.config, pair.head.config
     lengths = [len(ids) for work in works for ids in work.ids]
     return {
-        "shapes": {
-            "layers": target.num_layers,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "head_layers": head.layers.num_layers,
-            "block_size": head.block_size,
-            "causal_head": head.causal,
-        },
+        "shapes": shapes_of(pair.target.config, pair.head.config),
         "dtype": str(pair.target.weights["embed_tokens"].dtype),
         "prompt_tokens": [min(lengths), max(lengths)],
+    }
+
+
+def shapes_of(target: ModelConfig, head: DraftHeadConfig) -> dict[str, Any]:
+    """What tells models apart that may have one name, for a report."""
+    return {
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "head_layers": head.layers.num_layers,
+        "block_size": head.block_size,
+        "causal_head": head.causal,
     }

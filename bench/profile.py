@@ -31,9 +31,7 @@ from bench.prompt_work import make_works
 from bench.report import (
     add_report_arguments,
     check_report,
-    command_of,
-    machine,
-    settings_of,
+    opening_of,
     show,
     write_json,
 )
@@ -92,11 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     profile = {
         **found,
         "meta": {
-            "benchmark": "profile",
-            **machine(),
+            **opening_of("profile", arguments),
             **describe_pair(pair, [work]),
-            "command": command_of("profile", settings_of(arguments)),
-            "arguments": settings_of(arguments),
             "prompts": len(work.prompts),
             "rounds": len(rounds),
             "tau": float(taken(rounds).mean()),

@@ -22,7 +22,7 @@ from jetspec_jax.files import check_writable, replacing
 
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.
-_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget")
+_PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
 # Options that are given once for each value.
 _RECURRING = ("algorithm_option", "ignore_config_key")
 
@@ -52,6 +52,17 @@ def check_report(arguments: argparse.Namespace) -> None:
         check_writable(path, make_folder=True)
 
 
+def opening_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What every report begins with: device and versions, and the command that makes it again.
+
+    Args:
+        name: Of the command.
+        arguments: Of the command line.
+    """
+    given = settings_of(arguments)
+    return {"benchmark": name, **machine(), "command": command_of(name, given), "arguments": given}
+
+
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was measured by, of the command line, without folders of this machine."""
     return {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
@@ -79,9 +90,10 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A setting; of a path its last part."""
+    """A setting; of a path the way there from the working folder, its last part if it does not lie below."""
     if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
-        return Path(os.path.abspath(value)).name
+        path = Path(os.path.abspath(value))
+        return path.relative_to(Path.cwd()).as_posix() if Path.cwd() in path.parents else path.name
     return value
 
 

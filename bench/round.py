@@ -18,8 +18,8 @@ from tqdm import tqdm
 from bench.attention import implementation_of
 from bench.floors import measure_ceilings
 from bench.measure import Case, Measured, Plan, measure
-from bench.pair import load_pair
-from bench.report import add_report_arguments, check_report, machine, settings_of, show, write_json
+from bench.pair import load_pair, shapes_of
+from bench.report import add_report_arguments, check_report, opening_of, settings_of, show, write_json
 from bench.round_plot import plot_rounds
 from bench.round_report import notes_of, row_of, tables_of
 from bench.scene import Scene, random_weights
@@ -71,7 +71,12 @@ def add_command(commands: Any) -> None:
     add("--rounds", type=int, default=ROUNDS_PER_DISPATCH, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
-    add("--profile", action="store_true", help="also record a GPU's kernels, by class")
+    add(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also record a GPU's kernels, by class",
+    )
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
     add_report_arguments(parser, "round")
 
@@ -110,12 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
         row = row_of(case, found, measured[case.plain], shape, dtype.itemsize, plan, ceilings)
         rows.append({**row, "implementation": attention[case]})
     report = {
-        "benchmark": "round",
-        **machine(),
+        **opening_of("round", arguments),
         **names,
+        "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
         "implementation": ", ".join(sorted(set(attention.values()))),
-        "arguments": settings_of(arguments),
         "rounds_per_dispatch": ROUNDS_PER_DISPATCH,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
@@ -162,12 +166,15 @@ def _models(
 ) -> tuple[dict[str, str], Shape, Callable[[], DecodeWeights]]:
     """What the models are called in the report, their configs, and what makes their parameters.
 
+    Where the arguments name no shape of random weights and no target, ``shape`` is filled in.
+
     Raises:
         ValueError: The arguments name none, or two.
         FileNotFoundError: There is no such checkpoint.
     """
     if arguments.target is None and arguments.draft_head is None:
         name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
+        arguments.shape = name
         shape = find_shape(name)
         return (
             {"shape": name},

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.floors import measure_ceilings
 from bench.kernel_trace import summarise, trace_kernels
-from bench.report import machine, show, write_json
+from bench.report import opening_of, show, write_json
 from bench.scene import random_weights
 from bench.shapes import SHAPES, Shape, find_shape
 from bench.timing import compile_seconds, median, seconds_of
@@ -47,10 +47,20 @@ def add_command(commands: Any) -> None:
     add("--batch", type=int, default=2, help="sequences of a step, at one time (default: 2)")
     add("--loss", default="forward_kl", choices=LOSSES)
     add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
-    add("--remat", action="store_true", help="compute the head's layers again in the backward pass")
+    add(
+        "--remat",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute the head's layers again in the backward pass",
+    )
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
-    add("--profile", action="store_true", help="also record a GPU's kernels, by class")
+    add(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also record a GPU's kernels, by class",
+    )
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
     add("--json", type=Path, default=Path("results/train.json"), help="where to")
 
@@ -62,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     shape, dtype = find_shape(name), resolve_dtype(arguments.dtype)
     window = arguments.window or (2048 if on_gpu else 64)
     anchors = arguments.anchors or (512 if on_gpu else 8)
+    # The report names them also where nobody did.
+    arguments.shape, arguments.window, arguments.anchors = name, window, anchors
     for option, value in (("--window", window), ("--anchors", anchors), ("--batch", arguments.batch)):
         if value < 1:
             raise ValueError(f"{option} must be at least 1, not {value}")
@@ -113,8 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     work = step_work(shape, window, anchors, arguments.batch)
     step, operations = median(seconds), sum(work.values())
     report = {
-        "benchmark": "train",
-        **machine(),
+        **opening_of("train", arguments),
         "shape": name,
         "dtype": str(dtype),
         "loss": arguments.loss,

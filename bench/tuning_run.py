@@ -1,7 +1,7 @@
 """``python -m bench kernel --tune``: searches for the best configurations and keeps them as it goes."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from bench.kernel_cases import Attend, Call, attend_by, chain, layer_call, layer
 from bench.kernel_check import TOLERANCES, compare
 from bench.kernel_programs import BURST_SECONDS, MOST_DISPATCHES, Program, compile_together, kernel_micros
 from bench.kernel_speed import KERNELS, Case, pages_read, work_of
-from bench.report import machine, show, write_json
+from bench.report import show, write_json
 from bench.tuning import (
     OutOfTime,
     Score,
@@ -52,6 +52,7 @@ def tune(
     again: bool,
     table_path: Path,
     json_path: Path,
+    opening: Mapping[str, Any],
     make_score: MakeScore | None = None,
 ) -> int:
     """Tunes all kinds of calls of some shapes that have no entry yet; returns the exit code.
@@ -65,6 +66,7 @@ def tune(
         again: Also what has an entry.
         table_path: Where entries are kept.
         json_path: Where the report goes.
+        opening: What the report begins with.
         make_score: Stands in for the GPU in tests.
     """
     started = time.monotonic()
@@ -100,7 +102,7 @@ def tune(
         best = [row["ranking"][0]["config"] for row in results]
         show("Tuned", [{**row, **own} for row, own in zip(shown, best, strict=True)])
         settings = {"prefixes": list(prefixes), "multiprocessors": multiprocessors}
-        write_json(json_path, {"benchmark": "kernel --tune", **machine(), **settings, "tasks": results})
+        write_json(json_path, {**opening, "benchmark": "kernel --tune", **settings, "tasks": results})
         print(f"wrote {table_path}")
     for task in remaining:
         print(f"remains: {task}")

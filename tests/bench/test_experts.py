@@ -51,6 +51,7 @@ class TestCommand:
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
         assert [row["tokens"] for row in report["rows"]] == [1, 1]
         assert len(report["checks"]) == 2
+        assert report["command"].startswith("python -m bench kernel --operation experts --shapes plain ")
         for row in report["rows"]:
             assert row["us"] == row["wall_us"] > 0  # there is no GPU
             assert set(row["others"]) == ({"ragged_dot"} if row["operation"] == "expert_mlp" else set())
@@ -187,7 +188,7 @@ def test_tuning(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pallas_triton, "expert_mlp", run)
     monkeypatch.setattr(expert_tune, "kernel_micros", micros)
     path = tmp_path / "tuning.json"
-    assert expert_tune.tune_experts([PLAIN], [4], "bfloat16", path) == 0
+    assert expert_tune.tune_experts([PLAIN], [4], "bfloat16", path, {"command": "python"}) == 0
     hidden, output = json.loads(path.read_text())["rows"]
     assert hidden["micros"] == [None, 3.0, 2.0]
     assert output["micros"] == [None, 1.0, 2.0]

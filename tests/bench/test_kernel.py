@@ -52,7 +52,7 @@ class TestReport:
         report = json.loads(path.read_text())
         assert report["implementation"] == "xla"
         assert report["dtype"] == "bfloat16"
-        assert report["seed"] == 3
+        assert report["seed"] == report["arguments"]["seed"] == 3
         assert report["device"]
         assert report["jax"]
         assert str(tmp_path) not in path.read_text()

@@ -5,11 +5,22 @@ import os
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 from matplotlib.figure import Figure
 
+import bench.round
+from bench import decode, diagnose, exactness, kernel, profile, train_step
+from bench.__main__ import main
 from bench.pair import add_pair_arguments, add_trees_arguments, check_numbers
-from bench.report import add_report_arguments, check_report, command_of, settings_of, write_png
+from bench.report import (
+    add_report_arguments,
+    check_report,
+    command_of,
+    opening_of,
+    settings_of,
+    write_png,
+)
 
 
 def parsed(*words):
@@ -21,6 +32,22 @@ def parsed(*words):
 
 
 class TestSettings:
+    def test_paths_below_the_working_folder_keep_their_folders_and_others_lose_them(
+        self, tmp_path, monkeypatch
+    ):
+        work = tmp_path / "work"
+        (work / "results").mkdir(parents=True)
+        monkeypatch.chdir(work)
+        for given, kept in [
+            ("results/profile.json", "results/profile.json"),
+            ("./results/../results/profile.json", "results/profile.json"),
+            (str(work / "results" / "profile.json"), "results/profile.json"),
+            (str(tmp_path / "profile.json"), "profile.json"),
+            ("../profile.json", "profile.json"),
+        ]:
+            assert settings_of(parsed("--profile", given))["profile"] == kept
+            assert f"--profile {kept} " in command_of("decode", settings_of(parsed("--profile", given)))
+
     def test_paths_lose_their_folders_and_hub_ids_stay(self, tmp_path, monkeypatch):
         (tmp_path / "models" / "target").mkdir(parents=True)
         monkeypatch.chdir(tmp_path / "models")
@@ -37,6 +64,33 @@ class TestSettings:
         python, *start = shlex.split(command)[:4]
         assert (python, start) == ("python", ["-m", "bench", "exactness"])
         assert parsed(*shlex.split(command)[4:]) == arguments
+
+
+# What a command does before it would measure is enough to know its settings.
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["decode", "--no-enable-thinking", "--together"],
+        ["exactness", "--dtypes", "float32"],
+        ["profile", "--nodes", "tree"],
+        ["diagnose", "--width", "3"],
+        ["round", "--shape", "tiny", "--no-phases", "--profile"],
+        ["kernel", "--shapes", "tiny", "--rows", "1", "2", "--again"],
+        ["kernel", "--operation", "experts", "--baselines", "--tune"],
+        ["train", "--window", "32", "--remat"],
+    ],
+)
+def test_a_report_names_the_command_that_makes_it_again(words, monkeypatch):
+    taken = []
+    for command in (decode, exactness, profile, diagnose, bench.round, kernel, train_step):
+        monkeypatch.setattr(command, "run", lambda arguments: taken.append(arguments) or 0)
+    assert main(words) == 0
+    opening = opening_of(words[0], taken[0])
+    assert (opening["benchmark"], opening["jax"]) == (words[0], jax.__version__)
+    python, *start = shlex.split(opening["command"])[:4]
+    assert (python, start) == ("python", ["-m", "bench", words[0]])
+    assert main(shlex.split(opening["command"])[3:]) == 0
+    assert settings_of(taken[1]) == settings_of(taken[0]) == opening["arguments"]
 
 
 class TestWriting:

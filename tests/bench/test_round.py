@@ -52,6 +52,7 @@ class TestReport:
         assert main(["round", *arguments.split(), *trees, "--json", str(path)]) == 0
         report = json.loads(path.read_text())
         assert report["shape"] == "tiny"
+        assert report["shapes"]["hidden_size"] == TINY.target.hidden_size
         assert report["device"]
         assert report["compilation_cache"] is False
         assert report["rounds_per_dispatch"] == ROUNDS_PER_DISPATCH
@@ -95,7 +96,8 @@ class TestReport:
             assert plain["profile"] == tree["profile"] == {}
             assert "has no GPU streams" in out
 
-    def test_checkpoints_are_named_without_their_folders(self, tmp_path):
+    def test_checkpoints_are_named_without_their_folders_and_with_their_shapes(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(DEMO_TARGET.parent)
         path, plot = tmp_path / "round.json", tmp_path / "plots" / "round.png"
         models = ["--target", str(DEMO_TARGET), "--draft-head", str(DEMO_DRAFT_HEAD)]
         arguments = "--budgets 1 --contexts 40 --rounds 2 --repeats 1 --no-phases --temperature 1 --top-p 0.9"
@@ -103,6 +105,8 @@ class TestReport:
         report = json.loads(path.read_text())
         assert (report["target"], report["draft_head"]) == (DEMO_TARGET.name, DEMO_DRAFT_HEAD.name)
         assert report["arguments"]["target"] == DEMO_TARGET.name
+        head = {"head_layers": 4, "block_size": 16, "causal_head": True}
+        assert report["shapes"] == {"layers": 8, "hidden_size": 256, "vocab_size": 4096, **head}
         assert str(DEMO_TARGET.parent) not in path.read_text()
         (row,) = report["rows"]
         assert (row["budget"], row["phases_ms"], row["profile"]) == (1, {}, None)

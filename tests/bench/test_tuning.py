@@ -231,6 +231,7 @@ class TestTune:
             again=again,
             table_path=tmp_path / "tuned.json",
             json_path=tmp_path / "tuning.json",
+            opening={"command": "python -m bench kernel --tune"},
             make_score=make_score or (lambda task, prefixes: far_from(BEST)),
         )
 
@@ -247,6 +248,7 @@ class TestTune:
         assert replace(found, programs=1) == replace(BEST, programs=1)
         report = json.loads((tmp_path / "tuning.json").read_text())
         (task,) = report["tasks"]
+        assert report["command"] == "python -m bench kernel --tune"
         assert task["ranking"][0] == {"x floor": task["x floor"], "config": asdict(found)}
         assert task["calls"] == [{"shape": "qwen3-8b", "rows": 64}]
 
