@@ -13,8 +13,8 @@ from jetspec_jax.tree import algorithm_names
 
 # Settings of which a report that is gone on with may have others: it gains methods.
 _SELECTION = ("algorithms", "budgets")
-# What says nothing of what was measured.
-_WORDS = ("command", "ignore_config_key")
+# What says nothing of what was measured: a profile is compared by what it holds, not by its name.
+_WORDS = ("command", "ignore_config_key", "profile")
 
 
 def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""The profile that a benchmark is given: whether it was measured on the prompts that it is judged on."""
+"""The profile that a benchmark is given: what it holds, and whether it was measured on prompts of the run."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,14 @@ _SET, _COUNT, _SKIPPED = "prompts", "num_prompts", "skip_prompts"
 
 
 def describe_profile(path: Path | None) -> dict[str, Any]:
-    """What a report says of a profile: the prompts that it was measured on, by its own account, or None."""
-    return {"profile_prompts": None if path is None else _measured_on(read_json(path))}
+    """What a report says of a profile beside its name; None of each without one.
+
+    Its SHA-256, for names stay where tables change, and the prompts that it says it was measured on.
+    """
+    if path is None:
+        return {"profile_sha256": None, "profile_prompts": None}
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"profile_sha256": digest, "profile_prompts": _measured_on(read_json(path))}
 
 
 def profile_notes(report: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,9 @@ import pytest
 from bench import decode, exactness, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
-from bench.decode_record import finish_report
+from bench.decode_record import begin_report, finish_report
 from bench.decode_report import Rows, at_budget, best_of, notes_of
+from bench.given_profile import describe_profile
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
 from bench.prompt_work import Work, make_work
 from bench.prompts import Prompt
@@ -162,6 +163,27 @@ class TestReport:
         monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"accum_logp": "accum_logp"})
         assert run(measured, "--resume", *arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_profile_of_a_report_is_compared_by_what_it_holds(tmp_path):
+    def begin(profile, *words):
+        arguments = decode_arguments(["decode", *SMALL, "--json", str(tmp_path / "decode.json"), *words])
+        arguments.profile = profile
+        return begin_report(arguments, describe_profile(profile))
+
+    mine, moved = tmp_path / "profile.json", tmp_path / "same" / "moved.json"
+    moved.parent.mkdir()
+    for path in mine, moved:
+        path.write_text('{"depth_rank_accept": [[0.5]]}')
+    rows = [{"method": "plain"}]
+    (tmp_path / "decode.json").write_text(json.dumps({**begin(mine), "rows": rows}))
+    for same in mine, moved:
+        found = begin(same, "--resume")
+        assert (found["rows"], found["arguments"]["profile"]) == (rows, same.name)
+    mine.write_text('{"depth_rank_accept": [[0.25]]}')
+    for other in mine, None:
+        with pytest.raises(ValueError, match=r"was measured with profile_sha256 [0-9a-f]{64}, and this is "):
+            begin(other, "--resume")
 
 
 def decode_arguments(words):
