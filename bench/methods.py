@@ -1,6 +1,5 @@
 """Which methods are compared: plain decoding, a chain, and algorithms with their options and budgets."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from jetspec_jax import Head, Target
 from jetspec_jax.config import read_json
 from jetspec_jax.engine import PLAIN, TreeSettings
+from jetspec_jax.options import parse_option
 from jetspec_jax.tree import Algorithm, Profile, algorithm_names, get_algorithm
 from jetspec_jax.tree.algorithms import check_algorithm
 
@@ -53,7 +53,7 @@ def choose_algorithms(
         check_algorithm(name)
     given: dict[str, dict[str, Any]] = {}
     for option in options:
-        path, equals, value = option.partition("=")
+        path, value = parse_option(option, "[ALGORITHM.]NAME=VALUE")
         owner, _, name = path.rpartition(".")
         if not owner and len(names) > 1:
             raise ValueError(
@@ -62,14 +62,7 @@ def choose_algorithms(
         owner = owner or names[0]
         if owner not in names:
             raise ValueError(f"--algorithm-option {option!r}: {owner} is not among {', '.join(names)}")
-        try:
-            given.setdefault(owner, {})[name] = json.loads(value)
-        except ValueError as error:
-            raise ValueError(
-                f"--algorithm-option takes [ALGORITHM.]NAME=VALUE with a JSON value, not {option!r}"
-            ) from error
-        if not equals or not name:
-            raise ValueError(f"--algorithm-option takes [ALGORITHM.]NAME=VALUE, not {option!r}")
+        given.setdefault(owner, {})[name] = value
     raw = None if profile is None else read_json(profile)
     readers = {name for name in names if takes_profile(name)}
     if raw is not None and not readers:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from jetspec_jax.config import IGNORE_OPTION, read_json
 from jetspec_jax.llm import LLM
@@ -119,17 +120,28 @@ def routing_hints(arguments: argparse.Namespace, prompt: str) -> Hints:
     return {"text": prompt} if arguments.task is None else {"task": arguments.task}
 
 
+def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
+    """Name and value of an ``--algorithm-option``.
+
+    Args:
+        text: What was given.
+        form: What errors say it must look like.
+
+    Raises:
+        ValueError: It has no name, or its value is no JSON.
+    """
+    name, _, value = text.partition("=")
+    try:
+        if not name:
+            raise ValueError("no name")
+        return name, json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"--algorithm-option takes {form} with a JSON value, not {text!r}") from error
+
+
 def _algorithm(arguments: argparse.Namespace) -> Algorithm:
     """The tree algorithm that the arguments name, with its options."""
-    options = {}
-    for text in arguments.algorithm_option:
-        name, _, value = text.partition("=")
-        try:
-            options[name] = json.loads(value)
-        except ValueError as error:
-            raise ValueError(
-                f"--algorithm-option takes NAME=VALUE with a JSON value, not {text!r}"
-            ) from error
+    options = dict(parse_option(text) for text in arguments.algorithm_option)
     path = arguments.profile
     profile = None if path is None else Profile.parse(read_json(path), where=str(path))
     return get_algorithm(arguments.algorithm, options, profile)

@@ -138,6 +138,7 @@ def test_a_target_without_a_head_decodes_plainly_and_says_so(capsys):
         (["generate", "--algorithm", "beam", "x"], "unknown tree algorithm 'beam'; known algorithms: accum"),
         (["generate", "--algorithm-option", "beta=1", "x"], "unknown options ['beta'] of the tree algorithm"),
         (["generate", "--algorithm-option", "beta", "x"], "takes NAME=VALUE with a JSON value, not 'beta'"),
+        (["generate", "--algorithm-option", "=1", "x"], "takes NAME=VALUE with a JSON value, not '=1'"),
         (["generate", "--profile", "nowhere.json", "x"], "nowhere.json"),
         (["generate", "--target", "no/such-target", "x"], "no/such-target"),
         (["info", "nowhere"], "nowhere is neither a folder nor a hub id"),

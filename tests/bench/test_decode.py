@@ -371,6 +371,8 @@ class TestAlgorithms:
             (["--algorithms", "all", "--algorithm-option", "beta=1"], "say whose: one of accum_logp, "),
             (["--algorithms", "hybrid", "--algorithm-option", "alpha=x"], "with a JSON value, not 'alpha=x'"),
             (["--algorithms", "hybrid", "--algorithm-option", "alpha"], "with a JSON value, not 'alpha'"),
+            (["--algorithm-option", "=1"], "takes [ALGORITHM.]NAME=VALUE with a JSON value, not '=1'"),
+            (["--algorithms", "chain", "--algorithm-option", "chain.=1"], "unknown options ['']"),
             (["--profile", "{}/none.json"], "none.json"),
             (["--profile", "{}/profile.json"], "none of accum_logp takes a profile"),
             (
