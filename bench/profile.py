@@ -5,8 +5,8 @@ The file that it writes is the profile of `depth_rank_histogram` and `class_hist
 the head's candidate of a rank. Counted are the nodes that the target's own tokens reach, because the children
 of others are never accepted; ``--nodes tree`` counts all nodes of the trees, as the reference implementation
 does. A class's table has the rounds that `TaskRouter` would put into it, and its caps are the last ranks with
-a share: those below ``--least-share`` are written as 0 there. Algorithms take a depth without a row as not
-measured, and use what they do without a profile.
+a share: those below ``--least-share`` are written as 0 there. Below the last row of its table
+`depth_rank_histogram` takes the full width, and `class_histogram` goes on with its last cap.
 """
 
 import argparse
