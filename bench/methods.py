@@ -13,6 +13,8 @@ from jetspec_jax.tree import Algorithm, Profile, algorithm_names, get_algorithm
 from jetspec_jax.tree.algorithms import check_algorithm
 
 ALL = "all"
+# The one algorithm that chooses budgets; its trees are another's.
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,20 @@ def choose_algorithms(
         made = get_algorithm(name, given.get(name), own_table)
         chosen[name] = made if name in given or own_table is not None else name
     return chosen
+
+
+def fixed_budget_names() -> tuple[str, ...]:
+    """The algorithms whose rounds have the budget that they are given."""
+    return tuple(name for name in algorithm_names() if name != AUTO)
+
+
+def check_fixed_budgets(option: str, names: Sequence[str]) -> None:
+    """Raises ValueError for the algorithm that chooses budgets, where each has the one that it is given."""
+    if AUTO in names:
+        raise ValueError(
+            f"{option} {AUTO}: it chooses budgets, and here they are given; name the algorithm of its trees, "
+            f"usually accum_logp, or measure {AUTO} with `python -m bench decode`"
+        )
 
 
 def takes_profile(name: str) -> bool:

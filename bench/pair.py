@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.methods import check_fixed_budgets, fixed_budget_names
 from bench.prompt_sets import PROMPT_SETS, Part
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO, Prompt, load_prompts
@@ -97,7 +98,7 @@ def add_trees_arguments(
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds how the rounds of a measurement are run: one tree, one temperature, one type."""
-    names = ", ".join(algorithm_names())
+    names = ", ".join(fixed_budget_names())
     add = parser.add_argument
     add("--budget", type=int, default=64, help="of the trees (default: 64)")
     add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
@@ -138,10 +139,11 @@ def check_round(arguments: argparse.Namespace) -> None:
     """Checks what `add_round_arguments` added but for the type, before anything is loaded.
 
     Raises:
-        ValueError: The algorithm is unknown, or the temperature or the budget is out of its range. A tree of
-            one node drafts nothing, so there is nothing to measure.
+        ValueError: The algorithm is unknown or chooses budgets, or the temperature or budget is out of its
+            range. A tree of one node drafts nothing, so there is nothing to measure.
     """
     get_algorithm(arguments.algorithm)
+    check_fixed_budgets("--algorithm", [arguments.algorithm])
     SamplingParams(temperature=arguments.temperature)
     if not 2 <= arguments.budget <= BUCKETS[-1]:
         raise ValueError(

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from bench.attention import implementation_of
 from bench.floors import measure_ceilings
 from bench.measure import Case, Measured, Plan, measure
+from bench.methods import check_fixed_budgets, fixed_budget_names
 from bench.pair import load_pair, shapes_of
 from bench.report import add_report_arguments, check_report, opening_of, settings_of, show, write_json
 from bench.round_plot import plot_rounds
@@ -32,13 +33,11 @@ from jetspec_jax import (
 from jetspec_jax.checkpoint import resolve_dtype
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
 from jetspec_jax.options import add_ignore_option
-from jetspec_jax.tree import algorithm_names, bucket_for
+from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
 
 # The most of the free memory that the stores of all cases may take together: programs need the rest.
 STORES_SHARE = 0.6
-# The one algorithm that chooses budgets; its trees are another's.
-AUTO = "auto"
 
 
 def add_command(commands: Any) -> None:
@@ -203,11 +202,7 @@ def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Ca
         if min(getattr(arguments, name)) < 1:
             raise ValueError(f"--{name} must be at least 1, not {min(getattr(arguments, name))}")
     algorithms = fixed_budget_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
-    if AUTO in algorithms:
-        raise ValueError(
-            f"--algorithms {AUTO}: it chooses budgets, and here every budget is measured; "
-            "`python -m bench decode` measures it"
-        )
+    check_fixed_budgets("--algorithms", algorithms)
     for budget, algorithm in itertools.product(arguments.budgets, algorithms):
         TreeSettings(budget, plan.width, algorithm=algorithm).check(shape.target, shape.head.depth)
     scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
@@ -226,11 +221,6 @@ def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Ca
                 f"may commit go beyond the target's context limit of {limit}"
             )
     return cases
-
-
-def fixed_budget_names() -> tuple[str, ...]:
-    """The algorithms whose rounds have the budget that they are given."""
-    return tuple(name for name in algorithm_names() if name != AUTO)
 
 
 def groups(

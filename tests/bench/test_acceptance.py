@@ -230,6 +230,12 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("profile", ["--least-share", "2"], r"--least-share must lie in 0..1, not 2.0"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
         ("diagnose", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
+        ("profile", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets, and here they are given"),
+        (
+            "diagnose",
+            ["--algorithm", "auto"],
+            "--algorithm auto: it chooses budgets, and here they are given",
+        ),
         (
             "diagnose",
             ["--budget", "1"],

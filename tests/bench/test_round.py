@@ -15,8 +15,9 @@ from bench import kernel_trace, phases, work
 from bench.__main__ import main
 from bench.floors import Ceilings
 from bench.measure import Case, Measured, Plan
+from bench.methods import fixed_budget_names
 from bench.report import show
-from bench.round import cases_of, fixed_budget_names, groups
+from bench.round import cases_of, groups
 from bench.round_report import host_work, tables_of
 from bench.scene import random_weights
 from bench.shapes import SHAPES
