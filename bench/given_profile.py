@@ -37,9 +37,9 @@ def profile_notes(report: Mapping[str, Any]) -> list[str]:
     if both <= 0:
         return []
     return [
-        f"The profile was measured on {theirs[_COUNT]} prompts of {theirs[_SET]}, and {both} of them are "
-        f"among the {ours[_COUNT]} of this run, on which algorithms that read it look better than on others. "
-        "--skip-prompts leaves some out, here or of `bench profile`."
+        f"The profile was measured on {theirs[_COUNT]} prompts of {theirs[_SET]}: of the {ours[_COUNT]} "
+        f"prompts of this run it knows {both}, on which algorithms that read it look better than on others. "
+        "--skip-prompts leaves prompts out, here or of `bench profile`."
     ]
 
 

@@ -344,7 +344,7 @@ def test_a_report_says_that_its_profile_was_measured_on_its_prompts():
     row |= {"tokens/s": 1.0, "speed-up": 1.0, "plain tokens/s": 1.0, "divergences": [], "peak MiB": 1.0}
     report = {"rows": [row], "arguments": given, "profile_prompts": {**given, "skip_prompts": 3}}
     finish_report(report)
-    assert "on 4 prompts of demo, and 1 of them are among the 4 of this run" in report["notes"][-1]
+    assert "on 4 prompts of demo: of the 4 prompts of this run it knows 1, " in report["notes"][-1]
 
 
 class TestAlgorithms:

@@ -111,7 +111,7 @@ def test_a_profile_of_the_prompts_of_this_run_is_said_to_be_one(tmp_path, capsys
     assert report["profile_prompts"] == measured
     note = report["notes"][-1]
     assert note.startswith(
-        "The profile was measured on 5 prompts of demo, and 1 of them are among the 2 of this"
+        "The profile was measured on 5 prompts of demo: of the 2 prompts of this run it knows 1,"
     )
     assert note in " ".join(capsys.readouterr().out.split())
     _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path), "--skip-prompts", "6")

@@ -45,13 +45,14 @@ def profile(tmp_path):
 def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, both):
     found = notes(profile({"arguments": theirs}), ours)
     assert len(found) == (both > 0)
-    said = f"on {theirs['num_prompts']} prompts of {theirs['prompts']}, and {both} of them are among the "
-    assert all(said in note for note in found)
+    whose = f"on {theirs['num_prompts']} prompts of {theirs['prompts']}: "
+    known = f"of the {ours['num_prompts']} prompts of this run it knows {both}, "
+    assert all(whose + known in note for note in found)
 
 
 def test_profiles_from_before_prompts_could_be_skipped(profile):
     [note] = notes(KEPT, run_of("demo", 0, 16))
-    assert note.startswith("The profile was measured on 48 prompts of demo, and 16 of them are among the 16 ")
+    assert note.startswith("The profile was measured on 48 prompts of demo: of the 16 prompts of this run it")
     assert notes(KEPT, run_of("demo", 48, 16)) == []
 
 
