@@ -66,7 +66,7 @@ def choose_algorithms(
             raise ValueError(f"--algorithm-option {option!r}: {owner} is not among {', '.join(names)}")
         given.setdefault(owner, {})[name] = value
     raw = None if profile is None else read_json(profile)
-    readers = {name for name in names if takes_profile(name)}
+    readers = {name for name in names if takes_profile(name, given.get(name, {}))}
     if raw is not None and not readers:
         raise ValueError(f"--profile: none of {', '.join(names)} takes a profile")
     table = None if raw is None else Profile.parse(raw, where=str(profile))
@@ -93,9 +93,12 @@ def check_fixed_budgets(option: str, names: Sequence[str]) -> None:
         )
 
 
-def takes_profile(name: str) -> bool:
-    """Whether a known algorithm has a table of measured acceptance among its options."""
-    return name in algorithm_names() and "profile" in {f.name for f in fields(type(get_algorithm(name)))}
+def takes_profile(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a known algorithm, or one that its options name, takes a table of measured acceptance."""
+    if name not in algorithm_names():
+        return False
+    below = [value for value in (options or {}).values() if isinstance(value, str)]
+    return "profile" in {f.name for f in fields(type(get_algorithm(name)))} or any(map(takes_profile, below))
 
 
 def choose_methods(

@@ -348,6 +348,15 @@ def test_a_report_says_that_its_profile_was_measured_on_its_prompts():
 
 
 class TestAlgorithms:
+    def test_a_profile_reaches_the_algorithm_below_auto(self, tmp_path):
+        profile = tmp_path / "profile.json"
+        profile.write_text(json.dumps({"depth_rank_accept": [[0.5, 0.1]]}))
+        chosen = choose_algorithms(["accum_logp", "auto"], ['auto.tree="depth_rank_histogram"'], profile)
+        assert chosen["accum_logp"] == "accum_logp"
+        assert chosen["auto"].shape.profile.depth_rank_accept == ((0.5, 0.1),)
+        with pytest.raises(ValueError, match="none of auto takes a profile"):
+            choose_algorithms(["auto"], ['tree="hybrid"'], profile)
+
     def test_all(self):
         assert list(choose_algorithms(["all"])) == list(algorithm_names())
 

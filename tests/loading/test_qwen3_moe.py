@@ -4,48 +4,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from bench import shapes
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
 from jetspec_jax.safetensors_io import read_weights, save_checkpoint
 from pallas_kernels.expert_choice import Routing
 from tests.loading.families import EXPERTS, fused, one_by_one, random_experts
 from tests.loading.published import random_tensors, without, write
 
-# What Qwen/Qwen3-30B-A3B publishes.
+# What Qwen/Qwen3-30B-A3B publishes: the benchmarks' shape, and keys that change nothing.
 QWEN3_30B_A3B = {
+    **shapes.QWEN3_30B_A3B,
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
     "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
     "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
     "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
     "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
     "rope_scaling": None,
-    "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
     "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
 }
 # A tiny one, unlike it: every second layer dense, a window, weights that do not add up to one.
 OLDER = {
