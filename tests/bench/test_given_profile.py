@@ -7,7 +7,7 @@ import pytest
 
 from bench.given_profile import describe_profile, profile_notes
 
-KEPT = Path(__file__).parents[2] / "bench" / "results" / "profile-demo.json"
+KEPT = Path(__file__).parents[2] / "bench" / "results"
 
 
 def run_of(prompts, skip, count):
@@ -51,9 +51,18 @@ def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, b
 
 
 def test_profiles_from_before_prompts_could_be_skipped(profile):
-    [note] = notes(KEPT, run_of("demo", 0, 16))
+    theirs = profile({"arguments": {"prompts": "demo", "num_prompts": 48}})
+    [note] = notes(theirs, run_of("demo", 0, 16))
     assert note.startswith("The profile was measured on 48 prompts of demo: of the 16 prompts of this run it")
-    assert notes(KEPT, run_of("demo", 48, 16)) == []
+    assert notes(theirs, run_of("demo", 48, 16)) == []
+
+
+def test_the_kept_profile_knows_none_of_the_prompts_that_the_kept_table_judges_it_on():
+    report = json.loads((KEPT / "decode-demo-h200-all.json").read_text())
+    described = describe_profile(KEPT / "profile-demo.json")
+    assert described.items() <= report.items()
+    assert described["profile_prompts"]["skip_prompts"] >= report["arguments"]["num_prompts"]
+    assert profile_notes(report) == []
 
 
 @pytest.mark.parametrize("meta", [None, [], {}, {"arguments": 3}, {"arguments": {"prompts": "demo"}}])
