@@ -191,7 +191,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         # Of each slot, how many committed tokens the proposer has not seen, at most.
-        self._unseen = np.zeros(size.slots, np.int64)
+        self._unseen = [0] * size.slots
         # Whether it was shown any since the last rounds began.
         self._fed = False
         # Launched, but not handed out.
@@ -351,22 +351,22 @@ class Engine:
         if self.state.unseen is None:
             return
         # No program puts more than FEED_ROWS rows into a queue, padding and all.
-        if self._unseen.max() + FEED_ROWS > self.state.unseen.taps.shape[1]:
+        if max(self._unseen) + FEED_ROWS > self.state.unseen.taps.shape[1]:
             self._feed()
-        self._unseen[[request.slot for request in requests]] += tokens
+        for request in requests:
+            self._unseen[request.slot] += tokens
 
     def _feed(self) -> None:
         """Shows the proposer all that it has not seen."""
-        self._fed |= bool(self._unseen.any())
+        self._fed |= any(self._unseen)
         for slot, tokens in enumerate(self._unseen):
             for _ in range(0, tokens, FEED_ROWS):
                 self.state = self.decoder.feed(self.weights, self.state, np.int32(slot))
-        self._unseen[:] = 0
+        self._unseen = [0] * self.size.slots
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
-        auto = self.decoder.auto
-        if self._auto or auto is None:
+        if self._auto or len(self._decoders) == 1:
             return
         # Nobody runs: slots are taken after this, and an engine in use is not resized.
         try:
@@ -383,6 +383,8 @@ class Engine:
             traceback.clear_frames(error.__traceback__)
             self.state = self.size.empty_state(self.decoder, self.dtype)
             raise
+        auto = self.decoder.auto
+        assert auto is not None, "several decoders are those of auto"
         self._auto = {
             kind: AutoBudget(known, costs, auto.probing) for kind, known in self._acceptance.items()
         }
