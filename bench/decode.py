@@ -27,7 +27,7 @@ from bench.pair import (
     read_prompts,
 )
 from bench.prompt_work import make_works
-from bench.report import add_report_arguments, check_report, show, shown, write_json
+from bench.report import add_report_arguments, check_report, show, shown, write_report
 from jetspec_jax import enable_compilation_cache
 
 
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
                     report["rows"].append(rows.row(method, temperature, measured, plain))
             done.update(method.name for method in group)
             finish_report(report)
-            write_json(arguments.json, report)
+            write_report(arguments.json, report)
     finish_report(report)
     _show(report, arguments)
     return 0

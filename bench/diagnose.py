@@ -31,7 +31,7 @@ from bench.report import (
     check_report,
     opening_of,
     show,
-    write_json,
+    write_report,
 )
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
     show(f"Share of rounds ({name}) that accept a node of a depth, by its rank", share, notes)
-    write_json(arguments.json, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
     plot_diagnosis(report, title, FAITHFUL, arguments.plot)
     return 0
 

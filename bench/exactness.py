@@ -34,7 +34,7 @@ from bench.report import (
     check_report,
     opening_of,
     show,
-    write_json,
+    write_report,
 )
 from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
 from jetspec_jax.engine import TreeSettings
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     for others in tables:
         show(*others)
     show(heading, table, notes)
-    write_json(arguments.json, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
     plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
     return 1 if any(row["mistakes"] for row in rows) else 0
 

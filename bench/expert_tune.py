@@ -18,7 +18,7 @@ from tqdm import tqdm
 from bench.expert_cases import Layer, chain_experts, random_choices, random_layer
 from bench.expert_speed import GPU_CALLS, config_of
 from bench.kernel_programs import UNCOMPILABLE, Program, compile_together, kernel_micros
-from bench.report import show, write_json
+from bench.report import show, write_report
 from pallas_kernels.expert_choice import Choice
 from pallas_kernels.expert_mlp import pallas_triton
 from pallas_kernels.expert_mlp.config import Config
@@ -66,7 +66,7 @@ def tune_experts(
             report += _tune_case(shape, layer, count)
         del layer
     show("fastest configurations of expert_mlp", [_shown(row) for row in report])
-    write_json(path, {**opening, "benchmark": "experts, tuning", "dtype": dtype, "rows": report})
+    write_report(path, {**opening, "benchmark": "experts, tuning", "dtype": dtype, "rows": report})
     return 0
 
 

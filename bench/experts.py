@@ -20,7 +20,7 @@ from bench.expert_tune import tune_experts
 from bench.floors import Ceilings, measure_ceilings
 from bench.kernel_check import TOLERANCES
 from bench.kernel_speed import on_gpu
-from bench.report import check_report, opening_of, show, write_json
+from bench.report import check_report, opening_of, show, write_report
 from pallas_kernels.expert_choice import Choice, Routing
 from pallas_kernels.expert_mlp import implementations
 from pallas_kernels.expert_mlp.shapes import SHAPES, Shape
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     for others in tables:
         show(*others)
     show(heading, table, notes)
-    write_json(arguments.json, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
     plot_experts([row for row in rows if row["operation"] == "expert_mlp"], title, arguments.plot)
     return 0
 

@@ -26,7 +26,7 @@ from bench.kernel_check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
 from bench.kernel_plot import plot_kernels
 from bench.kernel_report import check_row, notes_of, row_of, tables_of, title_of
 from bench.kernel_speed import Case, time_shape
-from bench.report import check_report, opening_of, show, write_json
+from bench.report import check_report, opening_of, show, write_report
 from bench.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, Shape
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     for others in tables:
         show(*others)
     show(heading, table, notes)
-    write_json(arguments.json, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
     plot_kernels(rows, title, arguments.plot)
     return 0
 

@@ -33,7 +33,7 @@ from bench.report import (
     check_report,
     opening_of,
     show,
-    write_json,
+    write_report,
 )
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.engine import TreeSettings
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if np.any(counts.nodes[depths:]):
         notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
     show(title, table_of(counts), notes)
-    write_json(arguments.json, profile)
+    write_report(arguments.json, profile)
     plot_profile(profile, title, arguments.plot)
     return 0
 

@@ -1,7 +1,6 @@
 """What every report shares: where it goes, settings, machine, a table on the screen, JSON and a picture."""
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jetspec_jax
-from jetspec_jax.files import check_writable, replacing
+from jetspec_jax.files import check_writable, replacing, write_json
 
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.
@@ -133,10 +132,9 @@ def _texts(values: Sequence[Any]) -> list[str]:
     return ["-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
 
 
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report, whole or not at all."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(path, report)
     print(f"wrote {path}")
 
 

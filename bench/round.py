@@ -20,7 +20,7 @@ from bench.floors import measure_ceilings
 from bench.measure import Case, Measured, Plan, measure
 from bench.methods import check_fixed_budgets, fixed_budget_names
 from bench.pair import load_pair, shapes_of
-from bench.report import add_report_arguments, check_report, opening_of, settings_of, show, write_json
+from bench.report import add_report_arguments, check_report, opening_of, settings_of, show, write_report
 from bench.round_plot import plot_rounds
 from bench.round_report import notes_of, row_of, tables_of
 from bench.scene import Scene, random_weights
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     for others in tables:
         show(*others)
     show(heading, table, notes)
-    write_json(arguments.json, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
     plot_rounds(rows, title, arguments.plot)
     return 0
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.floors import measure_ceilings
 from bench.kernel_trace import summarise, trace_kernels
-from bench.report import opening_of, show, write_json
+from bench.report import opening_of, show, write_report
 from bench.scene import random_weights
 from bench.shapes import SHAPES, Shape, find_shape
 from bench.timing import compile_seconds, median, seconds_of
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for k in report["profile"]["top"][:12]
             ],
         )
-    write_json(arguments.json, report)
+    write_report(arguments.json, report)
     return 0
 
 

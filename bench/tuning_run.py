@@ -17,7 +17,7 @@ from bench.kernel_cases import Attend, Call, attend_by, chain, layer_call, layer
 from bench.kernel_check import TOLERANCES, compare
 from bench.kernel_programs import BURST_SECONDS, MOST_DISPATCHES, Program, compile_together, kernel_micros
 from bench.kernel_speed import KERNELS, Case, pages_read, work_of
-from bench.report import show, write_json
+from bench.report import show, write_report
 from bench.tuning import (
     OutOfTime,
     Score,
@@ -102,7 +102,7 @@ def tune(
         best = [row["ranking"][0]["config"] for row in results]
         show("Tuned", [{**row, **own} for row, own in zip(shown, best, strict=True)])
         settings = {"prefixes": list(prefixes), "multiprocessors": multiprocessors}
-        write_json(json_path, {**opening, "benchmark": "kernel --tune", **settings, "tasks": results})
+        write_report(json_path, {**opening, "benchmark": "kernel --tune", **settings, "tasks": results})
         print(f"wrote {table_path}")
     for task in remaining:
         print(f"remains: {task}")

@@ -1,9 +1,12 @@
 """Files that are written whole or not at all, in the place of other files only."""
 
+import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
@@ -28,7 +31,9 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A partial file beside ``path``, which takes its place once it is written; makes the folder.
+    """A partial file beside ``path``, which takes its place once its bytes are on the disk; makes the folder.
+
+    So neither an error nor a crash leaves an empty file or half of one there.
 
     Raises:
         OSError: It cannot be written, or what is there is no regular file.
@@ -38,10 +43,23 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = place.with_name(place.name + ".partial")
     try:
         yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
         partial.rename(place)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file; as `replacing`."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes what JSON can say, for people too; as `replacing`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _place(path: Path) -> Path:

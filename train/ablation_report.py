@@ -1,11 +1,11 @@
 """What the ablations show: a table, a verdict on each ordering, JSON, a plot, and a page with all of it."""
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jetspec_jax.files import write_json
 from train.plot import plot_ablations
 
 #: tau by budget, for each variant.
@@ -78,7 +78,7 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> list[Verdict]:
     verdicts = judge({name: own["tau"] for name, own in results["variants"].items()})
     record = {**results, "verdicts": [verdict._asdict() for verdict in verdicts]}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ablations.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "ablations.json", record)
     plot_ablations(results, folder / "ablations.png")
     temperatures = ", ".join(f"{t:g}" for t in results["text_temperatures"])
     lines = [

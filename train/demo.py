@@ -17,6 +17,7 @@ import numpy as np
 
 from jetspec_jax.checkpoint import load_draft_head, load_target
 from jetspec_jax.config import parse_model_config
+from jetspec_jax.files import write_json
 from train import layout
 from train.continuations import continue_corpus, cut_splits
 from train.corpus import (
@@ -218,7 +219,7 @@ class _Pair:
             "head_parameters": _parameters(head.weights),
             "bytes": sum(f.stat().st_size for f in self.demo.glob("*/*") if f.is_file()),
         }
-        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        write_json(path, results)
         texts = prompt_texts(self.recipe, self.tokenizer, self.documents)
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (self.demo / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -14,6 +14,7 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 from jaxtyping import Int
 
+from jetspec_jax.files import replacing
 from train.manifest import (
     HELDOUT,
     MANIFEST,
@@ -23,7 +24,6 @@ from train.manifest import (
     Shard,
     ShardPlan,
     description,
-    settle,
 )
 from train.records import Document, decode, encode, learn_spans
 
@@ -114,16 +114,14 @@ class Writer:
         path = self.folder / plan.file
         for index, document in zip(plan.indices, documents, strict=True):
             _check_ids(document, self.settings.vocab_size, f"{path}: document {index}")
-        partial = path.with_name(path.name + ".partial")
         try:
-            writer = array_record_module.ArrayRecordWriter(str(partial), WRITER_OPTIONS)
-            for document in documents:
-                writer.write(encode(document))
-            writer.close()
+            with replacing(path) as partial:
+                writer = array_record_module.ArrayRecordWriter(str(partial), WRITER_OPTIONS)
+                for document in documents:
+                    writer.write(encode(document))
+                writer.close()
         except RuntimeError as error:  # what the library makes of a full disk
-            partial.unlink(missing_ok=True)
             raise OSError(f"{path} cannot be written: {error}") from error
-        settle(partial, path)
         index = [(len(document.tokens), learn_spans(document.learn)) for document in documents]
         shard = Shard(
             plan.split,

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.files import write_json
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import SamplingParams
@@ -56,9 +57,7 @@ class Results:
         if name not in self.parts:
             self.deadline.check(f"evaluate: before {name}")
             self.parts[name] = measure()
-            partial_path = self.path.with_suffix(".partial")
-            partial_path.write_text(json.dumps(self.parts, indent=2) + "\n", encoding="utf-8")
-            partial_path.rename(self.path)
+            write_json(self.path, self.parts)
             print(f"  {name}: {self.parts[name]}", flush=True)
         return self.parts[name]
 

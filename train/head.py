@@ -5,7 +5,6 @@ at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``trai
 """
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from jetspec_jax.checkpoint import Head, Target, load_draft_head, resolve_dtype
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.engine import TreeSettings
+from jetspec_jax.files import write_json
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.safetensors_io import save_checkpoint
 from jetspec_jax.sharding import on_one_device, parameter_shardings
@@ -109,7 +109,7 @@ def train_head(
             head = load_draft_head(
                 folder, dtype=recipe.dtype, target=target, ignore_config_keys=ignore_config_keys
             )
-            _write_json(mark, run.final_evaluation(head, trained))
+            write_json(mark, run.final_evaluation(head, trained))
     return folder
 
 
@@ -256,9 +256,3 @@ class _Run:
                 for i, prompt in enumerate(self.evaluator.held.prompts)
             ],
         }
-
-
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    partial.rename(path)

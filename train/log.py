@@ -6,7 +6,6 @@ infinity and for what is not a number: they are null.
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -19,6 +18,8 @@ import jax
 import numpy as np
 from tensorboardX import RecordWriter
 from tensorboardX.proto import event_pb2
+
+from jetspec_jax.files import replacing
 
 FILE = "log.jsonl"
 #: What the log itself says of a step: seconds, tokens per second, peak memory in GiB.
@@ -184,12 +185,8 @@ class _Files:
         path = folder / FILE
         if path.exists():
             kept = [line for line, record in _lines(path) if record["step"] <= kept_steps]
-            partial = path.with_name(path.name + ".partial")
-            with partial.open("wb") as file:
+            with replacing(path) as partial, partial.open("wb") as file:
                 file.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names, so the newest sorts last.

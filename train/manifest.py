@@ -5,7 +5,6 @@ after it: the shard is finished when that is there.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jetspec_jax.files import write_text
 from train.corpus import HELDOUT, TRAIN
 from train.holdout import check_heldout, evenly_spaced
 
@@ -216,17 +216,3 @@ class DocumentsManifest:
         if differing:
             listed = "; ".join(differing)
             raise ValueError(f"{folder} was begun with other settings ({listed}); name another folder")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    settle(partial, path)
-
-
-def settle(partial: Path, path: Path) -> None:
-    """Gives a finished file its name, once its bytes are on the disk: a crash leaves no empty file there."""
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(path)

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
+from jetspec_jax.files import replacing
 from train.log import Record, read_log
 
 DPI = 100
@@ -264,7 +265,5 @@ def _check_ablations(results: Mapping[str, Any]) -> None:
 
 
 def _save(figure: Figure, picture: Path) -> None:
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    partial = picture.with_name(picture.name + ".partial")
-    figure.savefig(partial, format="png", dpi=DPI)
-    partial.replace(picture)
+    with replacing(picture) as partial:
+        figure.savefig(partial, format="png", dpi=DPI)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.files import write_json
+
 
 class OutOfTime(Exception):
     """The time limit was reached; everything so far is saved."""
@@ -79,10 +81,7 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
     path = work / "recipe.json"
     mine = json.loads(json.dumps(settings))
     if not path.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
-        partial.rename(path)
+        write_json(path, mine)
         return
     here, there = _flat(mine), _flat(json.loads(path.read_text(encoding="utf-8")))
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, UInt16
 
+from jetspec_jax.files import replacing
 from train.corpus import LIBRARY, Source
 from train.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -74,7 +75,5 @@ def line_starts(
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """Writes an array whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         np.save(file, array)
-    partial.rename(path)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.files import replacing
+from jetspec_jax.files import write_text
 
 TEMPLATE = Path(__file__).parent / "page.html"
 _PLACE = "{{DATA}}"
@@ -26,5 +26,4 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
     """Writes the page, whole or not at all."""
-    with replacing(path) as partial:
-        partial.write_text(page_of(data), encoding="utf-8")
+    write_text(path, page_of(data))

@@ -1,16 +1,14 @@
 """Files that are written whole or not at all, in the place of other files only."""
 
+import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
-from jetspec_jax.files import check_writable, replacing
-
-
-def write(path, text):
-    with replacing(path) as partial:
-        partial.write_text(text)
+from jetspec_jax.files import check_writable, replacing, write_json
+from jetspec_jax.files import write_text as write
 
 
 def test_a_file_takes_the_place_of_another(tmp_path):
@@ -34,6 +32,16 @@ def test_what_is_interrupted_leaves_what_was_there(tmp_path):
         interrupted()
     assert path.read_text() == "one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_are_on_the_disk_before_the_file_gets_its_name(tmp_path, monkeypatch):
+    path, events = tmp_path / "x.json", []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), sync(file)))
+    monkeypatch.setattr(Path, "rename", lambda own, to: (events.append(Path(to).name), rename(own, to))[1])
+    write_json(path, {"é": [1.5, None]})
+    assert events == ["sync", "x.json"]
+    assert json.loads(path.read_text(encoding="utf-8")) == {"é": [1.5, None]}
 
 
 @pytest.mark.parametrize("linked", [False, True])

@@ -306,7 +306,7 @@ class TestResume:
         assert path.read_bytes() == data
         assert [child.name for child in tmp_path.iterdir()] == ["log.jsonl"]
 
-    @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])
+    @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "rename")])
     def test_the_file_is_rewritten_whole_or_not_at_all(self, tmp_path, monkeypatch, owner, name):
         run(tmp_path, 0, 4)
         before = (tmp_path / "log.jsonl").read_bytes()
