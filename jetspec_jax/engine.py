@@ -301,8 +301,8 @@ class Engine:
         context = self._mean_context()
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
-            if not auto.acceptance.known(1):
-                self._learn()  # before it guesses again
+            # Here, where the device may be at prefills: a loop is launched when it is nearly done.
+            self._learn()
             choice = auto.choose(context, rounds)
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
@@ -319,7 +319,6 @@ class Engine:
         started = time.perf_counter()
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
-        self._learn()
         records = self._records = jax.device_get(self._records)
         if auto is not None and choice.learns:
             seconds = time.perf_counter() - started if timed else None
