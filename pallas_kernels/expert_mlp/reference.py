@@ -1,9 +1,10 @@
 """Experts in plain JAX: the specification, the test oracle and the fallback.
 
 Rows are sorted by expert and cut into blocks, none of which has rows of two experts; a block's products are
-dense. So only experts with rows are read, and the work grows with the rows, not with the experts, which
-`jax.lax.ragged_dot` does not give: XLA multiplies every row with every expert and keeps what counts, on GPUs
-too, and 0 * NaN of an expert that nobody asked for is NaN.
+dense. So the work grows with the rows, not with rows times experts, and no expert that nobody asked for
+counts, which `jax.lax.ragged_dot` does not give: XLA multiplies every row with every expert and keeps what
+counts, on GPUs too, and 0 * NaN is NaN. On a GPU, where blocks one after the other leave most of it idle,
+that is nevertheless the faster one from 16 tokens on; for speed there are the kernels.
 
 Shapes: T tokens, K experts of each, E experts, M model, I features of an expert.
 """
@@ -58,7 +59,7 @@ def expert_mlp(
             out += down_bias[e][None].astype(jnp.float32)
         return jnp.where(place < counts[e], row, rows), out
 
-    # No block is left over: every expert with rows has at most one that is not full.
+    # Enough for all rows: every expert with rows has at most one block that is not full.
     most = min(rows, num_experts + rows // block_rows)
     row, out = jax.lax.map(compute, jnp.arange(most))
     sums = jnp.zeros((rows, size), jnp.float32)
