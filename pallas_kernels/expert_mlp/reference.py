@@ -3,8 +3,8 @@
 Rows are sorted by expert and cut into blocks, none of which has rows of two experts; a block's products are
 dense. So the work grows with the rows, not with rows times experts, and no expert that nobody asked for
 counts, which `jax.lax.ragged_dot` does not give: XLA multiplies every row with every expert and keeps what
-counts, on GPUs too, and 0 * NaN is NaN. On a GPU, where blocks one after the other leave most of it idle,
-that is nevertheless the faster one from 16 tokens on; for speed there are the kernels.
+counts, on GPUs too, and 0 * NaN is NaN. Blocks one after the other leave most of a GPU idle: on an H200
+`ragged_dot` is nevertheless the faster of the two from 16 tokens on. For speed there are the kernels.
 
 Shapes: T tokens, K experts of each, E experts, M model, I features of an expert.
 """

@@ -9,7 +9,7 @@ from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_mo
 from jetspec_jax.safetensors_io import read_weights, save_checkpoint
 from pallas_kernels.expert_choice import Routing
 from tests.loading.families import EXPERTS, fused, one_by_one, random_experts
-from tests.loading.published import random_tensors, without, write
+from tests.loading.published import layer_shapes, random_tensors, without, write
 
 # What Qwen/Qwen3-30B-A3B publishes: the benchmarks' shape, and keys that change nothing.
 QWEN3_30B_A3B = {
@@ -181,27 +181,11 @@ CONFIG = parse_model_config(MIXED)
 
 
 def other_tensors():
-    """All tensors but the experts' and the two ends, by hand from the published layout."""
-    m, f, h, g, e = 12, 20, 4, 2, 8
-    shapes = {"model.norm.weight": (m,)}
-    for layer in range(3):
-        own = {
-            "self_attn.q_proj": (h * e, m),
-            "self_attn.k_proj": (g * e, m),
-            "self_attn.v_proj": (g * e, m),
-            "self_attn.o_proj": (m, h * e),
-            "self_attn.q_norm": (e,),
-            "self_attn.k_norm": (e,),
-            "input_layernorm": (m,),
-            "post_attention_layernorm": (m,),
-            **(
-                {"mlp.gate": (EXPERTS, m)}
-                if layer
-                else {"mlp.gate_proj": (f, m), "mlp.up_proj": (f, m), "mlp.down_proj": (m, f)}
-            ),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
-    return random_tensors(shapes)
+    """All tensors but the experts' and the two ends: Qwen3's, with a router where a layer has experts."""
+    dense = layer_shapes("model.", MIXED).items()
+    own = {name: shape for name, shape in dense if "mlp" not in name or "layers.0." in name}
+    own |= {f"model.layers.{i}.mlp.gate.weight": (EXPERTS, MIXED["hidden_size"]) for i in (1, 2)}
+    return random_tensors({**own, "model.norm.weight": (MIXED["hidden_size"],)})
 
 
 @pytest.fixture
