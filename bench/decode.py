@@ -1,8 +1,8 @@
 """``python -m bench decode``: plain decoding, a chain, and trees of many kinds, on one set of prompts.
 
 Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
-over plain decoding of the same minutes. The report is written after every group, and ``--resume`` measures
-what is missing in it. With ``--together`` all methods are one group.
+over plain decoding of the same minutes. With ``--together`` all methods are one group. The report is written
+whenever all of a group have had a turn, and ``--resume`` measures the methods that are missing or lack some.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from bench.decode_measure import Bench
 from bench.decode_plot import plot_decode
-from bench.decode_record import begin_report, finish_report
+from bench.decode_record import begin_report, finish_report, finished_methods
 from bench.decode_report import Rows, tables_of
 from bench.given_profile import describe_profile
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
@@ -27,8 +27,9 @@ from bench.pair import (
     read_prompts,
 )
 from bench.prompt_work import make_works
-from bench.report import add_report_arguments, check_report, show, shown, write_report
+from bench.report import add_report_arguments, check_report, show, shown
 from jetspec_jax import enable_compilation_cache
+from jetspec_jax.files import write_json
 
 
 def add_command(commands: Any) -> None:
@@ -44,7 +45,7 @@ def add_command(commands: Any) -> None:
         "--together",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="all methods take turns, not only those of a budget; the report is written once, at the end",
+        help="all methods take turns, not only those of a budget",
     )
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "decode")
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     bench = Bench(target, head, works, batch=arguments.batch, implementation=arguments.implementation)
     rows = Rows(target, works, head.config.depth)
 
-    done = {row["method"] for row in report["rows"]}
+    done = finished_methods(report["rows"], arguments.repeats)
+    kept = [row for row in report["rows"] if row["method"] in done]
     groups = [[method for method in group if method.name not in done] for group in groups]
     if arguments.together:
         groups = [list(itertools.chain.from_iterable(groups))]
@@ -91,15 +93,19 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update()
 
         for group in groups:
-            found = bench.measure(group, arguments.repeats, step)
-            bar.set_description("compare")
-            for (method, temperature), measured in found.items():
-                if method.name not in done:
-                    plain = found[PLAIN_METHOD, temperature]
-                    report["rows"].append(rows.row(method, temperature, measured, plain))
+            for found in bench.measure(group, arguments.repeats, step):
+                bar.set_description("compare")
+                report["rows"] = kept + [
+                    rows.row(method, temperature, measured, found[PLAIN_METHOD, temperature])
+                    for (method, temperature), measured in found.items()
+                    if method.name not in done
+                ]
+                finish_report(report)
+                write_json(arguments.json, report)
+            kept = report["rows"]
             done.update(method.name for method in group)
-            finish_report(report)
-            write_report(arguments.json, report)
+    if groups:
+        print(f"wrote {arguments.json}")
     finish_report(report)
     _show(report, arguments)
     return 0

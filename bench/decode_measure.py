@@ -1,7 +1,7 @@
 """Runs the methods of `python -m bench decode` in turn, and keeps what they did and how long it took."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -84,13 +84,16 @@ class Bench:
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str], None]
-    ) -> dict[tuple[Method, float], Measured]:
+    ) -> Iterator[dict[tuple[Method, float], Measured]]:
         """Measures methods in turn, so that a slow moment of the machine falls on all of them alike.
 
         Args:
             methods: The methods.
             repeats: Timed runs of each at each temperature.
             step: Called with what comes next, once for the compilation of a method and once for each run.
+
+        Yields:
+            What was measured so far, after every turn: the same, with one more timed run.
         """
         found = {(method, temperature): Measured() for method in methods for temperature in self._works}
         for method in methods:
@@ -105,7 +108,7 @@ class Bench:
                     step(f"{method.name}, T = {temperature:g}")
                     _run(engine, work, found[method, temperature])
                 del engine  # two sets of stores may not fit the device
-        return found
+            yield found
 
     def _engine(self, method: Method) -> Engine:
         return Engine(

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.decode_report import best_of, notes_of
@@ -66,3 +66,9 @@ def finish_report(report: dict[str, Any]) -> None:
     )
     report["best"] = best_of(report["rows"])
     report["notes"] = [*notes_of(report), *profile_notes(report)]
+
+
+def finished_methods(rows: Sequence[Mapping[str, Any]], repeats: int) -> set[str]:
+    """The methods that have had all their timed runs; where a benchmark was stopped, some have not."""
+    names = {row["method"] for row in rows}
+    return names - {row["method"] for row in rows if len(row["seconds"]) < repeats}

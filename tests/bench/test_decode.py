@@ -55,9 +55,11 @@ def measured(tmp_path_factory, compiled):
         so_far += event == COMPILE_EVENT
 
     def watched(self, methods, repeats, step):
-        found = measure(self, methods, repeats, lambda name: (compiled.setdefault(name, so_far), step(name)))
-        compiled["end"] = so_far
-        return found
+        for found in measure(
+            self, methods, repeats, lambda name: (compiled.setdefault(name, so_far), step(name))
+        ):
+            compiled["end"] = so_far
+            yield found
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -163,6 +165,43 @@ class TestReport:
         monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"accum_logp": "accum_logp"})
         assert run(measured, "--resume", *arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
+    path, turns = tmp_path / "decode.json", []
+
+    def measure(self, methods, repeats, step):
+        ended = Completion("", [1, 2], "length", [1], [1])
+        found = {
+            (method, temperature): Measured([ended] * 2, [], [0.1])
+            for method in methods
+            for temperature in (0.0, 1.0)
+        }
+        for seconds in range(1, repeats + 1):
+            turns.append([method.name for method in methods])
+            for measured in found.values():
+                measured.seconds.append(float(seconds))
+            yield found
+            if len(turns) == 4:
+                raise KeyboardInterrupt
+
+    def seconds():
+        report = json.loads(path.read_text())
+        assert report["best"]
+        return {row["method"]: row["seconds"] for row in report["rows"] if row["temperature"] == 1.0}
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    more = "--repeats", "3", "--budgets", "16", "32"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, *more)
+    first, second = ["plain", "chain", "accum_logp 16"], ["plain", "accum_logp 32"]
+    assert turns == [first, first, first, second]
+    whole = {name: [1.0, 2.0, 3.0] for name in first}
+    assert seconds() == {**whole, "accum_logp 32": [1.0]}
+    # What had all its turns is not measured again; what had some of them is, beside plain decoding.
+    assert run(path, *more, "--resume") == 0
+    assert turns[4:] == [second] * 3
+    assert seconds() == {**whole, "accum_logp 32": [1.0, 2.0, 3.0]}
 
 
 def test_a_profile_of_a_report_is_compared_by_what_it_holds(tmp_path):
