@@ -179,23 +179,26 @@ class AutoBudget:
         # Seconds of rounds since the last dispatch that was learnt from.
         self._unlearnt = 0.0
 
-    def choose(self, context: float, rounds: int) -> Choice:
+    def choose(self, context: float, rounds: int, feeds: int) -> Choice:
         """The bucket of the next dispatch.
 
         Args:
             context: Committed tokens of a slot, on average.
             rounds: Most rounds of the dispatch.
+            feeds: Launches that show the proposer what it has not seen, before it can draft.
         """
         tokens, seconds = self.acceptance.tokens(), self.pace.seconds(context, rounds)
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         few = min(rounds, PROBE_ROUNDS)
+        # Where trees are best, the proposer is to see its tokens anyway.
+        first = 0.0 if best else feeds * self.costs.feed
         probe = self._most_promising(best, rates)
         if probe is not None:
             each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
-            losses = {few: few * each + another * (1 - few / rounds)}
+            losses = {few: first + few * each + another * (1 - few / rounds)}
             if self.acceptance.known(probe):
-                losses[rounds] = rounds * each  # no dispatch more, and it tells more
+                losses[rounds] = first + rounds * each  # no dispatch more, and it tells more
             turns = min(losses, key=losses.__getitem__)
             # Before anything is known of trees, a probe need not be paid for.
             if self._account >= losses[turns] or not self.acceptance.known(1):
@@ -206,7 +209,7 @@ class AutoBudget:
             return self._choice(best, rounds, seconds, learns=True)
         self._account += self.probing * rounds * seconds[best]
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
-        self._account = min(self._account, few * max(seconds) + max(self.costs.dispatches))
+        self._account = min(self._account, first + few * max(seconds) + max(self.costs.dispatches))
         return self._choice(best, rounds, seconds, learns=not self.pace.known(best))
 
     def wants_time(self, bucket: int) -> bool:

@@ -122,7 +122,7 @@ class TreeDecoder:
     bucket: int = 1
     width: int = 7
     algorithm: str | Algorithm = "accum_logp"
-    max_rounds: int = 64
+    max_rounds: int = 128
     implementation: str | None = None
     observes: bool = False
 
@@ -199,7 +199,7 @@ class TreeDecoder:
     def insert(
         self, state: DecodeState, slot: Int[ArrayLike, ""], pages: Int[ArrayLike, "T"], settings: SlotSettings
     ) -> DecodeState:
-        """Hands a free slot to a request: see `jetspec_jax.state.insert`. ``state`` is donated."""
+        """Hands a slot to a request: see `jetspec_jax.state.insert`. ``state`` is donated."""
         stores, state = split(state)
         return join(stores, insert(state, slot, pages, settings))
 

@@ -49,7 +49,7 @@ from pallas_kernels.dispatch import gpu_problem
 MAX_SLOTS = 8
 # Rounds between two looks of the host: enough to hide its work, and, where a slot can end while the loop goes
 # on (among other slots that somebody waits for, or by a stop string), few enough to see that soon.
-ROUNDS_PER_DISPATCH = 64
+ROUNDS_PER_DISPATCH = 128
 ROUNDS_TO_AN_END = 16
 
 _log = logging.getLogger("jetspec_jax")
@@ -188,6 +188,8 @@ class Engine:
         self._auto = {}  # what a round costs depends on the size
         self.pool = PagePool(size.num_pages)
         self._free_slots = deque(range(size.slots))
+        # Of these, those that are on the device as their last request left them.
+        self._left: set[int] = set()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         # Of each slot, how many committed tokens the proposer has not seen, at most.
@@ -284,11 +286,12 @@ class Engine:
         if decode is None:
             self._prepare_auto()
         if self._records is not None:
-            self._hand_out()  # what a step that was interrupted has launched
+            self._hand_out(*self._fetch())  # what a step that was interrupted has launched
         for request in [*self._waiting, *self._running]:
             if request.abandoned:
                 self.cancel(request)
         self._admit()
+        self._clear()
         if self._waiting and not self._running:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
@@ -303,7 +306,7 @@ class Engine:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             # Here, where the device may be at prefills: a loop is launched when it is nearly done.
             self._learn()
-            choice = auto.choose(context, rounds)
+            choice = auto.choose(context, rounds, sum(map(_feeds, self._unseen)))
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
             self._count_unseen(self._running, choice.rounds)
@@ -319,15 +322,18 @@ class Engine:
         started = time.perf_counter()
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
-        records = self._records = jax.device_get(self._records)
+        tokens, records = self._fetch()
         if auto is not None and choice.learns:
             seconds = time.perf_counter() - started if timed else None
             self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
-        self._hand_out()
+        self._hand_out(tokens, records)
 
-    def _hand_out(self) -> None:
+    def _fetch(self) -> tuple[list[np.ndarray], RoundRecord]:
+        """Waits for what was launched: first tokens, and what the rounds did."""
+        return jax.device_get(([token for _, token in self._first_tokens], self._records))
+
+    def _hand_out(self, tokens: Sequence[np.ndarray], records: RoundRecord) -> None:
         """Gives requests their tokens; those that end leave."""
-        tokens, records = jax.device_get(([token for _, token in self._first_tokens], self._records))
         for (request, _), token in zip(self._first_tokens, tokens, strict=True):
             request.output.add_tokens([int(token)])
         self._first_tokens, self._records = [], None
@@ -359,7 +365,7 @@ class Engine:
         """Shows the proposer all that it has not seen."""
         self._fed |= any(self._unseen)
         for slot, tokens in enumerate(self._unseen):
-            for _ in range(0, tokens, FEED_ROWS):
+            for _ in range(_feeds(tokens)):
                 self.state = self.decoder.feed(self.weights, self.state, np.int32(slot))
         self._unseen = [0] * self.size.slots
 
@@ -406,6 +412,7 @@ class Engine:
             table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)
+            self._left.discard(request.slot)
             self._first_tokens.append((request, self._prefill(request)))
 
     def _prefill(self, request: Request) -> jax.Array:
@@ -426,11 +433,26 @@ class Engine:
         return token
 
     def _release(self, request: Request) -> None:
-        self.state = self.decoder.release(self.state, np.int32(request.slot))
+        """Frees its slot and pages."""
         self._running.remove(request)
+        self._left.add(request.slot)
         self._unseen[request.slot] = 0
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
+        # The next request clears its slot itself, which saves a launch.
+        if not self._waiting:
+            self._clear()
+
+    def _clear(self) -> None:
+        """Tells the device which slots are free."""
+        for slot in sorted(self._left):
+            self.state = self.decoder.release(self.state, np.int32(slot))
+            self._left.remove(slot)
+
+
+def _feeds(tokens: int) -> int:
+    """Launches that show the proposer so many tokens of a slot."""
+    return -(-tokens // FEED_ROWS)
 
 
 def make_decoder(

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.state import DecodeState, DecodeWeights, join, split
+from jetspec_jax.unseen import FEED_ROWS
 
 #: Timed dispatches of each bucket and context, whose median counts: as many as these seconds allow.
 LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0
@@ -29,7 +30,7 @@ DISPATCH_SECONDS = 0.05
 _ENDLESS = 2**30
 
 #: Of what is kept: costs of another version are measured anew.
-VERSION = 6
+VERSION = 7
 
 _log = logging.getLogger("jetspec_jax")
 _measured: dict[str, "RoundCosts"] = {}
@@ -44,11 +45,13 @@ class RoundCosts:
         seconds: Of a round alone, for each bucket, at both contexts.
         dispatches: What a dispatch takes beside its rounds, for each bucket: the launch, and the wait for its
             records.
+        feed: What it takes to show the proposer `FEED_ROWS` tokens of a slot that it has not seen.
     """
 
     contexts: tuple[int, int]
     seconds: tuple[tuple[float, float], ...]
     dispatches: tuple[float, ...]
+    feed: float
 
     def at(self, context: float, rounds: int) -> list[float]:
         """Seconds of a round of each bucket behind so many tokens, in a dispatch of so many rounds.
@@ -103,7 +106,10 @@ def round_costs(
     found = _read(kept).get(key)
     if found is not None:
         costs = RoundCosts(
-            tuple(found["contexts"]), tuple(map(tuple, found["seconds"])), tuple(found["dispatches"])
+            tuple(found["contexts"]),
+            tuple(map(tuple, found["seconds"])),
+            tuple(found["dispatches"]),
+            found["feed"],
         )
         clock = _Clock(weights, state, num_pages)
         clock.compile(decoders)
@@ -138,6 +144,7 @@ def measure_round_costs(
         (bucket, context): [] for bucket in range(len(decoders)) for context in contexts
     }
     beside: list[list[float]] = [[] for _ in decoders]
+    feeds: list[float] = []
     clock.compile(decoders)
     turns = [
         min(rounds, max(4, math.ceil(DISPATCH_SECONDS / clock.seconds(decoder, low, 1))))
@@ -153,13 +160,14 @@ def measure_round_costs(
             more = clock.seconds(decoders[bucket], context, turns[bucket])
             own.append((more - one) / (turns[bucket] - 1))
             beside[bucket].append(one - own[-1])
+        feeds.append(clock.feed_seconds(decoders[0], low))
 
     def median(bucket: int, context: int) -> float:
         return max(statistics.median(times[bucket, context]), 1e-9)
 
     seconds = tuple((median(i, low), median(i, high)) for i in range(len(decoders)))
     dispatches = tuple(max(statistics.median(own), 0.0) for own in beside)
-    return RoundCosts(contexts, seconds, dispatches), clock.free_slots()
+    return RoundCosts(contexts, seconds, dispatches, statistics.median(feeds)), clock.free_slots()
 
 
 def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:
@@ -195,6 +203,20 @@ class _Clock:
         started = time.perf_counter()
         self._state, records = decode(self._weights, state, np.int32(rounds))
         jax.device_get(records)
+        return time.perf_counter() - started
+
+    def feed_seconds(self, decoder: TreeDecoder, context: int) -> float:
+        """Seconds until the proposer has seen the last tokens of a slot."""
+        state = self._start(decoder, context)
+        if state.unseen is None:
+            return 0.0
+        # As many rows as there may be: padding takes as long as what counts.
+        counts = jnp.full(len(self._tables), min(context, FEED_ROWS), jnp.int32)
+        unseen = state.unseen._replace(counts=counts, shown=jnp.zeros_like(counts))
+        state = jax.block_until_ready(replace(state, unseen=unseen))
+        started = time.perf_counter()
+        self._state = decoder.feed(self._weights, state, np.int32(0))
+        jax.block_until_ready(self._state.unseen)
         return time.perf_counter() - started
 
     def _start(self, decoder: TreeDecoder, context: int) -> DecodeState:

@@ -11,7 +11,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, decode, generate, generate_tree, round_costs
 from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
-from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax.engine import ROUNDS_PER_DISPATCH, Engine, TreeSettings
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
 from tests.decode.compilations import compilations
@@ -42,7 +42,7 @@ def costs_are_known(monkeypatch):
 
     def known(decoders, weights, state, **_):
         return RoundCosts(
-            (64, 768), ((1.0, 1.0), *[(2.0, 2.0)] * (len(decoders) - 1)), (0.1,) * len(decoders)
+            (64, 768), ((1.0, 1.0), *[(2.0, 2.0)] * (len(decoders) - 1)), (0.1,) * len(decoders), 0.1
         ), state
 
     monkeypatch.setattr("jetspec_jax.engine.round_costs", known)
@@ -54,7 +54,7 @@ def every_bucket(monkeypatch):
     """Dispatches take turns through all buckets, and are of 3 rounds."""
     turns, seen = itertools.count(), []
 
-    def choose(self, context, rounds):
+    def choose(self, context, rounds, feeds):
         seen.append(context)
         return Choice((0, 2, 1, 0, 1)[next(turns) % 5], 3)
 
@@ -88,7 +88,7 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(target, every_bu
 def plain_rounds(monkeypatch):
     """Only plain dispatches, of 5 rounds; what the pace is told of them."""
     told = []
-    monkeypatch.setattr(AutoBudget, "choose", lambda self, context, rounds: Choice(0, 5))
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Choice(0, 5))
     monkeypatch.setattr(Pace, "learn", lambda self, *own: told.append(own))
     return told
 
@@ -159,7 +159,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
         return wait
 
     turns = iter((0, 0, 1, 1, 0))
-    monkeypatch.setattr(AutoBudget, "choose", lambda self, context, rounds: Choice(next(turns), 3))
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Choice(next(turns), 3))
     monkeypatch.setattr(Pace, "learn", lambda self, *own: told.append(own))
     monkeypatch.setattr(Pace, "known", lambda self, bucket: known)
     monkeypatch.setattr(jax, "block_until_ready", takes(100.0, jax.block_until_ready))
@@ -182,7 +182,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
 def test_a_dispatch_that_does_not_learn_is_not_waited_for(target, monkeypatch):
     """Nor timed, nor taken in; what comes of it is the same."""
     told, waited, turns = [], [], itertools.count()
-    monkeypatch.setattr(AutoBudget, "choose", lambda self, *_: Choice(1, 3, next(turns) % 2 == 1))
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Choice(1, 3, next(turns) % 2 == 1))
     monkeypatch.setattr(AutoBudget, "observe", lambda self, bucket, context, *_: told.append(context))
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
@@ -203,8 +203,8 @@ def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
     """One free probe, although engines change their size after every request, and nothing compiles later."""
     chosen, choose = [], AutoBudget.choose
 
-    def noted(self, context, rounds):
-        chosen.append(choose(self, context, rounds))
+    def noted(self, *own):
+        chosen.append(choose(self, *own))
         return chosen[-1]
 
     monkeypatch.setattr(AutoBudget, "choose", noted)
@@ -217,7 +217,7 @@ def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
         assert turn < 2 or seen == []
     assert chosen[0] == Choice(1, 8)
     assert chosen.count(Choice(1, 8)) == 1
-    assert chosen[-1] == Choice(0, 64)
+    assert chosen[-1] == Choice(0, ROUNDS_PER_DISPATCH)
 
 
 def test_an_interrupted_step_loses_nothing(target, every_bucket, monkeypatch):
@@ -434,6 +434,7 @@ class TestCosts:
         assert min(min(own) for own in costs.seconds) > 0
         assert len(costs.dispatches) == 2
         assert min(costs.dispatches) >= 0
+        assert costs.feed > 0
         jax.tree.map(np.testing.assert_array_equal, slots(), before)
         assert not engine.state.unseen.counts.any()
         [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
@@ -461,7 +462,7 @@ class TestCosts:
         """A later process reads the costs, and still has no program."""
         settings = TreeSettings(budget=16, width=5, algorithm="auto")  # of no other test
         engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
-        costs = RoundCosts((64, 100), ((1.0, 1.0), (2.0, 2.0)), (0.1, 0.1))
+        costs = RoundCosts((64, 100), ((1.0, 1.0), (2.0, 2.0)), (0.1, 0.1), 0.1)
         with monkeypatch.context() as patched:
             patched.setattr(round_costs, "measure_round_costs", lambda *args, **_: (costs, args[2]))
             assert self.measure(engine, tmp_path) == costs

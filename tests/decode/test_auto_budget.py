@@ -24,8 +24,8 @@ POOR = (0.2, 0.25, 0.3, 0.32, 0.34)
 DEEP = (0.3, 1.0, 2.0, 3.5, 5.5)
 
 
-def costs_of(seconds, dispatch=DISPATCH):
-    return RoundCosts((64, 768), tuple((one, one) for one in seconds), (dispatch,) * len(seconds))
+def costs_of(seconds, dispatch=DISPATCH, feed=0.0):
+    return RoundCosts((64, 768), tuple((one, one) for one in seconds), (dispatch,) * len(seconds), feed)
 
 
 class World:
@@ -51,7 +51,7 @@ def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH)
     while done < tokens:
         if not auto.acceptance.known(1):
             learn(auto, untold)
-        bucket, rounds, learns = auto.choose(300, ROUNDS)
+        bucket, rounds, learns = auto.choose(300, ROUNDS, 0)
         learn(auto, untold)
         took = slower * (rounds * seconds[bucket] + dispatch)
         time += took
@@ -97,16 +97,16 @@ def test_few_of_many_short_dispatches_tell_enough(drafted):
     time, ran = simulate(auto, World(drafted, 0), seconds, dispatch=dispatch)
     assert time <= 1.03 * fixed(drafted, seconds, dispatch).min(), ran
     auto.probing = 0.0
-    choices = [auto.choose(300, ROUNDS) for _ in range(300)][100:]  # no probe is paid for any more
+    choices = [auto.choose(300, ROUNDS, 0) for _ in range(300)][100:]  # no probe is paid for any more
     passed = sum(choice.rounds * seconds[choice.bucket] for choice in choices)
     assert passed / 0.06 < sum(choice.learns for choice in choices) <= passed / 0.05 + 1
 
 
 def test_a_probe_and_what_is_not_known_always_tell():
     auto = AutoBudget(AcceptanceEstimate((16, 32)), costs_of((1e-6, 2e-6, 3e-6), 0.0), probing=1.0)
-    first = auto.choose(300, ROUNDS)
+    first = auto.choose(300, ROUNDS, 0)
     assert first == (2, PROBE_ROUNDS, True)
-    assert auto.choose(300, ROUNDS).learns, "nothing has been learnt meanwhile"
+    assert auto.choose(300, ROUNDS, 0).learns, "nothing has been learnt meanwhile"
 
 
 @pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR])
@@ -159,6 +159,23 @@ def test_the_account_bounds_what_probing_loses():
     assert simulate(never, World(POOR, 0), seconds)[1][1:].sum() == PROBE_ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("best", "losses"), [(0, 8 * (2.0 - 1.0) + 0.3 / 2 + 3 * 5.0), (1, 8 * (2.0 - 1.0) + 0.3 / 2)]
+)
+def test_a_probe_pays_for_what_the_head_must_see_first(best, losses):
+    """Behind plain rounds; where trees are best, it sees its tokens anyway."""
+    seconds = (1.0, 2.0) if best == 0 else (9.0, 1.0, 2.0)
+    acceptance = AcceptanceEstimate((16, 32)[: len(seconds) - 1])
+    for _ in range(100):
+        acceptance.learn(16, [1e-6] * (len(seconds) - 1), [0] * (len(seconds) - 1))
+    auto = AutoBudget(acceptance, costs_of(seconds, feed=5.0), probing=0.1)
+    earned, dispatches = 0.1 * (ROUNDS * 1.0 + DISPATCH), 0
+    while (choice := auto.choose(300, ROUNDS, 3)).bucket == best:
+        dispatches += 1
+    assert choice.rounds == PROBE_ROUNDS
+    assert (dispatches - 1) * earned < losses <= dispatches * earned
+
+
 def test_a_probe_is_a_whole_dispatch_where_that_loses_less():
     """Than a few rounds and one dispatch more: so of a bucket that is 1 % slower, not of one half as fast."""
     for slower, rounds in ((1.01, ROUNDS), (2.0, PROBE_ROUNDS)):
@@ -166,12 +183,12 @@ def test_a_probe_is_a_whole_dispatch_where_that_loses_less():
         for _ in range(100):
             acceptance.learn(16, [1.0, 1.0], [1, 1])
         auto = AutoBudget(acceptance, costs_of((9.0, 1.0, slower)), probing=1.0)
-        choices = [auto.choose(300, ROUNDS) for _ in range(20)]
+        choices = [auto.choose(300, ROUNDS, 0) for _ in range(20)]
         assert set(choices) == {(1, ROUNDS, True), (2, rounds, True)}
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
-    costs = RoundCosts((100, 300), ((1.0, 2.0), (4.0, 4.0)), (8.0, 4.0))
+    costs = RoundCosts((100, 300), ((1.0, 2.0), (4.0, 4.0)), (8.0, 4.0), 0.5)
     np.testing.assert_allclose(costs.at(200, 16), [1.5 + 0.5, 4.0 + 0.25])
     np.testing.assert_allclose(costs.at(400, 2), [2.5 + 4.0, 4.0 + 2.0])
     assert min(costs.at(-10_000, 16)) > 0

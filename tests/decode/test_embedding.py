@@ -79,6 +79,27 @@ def test_signatures_that_users_rely_on():
     ]
 
 
+def test_a_slot_gets_what_its_request_asks_for():
+    decoder = jj.TreeDecoder(TINY)
+    state = decoder.empty_state(3, num_pages=6, pages_per_slot=2, page_size=32, dtype=jnp.dtype("float32"))
+    params = jj.SamplingParams(
+        temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=2**63 + 12345, max_tokens=99
+    )
+    settings = jj.SlotSettings.of(
+        params, {0, 31, 63}, vocab_size=64, budget=16, depth=7, routing={"task": "math", "mode": "reasoning"}
+    )
+    before = jax.tree.map(np.asarray, state)
+    state = decoder.insert(state, np.int32(1), np.array([4, 5]), settings)
+    for slot in range(3):
+        own = jax.tree.map(lambda leaf, slot=slot: np.asarray(leaf[slot]), (state.settings, state.slots))
+        free = jax.tree.map(lambda leaf, slot=slot: leaf[slot], (before.settings, before.slots))
+        there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=0, rings=1)
+        jax.tree.map(np.testing.assert_array_equal, own, there if slot == 1 else free)
+    assert bool(state.settings.routing.reasoning[1])
+    with pytest.raises(ValueError, match="cannot reshape array of size 3"):
+        decoder.insert(state, np.int32(1), np.array([3, 4, 5]), settings)
+
+
 @pytest.mark.parametrize("bucket", [1, 16])
 def test_the_loop_may_be_part_of_a_program(bucket):
     target, head = random_target(TINY, 3), random_head(TINY, 3)

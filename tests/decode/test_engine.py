@@ -12,6 +12,7 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache import NO_PAGE, PagePool
+from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings, say_which_attention
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
@@ -204,6 +205,35 @@ def test_the_head_knows_every_token(target, head):
 
     expected = draft_logits(target, head, [tokens])
     np.testing.assert_allclose(propose(engine.weights, engine.state), expected, rtol=0, atol=1e-4)
+
+
+def test_a_slot_that_somebody_waits_for_is_cleared_once(oracle_engine, alone, monkeypatch):
+    """By the next request, and before more rounds if there are no pages for it."""
+    engine, calls = oracle_engine(), []
+    for name in ("insert", "release"):
+        real = getattr(TreeDecoder, name)
+        monkeypatch.setattr(TreeDecoder, name, lambda *own, n=name, r=real: calls.append(n) or r(*own))
+    prompts = [prompt_of(5 + i) for i in range(SLOTS + 2)]
+    serve(engine, prompts, [sampled(i, max_tokens=8) for i in range(len(prompts))])
+    assert calls.count("insert") == SLOTS + 2
+    assert calls.count("release") == SLOTS
+
+    # Two slots decode; a third request waits for the pages of both.
+    short, long = sampled(1, max_tokens=8), sampled(2, max_tokens=60)
+    engine = Engine(engine.target, None, slots=2, capacity=LIMIT, num_pages=8)
+    first, second = engine.submit(prompts[0], short), engine.submit(prompts[1], long)
+    third = engine.submit(prompt_of(8 * PAGE_SIZE - 10), sampled(3, max_tokens=2, ignore_eos=True))
+    while first.output.finish_reason is None:
+        engine.step(2)
+    assert np.asarray(engine.state.slots.block_tables[first.slot] != NO_PAGE).any()
+    engine.step(2)
+    assert second.output.finish_reason is None
+    assert (np.asarray(engine.state.slots.block_tables[first.slot]) == NO_PAGE).all()
+    finish(engine)
+    check(
+        [request.output.completion() for request in (first, second, third)],
+        [alone(r.prompt, r.params) for r in (first, second, third)],
+    )
 
 
 # Batches
