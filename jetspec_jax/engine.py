@@ -49,7 +49,7 @@ from pallas_kernels.dispatch import gpu_problem
 MAX_SLOTS = 8
 # Rounds between two looks of the host: enough to hide its work, and, where a slot can end while the loop goes
 # on (among other slots that somebody waits for, or by a stop string), few enough to see that soon.
-ROUNDS_PER_DISPATCH = 128
+ROUNDS_PER_DISPATCH = 64
 ROUNDS_TO_AN_END = 16
 
 _log = logging.getLogger("jetspec_jax")

@@ -211,9 +211,9 @@ class _Clock:
         if state.unseen is None:
             return 0.0
         # As many rows as there may be: padding takes as long as what counts.
-        counts = jnp.full(len(self._tables), min(context, FEED_ROWS), jnp.int32)
-        unseen = state.unseen._replace(counts=counts, shown=jnp.zeros_like(counts))
-        state = jax.block_until_ready(replace(state, unseen=unseen))
+        slots = jnp.arange(len(self._tables))
+        marks = state.unseen.clear(slots).marks.at[:, 0].set(min(context, FEED_ROWS))
+        state = jax.block_until_ready(replace(state, unseen=state.unseen._replace(marks=marks)))
         started = time.perf_counter()
         self._state = decoder.feed(self._weights, state, np.int32(0))
         jax.block_until_ready(self._state.unseen)

@@ -256,10 +256,10 @@ class TestMeasuring:
         assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
         assert groups(cases, TINY, FLOAT32, PLAN, 1 << 10) == [cases[:2], cases[2:]]
 
-    @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 2), (1.9, 2), (2.0, 1), (16.0, 1)])
+    @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 4), (3.0, 2), (4.0, 1), (16.0, 1)])
     def test_waits_of_the_host(self, tokens, waits):
-        assert ROUNDS_PER_DISPATCH == 128
-        assert host_work(tokens) == {"dispatches_per_round": 1 / 128, "waits_per_256_tokens": waits}
+        assert ROUNDS_PER_DISPATCH == 64
+        assert host_work(tokens) == {"dispatches_per_round": 1 / 64, "waits_per_256_tokens": waits}
 
 
 class TestWork:
