@@ -31,9 +31,10 @@ from jetspec_jax import (
     enable_compilation_cache,
 )
 from jetspec_jax.checkpoint import resolve_dtype
-from jetspec_jax.engine import ROUNDS_PER_DISPATCH, TreeSettings
+from jetspec_jax.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.options import add_ignore_option
 from jetspec_jax.tree import bucket_for
+from jetspec_jax.tree_settings import TreeSettings
 from pallas_kernels.tree_attention import implementations
 
 # The most of the free memory that the stores of all cases may take together: programs need the rest.

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,6 @@ from jetspec_jax.auto_budget import AcceptanceEstimate, AutoBudget, Choice
 from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.checkpoint import Head, Target
 from jetspec_jax.completion import Output
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
-from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.engine_size import (
     PAGE_SIZE,
     PREFILL_CHUNK,
@@ -30,19 +27,16 @@ from jetspec_jax.engine_size import (
     check_engine_memory,
 )
 from jetspec_jax.memory import array_bytes
-from jetspec_jax.proposer import DraftHeadProposer, Proposer
+from jetspec_jax.proposer import Proposer
 from jetspec_jax.request import Request, TokenIds, check_request
 from jetspec_jax.round_costs import round_costs
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.tree import (
-    Algorithm,
     Hints,
-    algorithm_of,
-    bucket_for,
-    check_traceable,
     tree_buckets,
 )
+from jetspec_jax.tree_settings import PLAIN, TreeSettings, decoders_of, make_decoder
 from jetspec_jax.unseen import FEED_ROWS
 from pallas_kernels.dispatch import gpu_problem
 
@@ -54,43 +48,6 @@ ROUNDS_TO_AN_END = 16
 
 _log = logging.getLogger("jetspec_jax")
 
-
-@dataclass(frozen=True)
-class TreeSettings:
-    """The trees of a run, checked against what the models can do.
-
-    Attributes:
-        budget: Most nodes, root included; 1 is plain decoding.
-        width: Most children of a node.
-        depth: Largest depth; None is all that the proposer drafts.
-        algorithm: The tree algorithm: a name, or one with its options.
-    """
-
-    budget: int = 128
-    width: int = 7
-    depth: int | None = None
-    algorithm: str | Algorithm = "accum_logp"
-
-    def check(self, target: ModelConfig, max_depth: int | None) -> None:
-        """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
-        algorithm_of(self.algorithm)
-        for name, value, most in (
-            ("budget", self.budget, None),
-            ("width", self.width, target.vocab_size),
-            ("depth", self.depth, max_depth),
-        ):
-            if value is None and name == "depth":
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
-            if most is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} must lie in 1..{most}, not {value}")
-        bucket_for(self.budget)
-        if max_depth is not None:
-            check_traceable(self.algorithm, depth=max_depth, width=self.width)
-
-
-PLAIN = TreeSettings(budget=1, width=1)
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds. Afterwards the
 #: proposer has seen all of them.
@@ -453,48 +410,6 @@ class Engine:
 def _feeds(tokens: int) -> int:
     """Launches that show the proposer so many tokens of a slot."""
     return -(-tokens // FEED_ROWS)
-
-
-def make_decoder(
-    target: ModelConfig,
-    head: DraftHeadConfig | None,
-    settings: TreeSettings,
-    *,
-    proposer: Proposer | None = None,
-    implementation: str | None = None,
-) -> TreeDecoder:
-    """The decoder of an engine: its static settings, checked.
-
-    Raises:
-        ValueError: The head does not fit, or a setting is out of its range.
-    """
-    if head is not None:
-        check_head_fits(head, target)
-        proposer = DraftHeadProposer(head, implementation)
-    if proposer is not None:
-        settings.check(target, proposer.depth)
-    return TreeDecoder(
-        target,
-        # No tree of one node has a use for drafts: decode without the head and its context.
-        None if settings.budget == 1 else proposer,
-        bucket_for(settings.budget),
-        settings.width,
-        settings.algorithm,
-        implementation=implementation,
-    )
-
-
-def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
-    """The decoders that an engine chooses from: with "auto" one for each bucket up to this one's."""
-    auto = decoder.auto
-    if auto is None:
-        return (decoder,)
-    plain = replace(decoder, bucket=1, algorithm=auto.shape)
-    trees = (
-        replace(decoder, bucket=bucket, algorithm=auto.shape, observes=True)
-        for bucket in tree_buckets(decoder.bucket)
-    )
-    return (plain, *trees)
 
 
 @functools.cache

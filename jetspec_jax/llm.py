@@ -20,7 +20,7 @@ from jetspec_jax.compilation_cache import enable_compilation_cache
 from jetspec_jax.completion import Completion
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import MAX_SLOTS, PLAIN, Engine, TreeSettings, make_decoder
+from jetspec_jax.engine import MAX_SLOTS, Engine
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
 from jetspec_jax.generate import per_prompt, slots_for
 from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
@@ -28,6 +28,7 @@ from jetspec_jax.request import Request, check_request
 from jetspec_jax.sampling import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.tree.routing import hints_of_each
+from jetspec_jax.tree_settings import PLAIN, TreeSettings, make_decoder
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]

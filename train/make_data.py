@@ -20,8 +20,8 @@ from jetspec_jax.checkpoint import (
 )
 from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import PLAIN, TreeSettings
 from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.tree_settings import PLAIN, TreeSettings
 from train.documents import Writer
 from train.given import write_given
 from train.holdout import default_heldout, hold_out

@@ -11,10 +11,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.engine import PLAIN, Engine, TreeSettings
+from jetspec_jax.engine import Engine
 from jetspec_jax.generate import slots_for
 from jetspec_jax.request import Request, TokenIds, check_request
 from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.tree_settings import PLAIN, TreeSettings
 from train.documents import Writer
 from train.manifest import REGENERATE, Settings, ShardPlan
 from train.records import Document

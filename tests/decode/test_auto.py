@@ -11,9 +11,10 @@ import pytest
 
 from jetspec_jax import SamplingParams, decode, generate, generate_tree, round_costs
 from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
-from jetspec_jax.engine import ROUNDS_PER_DISPATCH, Engine, TreeSettings
+from jetspec_jax.engine import ROUNDS_PER_DISPATCH, Engine
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
+from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, finish, random_head, random_target, serve

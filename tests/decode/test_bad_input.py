@@ -6,7 +6,8 @@ import math
 import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
-from jetspec_jax.engine import Engine, TreeSettings
+from jetspec_jax.engine import Engine
+from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.tiny import (
     TINY,
     finish,

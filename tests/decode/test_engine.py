@@ -13,8 +13,9 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.cache import NO_PAGE, PagePool
 from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, TreeSettings, say_which_attention
+from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, say_which_attention
 from jetspec_jax.models import bind
+from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, finish, random_head, random_target, serve, word_tokenizer

@@ -19,10 +19,11 @@ from jetspec_jax import (
     memory,
 )
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import Engine, TreeSettings, decoders_of, make_decoder
+from jetspec_jax.engine import Engine
 from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
 from jetspec_jax.memory import array_bytes, weight_bytes
 from jetspec_jax.state import DecodeWeights
+from jetspec_jax.tree_settings import TreeSettings, decoders_of, make_decoder
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
 
 FLOAT32 = jnp.dtype(jnp.float32)

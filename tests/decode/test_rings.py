@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import cache, engine
+from jetspec_jax import cache
 from jetspec_jax.block import Block
 from jetspec_jax.cache import (
     NO_PAGE,
@@ -22,6 +22,7 @@ from jetspec_jax.cache import (
 from jetspec_jax.engine_size import EngineSize
 from jetspec_jax.memory import array_bytes
 from jetspec_jax.models.layers import KV
+from jetspec_jax.tree_settings import PLAIN, make_decoder
 from pallas_kernels.paged_write import paged_write
 from pallas_kernels.tree_attention import PagedPrefix, pallas_triton, reference
 from tests.decode.tiny import TINY, with_windows
@@ -147,7 +148,7 @@ def test_stores_without_slots_have_no_rings():
 
 def test_only_full_layers_grow_with_the_capacity():
     config = dataclasses.replace(with_windows(TINY, 128, None, 1, 300), max_position_embeddings=1 << 17)
-    decoder = engine.make_decoder(config, None, engine.TreeSettings(1))
+    decoder = make_decoder(config, None, PLAIN)
     row = config.layers[0].kv_size * 4
 
     def bytes_of(capacity):

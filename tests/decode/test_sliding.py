@@ -12,6 +12,7 @@ from jetspec_jax.block import Block
 from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
+from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
@@ -106,7 +107,7 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages):
     made = engine.Engine(
         target,
         None,
-        engine.TreeSettings(budget=16, width=2),
+        TreeSettings(budget=16, width=2),
         slots=4,
         capacity=176,
         proposer=ORACLE,
