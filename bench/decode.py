@@ -2,7 +2,7 @@
 
 Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
 over plain decoding of the same minutes. With ``--together`` all methods are one group. The report is written
-whenever all of a group have had a turn, and ``--resume`` measures the methods that are missing or lack some.
+whenever all of a group have had a turn, and ``--resume`` measures the methods that have had too few or none.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from bench.decode_measure import Bench
 from bench.decode_plot import plot_decode
-from bench.decode_record import begin_report, finish_report, finished_methods
+from bench.decode_record import begin_report, finish_report, finished_methods, with_measured
 from bench.decode_report import Rows, tables_of
 from bench.given_profile import describe_profile
 from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
     )
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "decode")
-    add("--resume", action="store_true", help="keep what the JSON holds already, and measure what is missing")
+    add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
     add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
 
 
@@ -78,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     rows = Rows(target, works, head.config.depth)
 
     done = finished_methods(report["rows"], arguments.repeats)
-    kept = [row for row in report["rows"] if row["method"] in done]
     groups = [[method for method in group if method.name not in done] for group in groups]
     if arguments.together:
         groups = [list(itertools.chain.from_iterable(groups))]
@@ -95,14 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
         for group in groups:
             for found in bench.measure(group, arguments.repeats, step):
                 bar.set_description("compare")
-                report["rows"] = kept + [
-                    rows.row(method, temperature, measured, found[PLAIN_METHOD, temperature])
-                    for (method, temperature), measured in found.items()
+                measured = [
+                    rows.row(method, temperature, own, found[PLAIN_METHOD, temperature])
+                    for (method, temperature), own in found.items()
                     if method.name not in done
                 ]
+                report["rows"] = with_measured(report["rows"], measured)
                 finish_report(report)
                 write_json(arguments.json, report)
-            kept = report["rows"]
             done.update(method.name for method in group)
     if groups:
         print(f"wrote {arguments.json}")

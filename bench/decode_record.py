@@ -72,3 +72,15 @@ def finished_methods(rows: Sequence[Mapping[str, Any]], repeats: int) -> set[str
     """The methods that have had all their timed runs; where a benchmark was stopped, some have not."""
     names = {row["method"] for row in rows}
     return names - {row["method"] for row in rows if len(row["seconds"]) < repeats}
+
+
+def with_measured(
+    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Rows with others in the place of their like, but for those that have had more timed runs."""
+    found = {(row["method"], row["temperature"]): row for row in rows}
+    for row in measured:
+        own = found.setdefault((row["method"], row["temperature"]), row)
+        if len(own["seconds"]) <= len(row["seconds"]):
+            found[row["method"], row["temperature"]] = row
+    return list(found.values())

@@ -154,6 +154,11 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         notes.append(
             "Each budget's speed-up is over plain decoding measured beside it, not over the row shown."
         )
+    repeats = report["arguments"]["repeats"]
+    runs = {row["method"]: len(row["seconds"]) for row in rows if len(row["seconds"]) < repeats}
+    if runs:
+        stopped = ", ".join(f"{name} ({count} of {repeats})" for name, count in runs.items())
+        notes.append(f"Stopped before all timed runs; --resume measures anew: {stopped}.")
     slower = []
     for temperature in temperatures_of(rows):
         others = [row for row in rows if row["temperature"] == temperature and row["method"] != "plain"]

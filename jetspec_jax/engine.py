@@ -1,7 +1,7 @@
 """The host's side of decoding: requests wait, get a slot and pages, are prefilled, decode, and leave.
 
 The host launches prefills and a loop of many rounds, then waits for that loop's records. All that depends on
-a request travels as arrays, so after the first request nothing compiles.
+a request travels as arrays, so after a first run nothing compiles.
 """
 
 import functools
@@ -391,8 +391,8 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         """Frees its slot and pages."""
-        self._running.remove(request)
         self._left.add(request.slot)
+        self._running.remove(request)
         self._unseen[request.slot] = 0
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))

@@ -160,14 +160,15 @@ def measure_round_costs(
             more = clock.seconds(decoders[bucket], context, turns[bucket])
             own.append((more - one) / (turns[bucket] - 1))
             beside[bucket].append(one - own[-1])
-        feeds.append(clock.feed_seconds(decoders[0], low))
+        feeds.append(clock.feed_seconds(decoders[0], low, 2) - clock.feed_seconds(decoders[0], low, 1))
 
     def median(bucket: int, context: int) -> float:
         return max(statistics.median(times[bucket, context]), 1e-9)
 
     seconds = tuple((median(i, low), median(i, high)) for i in range(len(decoders)))
     dispatches = tuple(max(statistics.median(own), 0.0) for own in beside)
-    return RoundCosts(contexts, seconds, dispatches, statistics.median(feeds)), clock.free_slots()
+    feed = max(statistics.median(feeds), 0.0)
+    return RoundCosts(contexts, seconds, dispatches, feed), clock.free_slots()
 
 
 def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:
@@ -205,18 +206,22 @@ class _Clock:
         jax.device_get(records)
         return time.perf_counter() - started
 
-    def feed_seconds(self, decoder: TreeDecoder, context: int) -> float:
-        """Seconds until the proposer has seen the last tokens of a slot."""
+    def feed_seconds(self, decoder: TreeDecoder, context: int, feeds: int) -> float:
+        """Seconds until the proposer has seen the last tokens of a slot, in so many launches.
+
+        Those that count are at most as many as the context has; what fills the launches up takes as long.
+        """
         state = self._start(decoder, context)
         if state.unseen is None:
             return 0.0
-        # As many rows as there may be: padding takes as long as what counts.
         slots = jnp.arange(len(self._tables))
         marks = state.unseen.clear(slots).marks.at[:, 0].set(min(context, FEED_ROWS))
         state = jax.block_until_ready(replace(state, unseen=state.unseen._replace(marks=marks)))
         started = time.perf_counter()
-        self._state = decoder.feed(self._weights, state, np.int32(0))
-        jax.block_until_ready(self._state.unseen)
+        for _ in range(feeds):
+            state = decoder.feed(self._weights, state, np.int32(0))
+        jax.block_until_ready(state.unseen)
+        self._state = state
         return time.perf_counter() - started
 
     def _start(self, decoder: TreeDecoder, context: int) -> DecodeState:

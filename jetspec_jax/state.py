@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
 from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
@@ -202,10 +202,11 @@ def join(stores: Stores, state: DecodeState) -> DecodeState:
     return replace(state, stores=stores[0], proposer=stores[1])
 
 
+@functools.partial(jax.jit, donate_argnums=0)
 def insert(
     state: DecodeState,
-    slot: Int[ArrayLike, ""],
-    pages: Int[ArrayLike, "T"],
+    slot: Int[Array, ""],
+    pages: Int[Array, "T"],
     settings: SlotSettings,
 ) -> DecodeState:
     """Hands a slot to a request, whatever it held; the other slots keep their state. ``state`` is donated.
@@ -214,23 +215,8 @@ def insert(
         state: The state.
         slot: Which slot.
         pages: The request's pages, padded with `NO_PAGE`.
-        settings: The request's settings on the host, without the slot axis.
+        settings: The request's settings, without the slot axis.
     """
-    # As one array, like a round's record: each that a host sends costs it as much as one that it fetches.
-    leaves = zip(jax.tree.leaves((slot, pages, settings)), jax.tree.leaves(_sent(state)), strict=True)
-    return _insert(state, np.concatenate([_words(leaf, like) for leaf, like in leaves]))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state: DecodeState, words: Int32[Array, "words"]) -> DecodeState:
-    """`insert` of what was sent as one array."""
-    likes, tree = jax.tree.flatten(_sent(state))
-    parts = jnp.split(words, np.cumsum([like.size for like in likes])[:-1])
-    leaves = [
-        (part != 0 if like.dtype == bool else part.view(like.dtype)).reshape(like.shape)
-        for part, like in zip(parts, likes, strict=True)
-    ]
-    slot, pages, settings = jax.tree.unflatten(tree, leaves)
     return replace(
         state,
         slots=state.slots._replace(
@@ -239,23 +225,9 @@ def _insert(state: DecodeState, words: Int32[Array, "words"]) -> DecodeState:
         ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
+        # Of the request that was there before.
         unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
-
-
-def _sent(state: DecodeState) -> Any:
-    """Shapes and types of what `insert` sends: the slot, its pages, its settings."""
-    own = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-        (state.slots.block_tables, state.settings),
-    )
-    return jax.ShapeDtypeStruct((), jnp.int32), *own
-
-
-def _words(value: ArrayLike, like: jax.ShapeDtypeStruct) -> Int32[np.ndarray, "size"]:
-    """A host's value as words of 32 bits."""
-    own = np.asarray(value, like.dtype).reshape(like.size)
-    return own.astype(np.int32) if like.dtype == bool else own.view(np.int32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

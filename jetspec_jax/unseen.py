@@ -30,7 +30,7 @@ class Unseen(NamedTuple):
     """
 
     taps: Float[Array, "B R F"]
-    # One array for both: all that a program takes and returns costs its launch some 20 us.
+    # One array for both: every one that a program takes and returns costs the launch some 20 us.
     marks: Int[Array, "B 2"]
 
     @classmethod

@@ -168,7 +168,7 @@ class TestReport:
 
 
 def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
-    path, turns = tmp_path / "decode.json", []
+    path, turns, stops = tmp_path / "decode.json", [], {5, 6}
 
     def measure(self, methods, repeats, step):
         ended = Completion("", [1, 2], "length", [1], [1])
@@ -182,7 +182,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
             for measured in found.values():
                 measured.seconds.append(float(seconds))
             yield found
-            if len(turns) == 4:
+            if len(turns) in stops:
                 raise KeyboardInterrupt
 
     def seconds():
@@ -190,18 +190,32 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
         assert report["best"]
         return {row["method"]: row["seconds"] for row in report["rows"] if row["temperature"] == 1.0}
 
+    def notes():
+        return [note for note in json.loads(path.read_text())["notes"] if "--resume" in note]
+
+    def go(*more):
+        return run(path, "--repeats", "3", *more)
+
     monkeypatch.setattr(Bench, "measure", measure)
-    more = "--repeats", "3", "--budgets", "16", "32"
     with pytest.raises(KeyboardInterrupt):
-        run(path, *more)
-    first, second = ["plain", "chain", "accum_logp 16"], ["plain", "accum_logp 32"]
-    assert turns == [first, first, first, second]
+        go("--budgets", "16", "32")
+    first, second, third = ["plain", "chain", "accum_logp 16"], "accum_logp 32", "accum_logp 64"
+    assert turns == [first] * 3 + [["plain", second]] * 2
     whole = {name: [1.0, 2.0, 3.0] for name in first}
-    assert seconds() == {**whole, "accum_logp 32": [1.0]}
-    # What had all its turns is not measured again; what had some of them is, beside plain decoding.
-    assert run(path, *more, "--resume") == 0
-    assert turns[4:] == [second] * 3
-    assert seconds() == {**whole, "accum_logp 32": [1.0, 2.0, 3.0]}
+    assert seconds() == {**whole, second: [1.0, 2.0]}
+    assert notes() == [f"Stopped before all timed runs; --resume measures anew: {second} (2 of 3)."]
+    # What had all its turns is not measured again; what had some is, and keeps them until it has had more.
+    with pytest.raises(KeyboardInterrupt):
+        go("--budgets", "16", "32", "--resume")
+    assert turns[5:] == [["plain", second]]
+    assert seconds() == {**whole, second: [1.0, 2.0]}
+    assert go("--budgets", "64", "--resume") == 0
+    assert turns[6:] == [["plain", third]] * 3
+    assert seconds() == {**whole, second: [1.0, 2.0], third: [1.0, 2.0, 3.0]}
+    assert go("--budgets", "32", "--resume") == 0
+    assert turns[9:] == [["plain", second]] * 3
+    assert seconds() == {**whole, second: [1.0, 2.0, 3.0], third: [1.0, 2.0, 3.0]}
+    assert notes() == []
 
 
 def test_a_profile_of_a_report_is_compared_by_what_it_holds(tmp_path):
@@ -327,13 +341,14 @@ class TestRows:
                 "algorithm": None,
                 "speed-up": speed,
                 "plain tokens/s": 1.0,
+                "seconds": [1.0],
                 "divergences": [],
                 "peak MiB": 1.0,
             }
 
         few = [row("plain", 0.0, 1.0), row("chain", 0.0, 0.9), row("a 16", 0.0, 1.1)]
         many = [row("plain", 1.0, 1.0), *(row(f"a {i}", 1.0, 0.5) for i in range(9)), row("b 16", 1.0, 2.0)]
-        report = {"rows": [*few, *many], "best": [], "arguments": {"profile": None}}
+        report = {"rows": [*few, *many], "best": [], "arguments": {"profile": None, "repeats": 1}}
         note, peak = notes_of(report)
         assert peak.startswith("Peak memory is the process's so far")
         assert note.startswith(
@@ -348,13 +363,15 @@ class TestRows:
             "algorithm": "class_histogram",
             "speed-up": 1.0,
             "plain tokens/s": 1.0,
+            "seconds": [1.0],
             "divergences": [
                 {"prompt": "p:1", "position": 3, "token": 1, "expected": 2, "gap": gap, "behind": behind}
                 for gap, behind in ((0.5, 0.5), (1e-5, 1e-5), (1e-6, 3.0))
             ],
             "peak MiB": None,
         }
-        report = {"rows": [row], "best": [], "arguments": {"profile": None}, "dtype": "float32"}
+        given = {"profile": None, "repeats": 1}
+        report = {"rows": [row], "best": [], "arguments": given, "dtype": "float32"}
         differ, profile, quiet = notes_of(report)
         assert differ.startswith("Outputs that differ from plain decoding's: 3; ")
         # A small gap excuses nobody who chose neither of the two.
@@ -363,7 +380,7 @@ class TestRows:
         assert "at most 5.0e-01 apart" in differ
         assert profile == "No profile was given, so these do without their tables: class_histogram."
         assert quiet == "This device does not say how much memory was in use."
-        assert len(notes_of({**report, "arguments": {"profile": "mine.json"}})) == 2
+        assert len(notes_of({**report, "arguments": {**given, "profile": "mine.json"}})) == 2
 
 
 @pytest.mark.parametrize(("most", "warm"), [(1, 2), (3, 3), (64, 4)])
@@ -379,8 +396,16 @@ def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(monkeypatch, mos
 
 def test_a_report_says_that_its_profile_was_measured_on_its_prompts():
     given = {"prompts": "demo", "skip_prompts": 0, "num_prompts": 4, "algorithms": [], "profile": "p.json"}
+    given["repeats"] = 1
     row = {"temperature": 0.0, "method": "plain", "algorithm": None, "budget": 1, "tau": 1.0}
-    row |= {"tokens/s": 1.0, "speed-up": 1.0, "plain tokens/s": 1.0, "divergences": [], "peak MiB": 1.0}
+    row |= {
+        "tokens/s": 1.0,
+        "speed-up": 1.0,
+        "plain tokens/s": 1.0,
+        "divergences": [],
+        "peak MiB": 1.0,
+        "seconds": [1.0],
+    }
     report = {"rows": [row], "arguments": given, "profile_prompts": {**given, "skip_prompts": 3}}
     finish_report(report)
     assert "on 4 prompts of demo: of the 4 prompts of this run it knows 1, " in report["notes"][-1]
