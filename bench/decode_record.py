@@ -80,7 +80,7 @@ def with_measured(
     """Rows with others in the place of their like, but for those that have had more timed runs."""
     found = {(row["method"], row["temperature"]): row for row in rows}
     for row in measured:
-        own = found.setdefault((row["method"], row["temperature"]), row)
-        if len(own["seconds"]) <= len(row["seconds"]):
+        own = found.get((row["method"], row["temperature"]))
+        if own is None or len(own["seconds"]) <= len(row["seconds"]):
             found[row["method"], row["temperature"]] = row
     return list(found.values())

@@ -56,7 +56,7 @@ from jetspec_jax.tree import (
     root_tree,
     top_candidates,
 )
-from jetspec_jax.unseen import FEED_ROWS, Unseen, feed
+from jetspec_jax.unseen import FEED_ROWS, Unseen, feed, feeds_for
 
 
 class Verified(NamedTuple):
@@ -251,7 +251,7 @@ class TreeDecoder:
         self, weights: DecodeWeights, state: DecodeState, slot: Int[ArrayLike, ""], most: int
     ) -> DecodeState:
         """`feed` until all is shown that it has not seen of a slot: at most so many tokens."""
-        for _ in range(0, most, FEED_ROWS):
+        for _ in range(feeds_for(most)):
             state = self.feed(weights, state, slot)
         return state
 

@@ -37,7 +37,7 @@ from jetspec_jax.tree import (
     tree_buckets,
 )
 from jetspec_jax.tree_settings import PLAIN, TreeSettings, decoders_of, make_decoder
-from jetspec_jax.unseen import FEED_ROWS
+from jetspec_jax.unseen import FEED_ROWS, feeds_for
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
@@ -263,7 +263,7 @@ class Engine:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             # Here, where the device may be at prefills: a loop is launched when it is nearly done.
             self._learn()
-            choice = auto.choose(context, rounds, sum(map(_feeds, self._unseen)))
+            choice = auto.choose(context, rounds, sum(map(feeds_for, self._unseen)))
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
             self._count_unseen(self._running, choice.rounds)
@@ -322,7 +322,7 @@ class Engine:
         """Shows the proposer all that it has not seen."""
         self._fed |= any(self._unseen)
         for slot, tokens in enumerate(self._unseen):
-            for _ in range(_feeds(tokens)):
+            for _ in range(feeds_for(tokens)):
                 self.state = self.decoder.feed(self.weights, self.state, np.int32(slot))
         self._unseen = [0] * self.size.slots
 
@@ -405,11 +405,6 @@ class Engine:
         for slot in sorted(self._left):
             self.state = self.decoder.release(self.state, np.int32(slot))
             self._left.remove(slot)
-
-
-def _feeds(tokens: int) -> int:
-    """Launches that show the proposer so many tokens of a slot."""
-    return -(-tokens // FEED_ROWS)
 
 
 @functools.cache

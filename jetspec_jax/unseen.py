@@ -21,6 +21,11 @@ from jetspec_jax.proposer import Proposer
 FEED_ROWS = 128
 
 
+def feeds_for(rows: int) -> int:
+    """How many times `feed` is called to show so many rows of a slot."""
+    return -(-rows // FEED_ROWS)
+
+
 class Unseen(NamedTuple):
     """The queues of all slots. The last row of each belongs to the last token in the slot's stores.
 
@@ -36,7 +41,7 @@ class Unseen(NamedTuple):
     @classmethod
     def empty(cls, slots: int, rows: int, features: int, dtype: jnp.dtype) -> "Unseen":
         """Empty queues of at least so many rows."""
-        rows = max(-(-rows // FEED_ROWS), 1) * FEED_ROWS
+        rows = max(feeds_for(rows), 1) * FEED_ROWS
         return cls(jnp.zeros((slots, rows, features), dtype), jnp.zeros((slots, 2), jnp.int32))
 
     @property

@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, decode, generate, generate_tree, round_costs
+from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
 from jetspec_jax.engine import ROUNDS_PER_DISPATCH, Engine
 from jetspec_jax.round_costs import RoundCosts
@@ -409,123 +408,3 @@ def test_shape_of_the_trees_is_an_option(target, every_bucket):
 def test_options_that_are_not_valid(options, message):
     with pytest.raises(ValueError, match=message):
         get_algorithm("auto", options)
-
-
-class TestCosts:
-    """Measured with the engine's own programs and state, and kept."""
-
-    @pytest.fixture(autouse=True)
-    def nothing_measured_yet(self, monkeypatch):
-        monkeypatch.setattr(round_costs, "_measured", {})
-
-    @pytest.fixture
-    def engine(self, target):
-        settings = TreeSettings(budget=16, width=3, algorithm="auto")
-        return Engine(target, random_head(SLIDING, 1), settings, **SIZE)
-
-    def measure(self, engine, folder):
-        costs, engine.state = round_costs.round_costs(
-            engine._decoders,
-            engine.weights,
-            engine.state,
-            num_pages=engine.size.num_pages,
-            page_size=64,
-            rounds=4,
-            folder=folder,
-        )
-        return costs
-
-    def test_are_positive_and_leave_the_slots_free(self, engine, tmp_path):
-        def slots():
-            return dataclasses.replace(engine.state, stores=(), proposer=None, unseen=None)
-
-        before = jax.tree.map(np.asarray, slots())
-        costs = self.measure(engine, tmp_path)
-        assert len(costs.seconds) == 2
-        assert min(min(own) for own in costs.seconds) > 0
-        assert len(costs.dispatches) == 2
-        assert min(costs.dispatches) >= 0
-        assert costs.feed >= 0
-        jax.tree.map(np.testing.assert_array_equal, slots(), before)
-        assert not engine.state.unseen.counts.any()
-        [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
-        plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
-        assert completion.token_ids == plain.token_ids
-
-    @pytest.mark.parametrize("capacity", [64, 128, 320, 384, 1024, 40_960])
-    def test_are_timed_far_apart_and_within_a_slot(self, capacity):
-        most = 16
-        low, high, rounds = round_costs.timed_contexts(capacity, 16, most)
-        assert high - low >= capacity // 4
-        assert rounds >= 2
-        assert high + rounds * most <= capacity
-        assert (capacity < 512) == (rounds < 16)
-
-    def test_are_kept_between_processes(self, engine, tmp_path, monkeypatch):
-        costs = self.measure(engine, tmp_path)
-        monkeypatch.setattr(round_costs, "_measured", {})
-        monkeypatch.setattr(round_costs, "measure_round_costs", None)  # calling it would fail
-        assert self.measure(engine, tmp_path) == costs
-        [entry] = json.loads((tmp_path / "costs.json").read_text()).values()
-        assert entry["device"] == jax.devices()[0].device_kind
-
-    def test_that_are_kept_leave_nothing_to_compile(self, target, tmp_path, monkeypatch):
-        """A later process reads the costs, and still has no program."""
-        settings = TreeSettings(budget=16, width=5, algorithm="auto")  # of no other test
-        engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
-        costs = RoundCosts((64, 100), ((1.0, 1.0), (2.0, 2.0)), (0.1, 0.1), 0.1)
-        with monkeypatch.context() as patched:
-            patched.setattr(round_costs, "measure_round_costs", lambda *args, **_: (costs, args[2]))
-            assert self.measure(engine, tmp_path) == costs
-        monkeypatch.setattr(round_costs, "_measured", {})
-        with compilations() as seen:
-            assert self.measure(engine, tmp_path) == costs
-        assert seen
-        with compilations() as seen:
-            for decoder in engine._decoders:
-                engine.state, _ = decoder.decode(engine.weights, engine.state, np.int32(1))
-        assert seen == []
-
-    def test_are_of_rounds_alone(self, engine, monkeypatch):
-        """What shows plain rounds to the head is compiled, but not timed."""
-        shown, feed = [], decode.feed
-        monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own) or feed(*own))
-        clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
-        clock.compile(engine._decoders)
-        assert len(shown) == engine.size.slots
-        for made in engine._decoders:
-            assert clock.seconds(made, 64, 2) > 0
-        assert len(shown) == engine.size.slots
-
-    def test_an_engine_is_of_use_after_an_interrupt(self, engine, monkeypatch):
-        def interrupted(decoders, weights, state, **_):
-            decoders[0].decode(weights, state, np.int32(1))  # donates the state
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr("jetspec_jax.engine.round_costs", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.complete(PROMPTS[:1], PARAMS[:1])
-        [completion] = serve(engine, PROMPTS[:1], PARAMS[:1])
-        plain, _ = generate(engine.target, PROMPTS, PARAMS[0])
-        assert completion.token_ids == plain.token_ids
-
-    @pytest.mark.parametrize(("text", "message"), [("{", "cannot read"), ("[]", "holds no JSON object")])
-    def test_a_damaged_file_is_measured_anew(self, engine, tmp_path, caplog, text, message):
-        (tmp_path / "costs.json").write_text(text)
-        self.measure(engine, tmp_path)
-        assert "measured anew" in caplog.text
-        assert message in caplog.text
-        assert len(json.loads((tmp_path / "costs.json").read_text())) == 1
-
-    def test_a_file_that_can_be_neither_read_nor_written(self, engine, tmp_path, caplog):
-        (tmp_path / "costs.json").mkdir()
-        self.measure(engine, tmp_path)
-        assert "cannot read" in caplog.text
-        assert "round costs are not kept" in caplog.text
-        assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
-
-    def test_on_a_cpu_nothing_is_written(self, engine, monkeypatch):
-        monkeypatch.setattr(round_costs.platformdirs, "user_cache_path", None)  # calling it would fail
-        self.measure(engine, None)
-        assert jnp.all(~engine.state.active)

@@ -476,9 +476,9 @@ def _plan_arrays(algorithm, candidates):
 # The type checker of the tests would refuse these calls first, so they are made in a process without it.
 WRONG_TYPES = """
 import numpy as np
-from jetspec_jax.tree_settings import TreeSettings
 from jetspec_jax.tree import AccumLogp, Auto, Routing, build_tree, get_algorithm
 from jetspec_jax.tree.routing import hints_of_each
+from jetspec_jax.tree_settings import TreeSettings
 
 def tree(**settings):
     return build_tree(np.zeros((1, 2, 4), np.float32), [1], width=2, budget=4, **settings)
