@@ -207,13 +207,14 @@ class Runner:
         return join(self._stores(), jax.tree.map(jnp.copy, self._state))
 
     def _stores(self) -> Stores:
-        stores, proposer = self._shelf.stores
-        return stores, None if self._decoder.proposer is None else proposer
+        if self._decoder.proposer is None:
+            return self._shelf.stores[0], None, None
+        return self._shelf.stores
 
     def _put_back(self, stores: Stores) -> None:
-        # Plain decoding leaves the head's stores where they are.
-        proposer = self._shelf.stores[1] if self._decoder.proposer is None else stores[1]
-        self._shelf.stores = stores[0], proposer
+        # Plain decoding leaves what is the head's where it is.
+        own = self._shelf.stores if self._decoder.proposer is None else stores
+        self._shelf.stores = stores[0], own[1], own[2]
 
 
 def dtype_of(weights: DecodeWeights) -> jnp.dtype:

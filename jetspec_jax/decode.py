@@ -56,7 +56,7 @@ from jetspec_jax.tree import (
     root_tree,
     top_candidates,
 )
-from jetspec_jax.unseen import FEED_ROWS, Unseen, feed, feeds_for
+from jetspec_jax.unseen import FEED_ROWS, empty_rows, feed
 
 
 class Verified(NamedTuple):
@@ -193,7 +193,7 @@ class TreeDecoder:
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
-            unseen=None if proposer is None else Unseen.empty(slots, unseen_rows, features, dtype),
+            unseen=None if proposer is None else empty_rows(slots, unseen_rows, features, dtype),
         )
 
     def insert(
@@ -218,8 +218,9 @@ class TreeDecoder:
         is_last: Bool[ArrayLike, ""],
     ) -> tuple[DecodeState, Int[Array, ""]]:
         """Commits one chunk of a prompt: see `jetspec_jax.prefill.prefill`. ``state`` is donated."""
+        seen = state.slots.lengths[slot]
         state, token = self.prefill_unfed(weights, state, slot, tokens, count, is_last)
-        return self._feed_all(weights, state, slot, np.shape(tokens)[0]), token
+        return self._feed_all(weights, state, slot, seen, np.shape(tokens)[0]), token
 
     def prefill_unfed(
         self,
@@ -237,22 +238,33 @@ class TreeDecoder:
         )
         return replace(state, proposer=own), token
 
-    def feed(self, weights: DecodeWeights, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
-        """Shows the proposer the next tokens of a slot that it has not seen, at most `FEED_ROWS`.
+    def feed(
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        slot: Int[ArrayLike, ""],
+        seen: Int[ArrayLike, ""],
+    ) -> DecodeState:
+        """Shows the proposer the next tokens of a slot, of which it has seen ``seen``: at most `FEED_ROWS`.
 
-        ``state`` is donated.
+        ``state.proposer`` is donated.
         """
         if self.proposer is None:
             return state
-        own, unseen = feed(self.proposer, weights.proposer, state.proposer, state.unseen, state.slots, slot)
-        return replace(state, proposer=own, unseen=unseen)
+        own = feed(self.proposer, weights.proposer, state.proposer, state.unseen, state.slots, slot, seen)
+        return replace(state, proposer=own)
 
     def _feed_all(
-        self, weights: DecodeWeights, state: DecodeState, slot: Int[ArrayLike, ""], most: int
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        slot: Int[ArrayLike, ""],
+        seen: Int[ArrayLike, ""],
+        most: int,
     ) -> DecodeState:
-        """`feed` until all is shown that it has not seen of a slot: at most so many tokens."""
-        for _ in range(feeds_for(most)):
-            state = self.feed(weights, state, slot)
+        """`feed` until all is shown that a slot has: at most so many tokens more."""
+        for shown in range(0, most, FEED_ROWS):
+            state = self.feed(weights, state, slot, jnp.int32(seen) + shown)
         return state
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
@@ -374,9 +386,10 @@ class TreeDecoder:
         """
         if not self.feeds_late:
             return self._run(weights, state, rounds)
+        before = [state.slots.lengths[slot] for slot in range(len(state.anchors))]
         state, records = self.decode_unfed(weights, state, rounds)
-        for slot in range(len(state.anchors)):
-            state = self._feed_all(weights, state, np.int32(slot), self.max_rounds)
+        for slot, seen in enumerate(before):
+            state = self._feed_all(weights, state, np.int32(slot), seen, self.max_rounds)
         return state, records
 
     @property

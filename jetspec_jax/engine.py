@@ -149,10 +149,8 @@ class Engine:
         self._left: set[int] = set()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        # Of each slot, how many committed tokens the proposer has not seen, at most.
-        self._unseen = [0] * size.slots
-        # Whether it was shown any since the last rounds began.
-        self._fed = False
+        # Whether the proposer was shown anything since the last rounds began, and whether it sees those.
+        self._fed, self._sees = False, True
         # Launched, but not handed out.
         self._first_tokens: list[tuple[Request, jax.Array]] = []
         self._records: RoundRecord | None = None
@@ -263,19 +261,20 @@ class Engine:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             # Here, where the device may be at prefills: a loop is launched when it is nearly done.
             self._learn()
-            choice = auto.choose(context, rounds, sum(map(feeds_for, self._unseen)))
+            feeds = sum(feeds_for(request.committed - request.seen) for request in self._running)
+            choice = auto.choose(context, rounds, feeds)
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
-            self._count_unseen(self._running, choice.rounds)
-            decode = decoder.decode_unfed
+            self._make_room()
+            self._sees, decode = False, decoder.decode_unfed
         else:
             self._feed()
-            decode = decode or decoder.decode
+            self._sees, decode = True, decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
         timed = auto is not None and choice.learns and (not behind or auto.wants_time(choice.bucket))
         if behind and timed:
             # Rounds are timed alone, not with what the device is still at.
-            jax.block_until_ready(self.state.unseen)
+            jax.block_until_ready((self.state.unseen, self.state.proposer))
         started = time.perf_counter()
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
@@ -296,6 +295,8 @@ class Engine:
         self._first_tokens, self._records = [], None
         for request in list(self._running):
             request.collect(records)
+            if self._sees:
+                request.seen = request.committed
             if request.output.finish_reason is not None:
                 self._release(request)
 
@@ -305,26 +306,25 @@ class Engine:
         if untold is not None:
             untold()
 
-    def _count_unseen(self, requests: Sequence[Request], tokens: int) -> None:
-        """Counts tokens that are committed next, which the proposer sees when it drafts.
-
-        A request that ends before takes its own along. Where there is no room, it sees all of them first.
-        """
+    def _make_room(self) -> None:
+        """Where what is committed next would overwrite what the proposer has not seen, it sees that first."""
         if self.state.unseen is None:
             return
-        # No program puts more than FEED_ROWS rows into a queue, padding and all.
-        if max(self._unseen) + FEED_ROWS > self.state.unseen.taps.shape[1]:
+        most = max((request.committed - request.seen for request in self._running), default=0)
+        # No program writes more than FEED_ROWS rows of a slot, padding and all.
+        if most + FEED_ROWS > self.state.unseen.shape[1]:
             self._feed()
-        for request in requests:
-            self._unseen[request.slot] += tokens
 
     def _feed(self) -> None:
         """Shows the proposer all that it has not seen."""
-        self._fed |= any(self._unseen)
-        for slot, tokens in enumerate(self._unseen):
-            for _ in range(feeds_for(tokens)):
-                self.state = self.decoder.feed(self.weights, self.state, np.int32(slot))
-        self._unseen = [0] * self.size.slots
+        if self.state.unseen is None:
+            return
+        for request in self._running:
+            while request.seen < request.committed:
+                slot, seen = np.int32(request.slot), np.int32(request.seen)
+                self.state = self.decoder.feed(self.weights, self.state, slot, seen)
+                request.seen = min(request.seen + FEED_ROWS, request.committed)
+                self._fed = True
 
     def _prepare_auto(self) -> None:
         """For the algorithm "auto" makes what chooses the buckets; measures costs that nobody knows yet."""
@@ -377,7 +377,7 @@ class Engine:
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
             part = request.prompt[start : start + PREFILL_CHUNK]
-            self._count_unseen([request], len(part))
+            self._make_room()
             self.state, token = self.decoder.prefill_unfed(
                 self.weights,
                 self.state,
@@ -386,6 +386,7 @@ class Engine:
                 np.int32(len(part)),
                 np.bool_(start + PREFILL_CHUNK >= len(request.prompt)),
             )
+            request.prefilled += len(part)
         assert token is not None, "check_request lets no empty prompt in"
         return token
 
@@ -393,7 +394,6 @@ class Engine:
         """Frees its slot and pages."""
         self._left.add(request.slot)
         self._running.remove(request)
-        self._unseen[request.slot] = 0
         self._free_slots.append(request.slot)
         self.pool.release(list(request.pages))
         # The next request clears its slot itself, which saves a launch.

@@ -125,7 +125,7 @@ def check_engine_memory(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
         state = jax.eval_shape(lambda: size.empty_state(decoder, dtype))
-        unseen = 0 if state.unseen is None else array_bytes(state.unseen.taps)
+        unseen = 0 if state.unseen is None else array_bytes(state.unseen)
         return {
             **weights(),
             f"stores of {size.slots} x {size.capacity} tokens": array_bytes(state) - unseen,

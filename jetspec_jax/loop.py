@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from jetspec_jax.proposer import taps_of
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.tree import tree_buckets
+from jetspec_jax.unseen import write_rows
 
 
 def _loop(
@@ -49,11 +50,12 @@ def _late_loop(
 
     width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
     no_taps = jnp.zeros((decoder.max_rounds, len(state.anchors), width), state.stores[0].k.dtype)
-    state, (records, taps) = _repeat(decoder, step, state, rounds, (_no_records(decoder, state), no_taps))
+    before, nothing = state.slots.lengths, (_no_records(decoder, state), no_taps)
+    state, (records, taps) = _repeat(decoder, step, state, rounds, nothing)
     assert state.unseen is not None, "of a decoder with a proposer"
     # A slot decodes in the first rounds or in none, so its rows lie side by side.
-    counts = jnp.sum(records.counts, axis=0, dtype=jnp.int32)
-    return replace(state, unseen=state.unseen.append(jnp.moveaxis(taps, 0, 1), counts)), records
+    slots = jnp.arange(len(before), dtype=jnp.int32)
+    return replace(state, unseen=write_rows(state.unseen, slots, jnp.moveaxis(taps, 0, 1), before)), records
 
 
 def _repeat(

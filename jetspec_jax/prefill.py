@@ -16,6 +16,7 @@ from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
 from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
+from jetspec_jax.unseen import write_rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -78,6 +79,8 @@ def prefill(
         settings=state.settings._replace(
             remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
         ),
-        unseen=None if state.unseen is None else state.unseen.append_to(slot, output.taps, count),
+        unseen=(
+            None if state.unseen is None else write_rows(state.unseen, slot[None], output.taps, own.lengths)
+        ),
     )
     return state, anchor

@@ -28,6 +28,8 @@ class Request:
         abandoned: Nobody waits for it any more; the next step takes it out.
         slot: Where it decodes, once it was admitted.
         pages: What it holds, once it was admitted.
+        prefilled: Tokens of the prompt that are in the stores.
+        seen: Committed tokens that the proposer has seen.
     """
 
     prompt: np.ndarray
@@ -37,11 +39,18 @@ class Request:
     abandoned: bool = False
     slot: int = -1
     pages: Sequence[int] = ()
+    prefilled: int = 0
+    seen: int = 0
 
     @property
     def num_pages(self) -> int:
         """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
         return pages_for(len(self.prompt) + self.params.max_tokens)
+
+    @property
+    def committed(self) -> int:
+        """Its tokens in the stores: all that it has got but the last, the anchor."""
+        return self.prefilled + max(len(self.output.token_ids) - 1, 0)
 
     def collect(self, records: RoundRecord) -> None:
         """Takes the tokens of the rounds that it took part in."""

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.state import DecodeState, DecodeWeights, join, split
-from jetspec_jax.unseen import FEED_ROWS
 
 #: Timed dispatches of each bucket and context, whose median counts: as many as these seconds allow.
 LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0
@@ -186,7 +185,7 @@ class _Clock:
 
     def __init__(self, weights: DecodeWeights, state: DecodeState, num_pages: int):
         self._weights, self._state = weights, state
-        self._free = jax.tree.map(jnp.copy, replace(split(state)[1], unseen=None))
+        self._free = jax.tree.map(jnp.copy, split(state)[1])
         batch, pages = state.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
         names = np.arange(batch * pages, dtype=np.int32) % num_pages
@@ -207,20 +206,17 @@ class _Clock:
         return time.perf_counter() - started
 
     def feed_seconds(self, decoder: TreeDecoder, context: int, feeds: int) -> float:
-        """Seconds until the proposer has seen the last tokens of a slot, in so many launches.
+        """Seconds until the proposer has seen the first tokens of a slot, in so many launches.
 
         Those that count are at most as many as the context has; what fills the launches up takes as long.
         """
         state = self._start(decoder, context)
         if state.unseen is None:
             return 0.0
-        slots = jnp.arange(len(self._tables))
-        marks = state.unseen.clear(slots).marks.at[:, 0].set(min(context, FEED_ROWS))
-        state = jax.block_until_ready(replace(state, unseen=state.unseen._replace(marks=marks)))
         started = time.perf_counter()
         for _ in range(feeds):
-            state = decoder.feed(self._weights, state, np.int32(0))
-        jax.block_until_ready(state.unseen)
+            state = decoder.feed(self._weights, state, np.int32(0), np.int32(0))
+        jax.block_until_ready(state.proposer)
         self._state = state
         return time.perf_counter() - started
 
@@ -242,9 +238,7 @@ class _Clock:
 
     def free_slots(self) -> DecodeState:
         """The state with its slots free, as it came; what their pages hold nobody reads."""
-        stores, state = split(self._state)
-        unseen = None if state.unseen is None else state.unseen.clear(jnp.arange(len(self._tables)))
-        return replace(join(stores, self._free), unseen=unseen)
+        return join(split(self._state)[0], self._free)
 
 
 def _read(path: Path | None) -> Mapping[str, Any]:

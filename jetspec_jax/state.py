@@ -11,13 +11,12 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling import Sampling, SamplingParams
 from jetspec_jax.tree import Hints, Reach, Routing, reach_of
-from jetspec_jax.unseen import Unseen
 
 
 class DecodeWeights(NamedTuple):
@@ -97,7 +96,8 @@ class DecodeState:
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
-        unseen: What the proposer has to see before it drafts; None without one.
+        unseen: Taps of the last R tokens, which the proposer has to see before it drafts: see
+            `jetspec_jax.unseen`. None without one.
     """
 
     stores: tuple[Store, ...]
@@ -106,7 +106,7 @@ class DecodeState:
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
-    unseen: Unseen | None
+    unseen: Float[Array, "B R F"] | None
 
 
 # Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
@@ -188,18 +188,19 @@ class RoundRecord:
         return 1 + (rest // 2 if self.nodes else rest)
 
 
-#: A state's stores: the target's, and the proposer's state.
-Stores = tuple[Any, Any]
+#: A state's stores: the target's, the proposer's state, and what the proposer has not seen.
+Stores = tuple[Any, Any, Any]
 
 
 def split(state: DecodeState) -> tuple[Stores, DecodeState]:
-    """A state's stores, and the state without them: fewer arrays for programs that look at neither."""
-    return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
+    """A state's stores, and the state without them: fewer arrays for programs that look at none."""
+    stores = state.stores, state.proposer, state.unseen
+    return stores, replace(state, stores=(), proposer=None, unseen=None)
 
 
 def join(stores: Stores, state: DecodeState) -> DecodeState:
     """The inverse of `split`."""
-    return replace(state, stores=stores[0], proposer=stores[1])
+    return replace(state, stores=stores[0], proposer=stores[1], unseen=stores[2])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -225,8 +226,6 @@ def insert(
         ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
-        # Of the request that was there before.
-        unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
 
 
@@ -246,8 +245,6 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
                 temperature=state.settings.sampling.temperature.at[slot].set(0.0)
             )
         ),
-        # Nobody drafts any more behind what waits there.
-        unseen=None if state.unseen is None else state.unseen.clear(slot),
     )
 
 

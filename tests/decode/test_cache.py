@@ -151,7 +151,7 @@ def test_stores_are_written_in_place(program, bucket, slots):
         lowered = decoder.program.lower(decoder, weights, state, number)
     elif program == "feed":
         lowered = feed.lower(
-            decoder.proposer, weights.proposer, state.proposer, state.unseen, state.slots, number
+            decoder.proposer, weights.proposer, state.proposer, state.unseen, state.slots, number, number
         )
     else:
         chunk = jax.ShapeDtypeStruct((32,), jnp.int32)

@@ -80,7 +80,7 @@ def test_stores_are_counted_as_they_are_allocated():
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16), slots=3, capacity=130)
     parts = needs(engine.decoder, engine.size)
-    taps = array_bytes(engine.state.unseen.taps)
+    taps = array_bytes(engine.state.unseen)
     assert parts["taps for the draft head"] == taps
     assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state) - taps
     tokens = 3 * 3 * 64  # whole pages
@@ -100,7 +100,7 @@ def test_taps_wait_in_the_state(algorithm, rows):
     """A chunk's, or with "auto" about 4096 of all slots."""
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=3, capacity=130)
-    assert engine.state.unseen.taps.shape == (3, rows, 2 * TINY.hidden_size)  # two layers are tapped
+    assert engine.state.unseen.shape == (3, rows, 2 * TINY.hidden_size)  # two layers are tapped
     assert Engine(target, slots=3, capacity=130).state.unseen is None
 
 

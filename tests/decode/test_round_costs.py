@@ -61,7 +61,6 @@ def test_are_positive_and_leave_the_slots_free(engine, tmp_path):
     assert len(costs.dispatches) == 2
     assert min(costs.dispatches) >= 0
     jax.tree.map(np.testing.assert_array_equal, slots(), before)
-    assert not engine.state.unseen.counts.any()
     [completion] = serve(engine, [PROMPT], [PARAMS])
     [plain] = generate(engine.target, [PROMPT], PARAMS)
     assert completion.token_ids == plain.token_ids
@@ -119,12 +118,12 @@ def test_are_of_rounds_alone(engine, monkeypatch):
 def test_a_feed_costs_what_one_more_takes(engine, tmp_path, monkeypatch):
     """Without what waiting for the device takes, which all of a dispatch share."""
     shown, feed = [], decode.feed
-    monkeypatch.setattr(decode, "feed", lambda *own: shown.append(np.asarray(own[3].counts)) or feed(*own))
+    monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own[4].lengths.tolist()) or feed(*own))
     clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
     clock.compile(engine._decoders)
     shown.clear()
     assert clock.feed_seconds(engine._decoders[0], 64, 2) > 0
-    assert [counts.tolist() for counts in shown] == [[64, 64], [0, 64]]
+    assert shown == [[64, 64], [64, 64]]
     engine.state = clock.free_slots()
     with monkeypatch.context() as patched:
         patched.setattr(round_costs._Clock, "feed_seconds", lambda *own: 0.5 + 0.25 * own[-1])
