@@ -9,6 +9,7 @@ on the host, among programs that are there: nothing compiles, and the tokens are
 chosen.
 
 What runs before every dispatch is plain Python: for a handful of numbers NumPy takes several times as long.
+What follows from what was learnt is made when that changes, which is seldom.
 """
 
 import math
@@ -70,13 +71,11 @@ class AcceptanceEstimate:
         # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
         self._recent, self._expected, self._accepted = list(guess), list(guess), list(guess)
         self._seen = [float(_PRIOR)] * len(guess)
+        self._tokens = self._of_all()
 
-    def tokens(self) -> list[float]:
+    def tokens(self) -> Sequence[float]:
         """Tokens of a round: of a plain one, then of each bucket; never less with more nodes."""
-        tokens = [1.0]
-        for recent, expected, accepted in zip(self._recent, self._expected, self._accepted, strict=True):
-            tokens.append(max(tokens[-1], 1.0 + recent * accepted / expected))
-        return tokens
+        return self._tokens
 
     def known(self, bucket: int) -> bool:
         """Whether rounds tell more about a bucket, of which 0 is plain, than the guess."""
@@ -110,6 +109,13 @@ class AcceptanceEstimate:
                 means[k] *= means[last] / before
         for k in range(last + 1):
             self._seen[k] += rounds
+        self._tokens = self._of_all()
+
+    def _of_all(self) -> list[float]:
+        tokens = [1.0]
+        for recent, expected, accepted in zip(self._recent, self._expected, self._accepted, strict=True):
+            tokens.append(max(tokens[-1], 1.0 + recent * accepted / expected))
+        return tokens
 
 
 class Pace:
@@ -125,38 +131,40 @@ class Pace:
         # Of each bucket: rounds, weighted, and the sum of their ratios.
         self._rounds = [0.0] * len(costs.dispatches)
         self._sums = [0.0] * len(costs.dispatches)
+        self._set_ratios()
 
     def seconds(self, context: float, rounds: int) -> list[float]:
         """Seconds of a round of each bucket, in a dispatch of so many rounds."""
         costs = self._costs.at(context, rounds)
-        return [ratio * own for ratio, own in zip(self._ratios(), costs, strict=True)]
+        return [ratio * own for ratio, own in zip(self._ratios, costs, strict=True)]
 
     def learn(self, bucket: int, context: float, rounds: int, seconds: float | None) -> None:
         """Takes in how long a dispatch took that ran so many rounds; None is one that was not timed."""
         if rounds == 0:
             return
         # Also what was learnt of the others gets old: a machine that was busy need not be.
-        keep, most = math.exp(-rounds / _PACE), _OUTLIER * self._ratios()[bucket]
+        keep, most = math.exp(-rounds / _PACE), _OUTLIER * self._ratios[bucket]
         self._rounds = [keep * own for own in self._rounds]
         self._sums = [keep * own for own in self._sums]
-        if seconds is None:
-            return
-        ratio = seconds / (rounds * self._costs.at(context, rounds)[bucket])
-        self._rounds[bucket] += rounds
-        self._sums[bucket] += rounds * min(ratio, most)
+        if seconds is not None:
+            ratio = seconds / (rounds * self._costs.at(context, rounds)[bucket])
+            self._rounds[bucket] += rounds
+            self._sums[bucket] += rounds * min(ratio, most)
+        self._set_ratios()
 
     def known(self, bucket: int) -> bool:
         """Whether enough rounds of a bucket were timed lately."""
         return self._rounds[bucket] > _PACE_KNOWN
 
-    def doubts(self) -> list[float]:
+    def doubts(self) -> Sequence[float]:
         """1 for a bucket that no dispatch ran with lately, 0 for one whose pace is known for certain."""
-        return [_PACE_PRIOR / (_PACE_PRIOR + own) for own in self._rounds]
+        return self._doubts
 
-    def _ratios(self) -> list[float]:
+    def _set_ratios(self) -> None:
         rounds = sum(self._rounds)
         together = sum(self._sums) / rounds if rounds else 1.0
-        return [
+        self._doubts = [_PACE_PRIOR / (_PACE_PRIOR + own) for own in self._rounds]
+        self._ratios = [
             (_PACE_PRIOR * together + ratios) / (_PACE_PRIOR + own)
             for own, ratios in zip(self._rounds, self._sums, strict=True)
         ]
