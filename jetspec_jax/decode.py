@@ -122,7 +122,7 @@ class TreeDecoder:
     bucket: int = 1
     width: int = 7
     algorithm: str | Algorithm = "accum_logp"
-    max_rounds: int = 64
+    max_rounds: int = 96
     implementation: str | None = None
     observes: bool = False
 

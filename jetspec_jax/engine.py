@@ -42,7 +42,8 @@ from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
 # Rounds between two looks of the host: enough to hide its work, and, where a slot can end while the loop goes
-# on (among other slots that somebody waits for, or by a stop string), few enough to see that soon.
+# on (among other slots that somebody waits for, or by a stop string), few enough to see that soon. What the
+# decoder's `max_rounds` can finish is not cut in two.
 ROUNDS_PER_DISPATCH = 64
 ROUNDS_TO_AN_END = 16
 
@@ -254,7 +255,9 @@ class Engine:
         if rounds is None:
             among = self._waiting and len(self._running) > 1
             ends = among or any(request.params.stop for request in self._running)
-            rounds = ROUNDS_TO_AN_END if ends else ROUNDS_PER_DISPATCH
+            left = max((request.left for request in self._running), default=1)
+            usual = left if left <= self.decoder.max_rounds else ROUNDS_PER_DISPATCH
+            rounds = ROUNDS_TO_AN_END if ends else usual
         decoder, auto, choice = self.decoder, None, Choice(0, rounds)
         context = self._mean_context()
         if decode is None and self._auto:

@@ -162,8 +162,6 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     rows = max(slots * nodes, PREFILL_CHUNK)
     keys_values = [layer.kv_size for layer in target.layers]
     tapped = len(taps_of(decoder.proposer)) * target.hidden_size
-    # With "auto" those of all plain rounds of a dispatch, as they come and slot by slot.
-    taps = tapped * (rows if decoder.auto is None else max(rows, 2 * slots * decoder.max_rounds))
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
@@ -173,7 +171,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             head = decoder.proposer.config
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
-    return 4 * logits + dtype.itemsize * (taps + rows * (sum(keys_values) + layer)) + attention
+    return 4 * logits + dtype.itemsize * rows * (tapped + sum(keys_values) + layer) + attention
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

@@ -2,7 +2,7 @@
 
 A `decoder` is a `jetspec_jax.decode.TreeDecoder`, which runs these programs.
 
-Shapes: B slots, F features of all taps.
+Shapes: B slots.
 """
 
 import functools
@@ -12,9 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Int
 
-from jetspec_jax.proposer import taps_of
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.tree import tree_buckets
 from jetspec_jax.unseen import write_rows
@@ -41,21 +40,18 @@ def _late_loop(
 ) -> tuple[DecodeState, RoundRecord]:
     """Plain rounds, which the proposer has to see later: see `TreeDecoder.decode_unfed`."""
 
-    def step(state: DecodeState) -> tuple[DecodeState, tuple[RoundRecord, Float[Array, "B F"]]]:
+    slots = jnp.arange(len(state.anchors), dtype=jnp.int32)
+
+    def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
+        assert state.unseen is not None, "of a decoder with a proposer"
         tree = decoder.build(state, None)
         output = decoder.verify(weights, state, tree)
         accepted = decoder.accept(state, tree, output.logits)
+        unseen = write_rows(state.unseen, slots, output.taps, state.slots.lengths)
         state, record = decoder.advance(state, tree, output, accepted)
-        return state, (record, output.taps[:, 0])
+        return replace(state, unseen=unseen), record
 
-    width = len(taps_of(decoder.proposer)) * decoder.target.hidden_size
-    no_taps = jnp.zeros((decoder.max_rounds, len(state.anchors), width), state.stores[0].k.dtype)
-    before, nothing = state.slots.lengths, (_no_records(decoder, state), no_taps)
-    state, (records, taps) = _repeat(decoder, step, state, rounds, nothing)
-    assert state.unseen is not None, "of a decoder with a proposer"
-    # A slot decodes in the first rounds or in none, so its rows lie side by side.
-    slots = jnp.arange(len(before), dtype=jnp.int32)
-    return replace(state, unseen=write_rows(state.unseen, slots, jnp.moveaxis(taps, 0, 1), before)), records
+    return _repeat(decoder, step, state, rounds, _no_records(decoder, state))
 
 
 def _repeat(

@@ -52,6 +52,11 @@ class Request:
         """Its tokens in the stores: all that it has got but the last, the anchor."""
         return self.prefilled + max(len(self.output.token_ids) - 1, 0)
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        return self.params.max_tokens - len(self.output.token_ids)
+
     def collect(self, records: RoundRecord) -> None:
         """Takes the tokens of the rounds that it took part in."""
         of_slot = (records.tokens, records.counts, records.tree_sizes)

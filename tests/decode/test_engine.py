@@ -358,6 +358,27 @@ def test_the_bucket_can_change_between_rounds(oracle_engine, alone):
     assert {1, 16} == set(requests[0].output.tree_sizes)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "others", "settings", "expected"),
+    [
+        (96, 0, {}, [96]),
+        (97, 0, {}, [64, 32]),
+        (160, 0, {}, [64, 95]),
+        (300, 0, {}, [64, 64, 64, 64, 43]),
+        (96, 1, {}, [96]),  # it has the only slot
+        (40, 0, {"stop": ("no such words",)}, [16, 16, 16]),
+    ],
+)
+def test_rounds_between_two_looks_of_the_host(target, monkeypatch, tokens, others, settings, expected):
+    seen, decode = [], TreeDecoder.decode
+    monkeypatch.setattr(TreeDecoder, "decode", lambda *own: seen.append(int(own[-1])) or decode(*own))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
+    requests = [prompt_of(5)] * (1 + others)
+    for got in serve(Engine(target, slots=1, capacity=LIMIT), requests, [params] * (1 + others)):
+        assert len(got.token_ids) == tokens
+    assert seen == expected * (1 + others)
+
+
 # Where outputs end
 
 
