@@ -19,8 +19,11 @@ from typing import NamedTuple
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.state import RoundRecord
 
-#: Rounds of a dispatch that is to find something out, unless all that it could have are cheaper.
+#: Rounds of a dispatch that is to find something out, unless all that it could have cost no more.
 PROBE_ROUNDS = 8
+# Or so many times as much, where trees are best anyway: a few rounds tell what others have accepted, but how
+# long they take, which differs by a few percent, only many.
+_WHOLE = 3.0
 # Horizons of running means, in rounds of a slot. What the head expects follows the text; how far it is wrong
 # is a property of the pair and of the request's settings, and takes many rounds to tell.
 _RECENT, _LONG = 32, 512
@@ -37,9 +40,6 @@ _HOPE = 0.1
 # Drafted tokens that a bucket has accepted at first: this much for each doubling of its nodes. A little more
 # than most pairs, so that what is not known is tried.
 _PER_DOUBLING = 0.5
-# A dispatch is learnt from only if so many seconds of rounds have passed since the last that was: to take it
-# in costs the host a fifth of a millisecond, 1 % of what a small model needs for 64 rounds.
-_LEARNS_AFTER = 0.05
 # Fewer drafted tokens than that count as that many: means are divided by each other.
 _LEAST = 1e-6
 
@@ -49,13 +49,11 @@ class Choice(NamedTuple):
 
     Attributes:
         bucket: Its index; 0 is plain.
-        rounds: How many, at most.
-        learns: Whether what it tells is to be taken in.
+        rounds: How many, at most. Where it may have more, the next choice waits for what these tell.
     """
 
     bucket: int
     rounds: int
-    learns: bool = True
 
 
 class AcceptanceEstimate:
@@ -133,10 +131,9 @@ class Pace:
         self._sums = [0.0] * len(costs.dispatches)
         self._set_ratios()
 
-    def seconds(self, context: float, rounds: int) -> list[float]:
-        """Seconds of a round of each bucket, in a dispatch of so many rounds."""
-        costs = self._costs.at(context, rounds)
-        return [ratio * own for ratio, own in zip(self._ratios, costs, strict=True)]
+    def seconds(self, bucket: int, context: float, rounds: float) -> float:
+        """Seconds of a round of a bucket, in a dispatch of so many rounds."""
+        return self._ratios[bucket] * self._costs.at(bucket, context, rounds)
 
     def learn(self, bucket: int, context: float, rounds: int, seconds: float | None) -> None:
         """Takes in how long a dispatch took that ran so many rounds; None is one that was not timed."""
@@ -147,7 +144,7 @@ class Pace:
         self._rounds = [keep * own for own in self._rounds]
         self._sums = [keep * own for own in self._sums]
         if seconds is not None:
-            ratio = seconds / (rounds * self._costs.at(context, rounds)[bucket])
+            ratio = seconds / (rounds * self._costs.at(bucket, context, rounds))
             self._rounds[bucket] += rounds
             self._sums[bucket] += rounds * min(ratio, most)
         self._set_ratios()
@@ -184,48 +181,52 @@ class AutoBudget:
         self.acceptance, self.costs, self.probing = acceptance, costs, probing
         self.pace = Pace(costs)
         self._account = 0.0
-        # Seconds of rounds since the last dispatch that was learnt from.
-        self._unlearnt = 0.0
 
-    def choose(self, context: float, rounds: int, feeds: int) -> Choice:
+    def choose(self, context: float, rounds: int, left: int, feeds: int) -> Choice:
         """The bucket of the next dispatch.
 
         Args:
             context: Committed tokens of a slot, on average.
             rounds: Most rounds of the dispatch.
+            left: Most tokens that a slot may still get.
             feeds: Launches that show the proposer what it has not seen, before it can draft.
         """
-        tokens, seconds = self.acceptance.tokens(), self.pace.seconds(context, rounds)
+        tokens = self.acceptance.tokens()
+        # Larger trees come to the end of a request in fewer rounds, which then share the dispatch.
+        lasts = [min(rounds, max(left / own, 1.0)) for own in tokens]
+        tokens = [min(own, left) for own in tokens]
+        seconds = [self.pace.seconds(bucket, context, own) for bucket, own in enumerate(lasts)]
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
-        few = min(rounds, PROBE_ROUNDS)
         # Where trees are best, the proposer is to see its tokens anyway.
         first = 0.0 if best else feeds * self.costs.feed
+        # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
+        most = first + PROBE_ROUNDS * max(seconds) + max(self.costs.dispatches)
         probe = self._most_promising(best, rates)
         if probe is not None:
             each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
-            losses = {few: first + few * each + another * (1 - few / rounds)}
-            if self.acceptance.known(probe):
-                losses[rounds] = first + rounds * each  # no dispatch more, and it tells more
-            turns = min(losses, key=losses.__getitem__)
+            part = min(PROBE_ROUNDS / lasts[probe], 1.0)
+            loss, turns = first + part * lasts[probe] * each + (1 - part) * another, min(rounds, PROBE_ROUNDS)
+            # A whole dispatch tells more, and there is none more.
+            whole = first + lasts[probe] * each
+            if self.acceptance.known(probe) and whole <= min((_WHOLE if best else 1.0) * loss, most):
+                loss, turns = whole, rounds
             # Before anything is known of trees, a probe need not be paid for.
-            if self._account >= losses[turns] or not self.acceptance.known(1):
-                self._account = max(self._account - losses[turns], 0.0)
-                return self._choice(probe, turns, seconds, learns=True)
+            if self._account >= loss or not self.acceptance.known(1):
+                self._account = max(self._account - loss, 0.0)
+                return Choice(probe, turns)
         rounds = self.acceptance.trusted(best, rounds)
-        if not self.acceptance.known(best):
-            return self._choice(best, rounds, seconds, learns=True)
-        self._account += self.probing * rounds * seconds[best]
-        # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
-        self._account = min(self._account, first + few * max(seconds) + max(self.costs.dispatches))
-        return self._choice(best, rounds, seconds, learns=not self.pace.known(best))
+        if self.acceptance.known(best):
+            earned = self.probing * min(rounds, lasts[best]) * seconds[best]
+            self._account = min(self._account + earned, most)
+        return Choice(best, rounds)
 
     def wants_time(self, bucket: int) -> bool:
         """Whether a dispatch of a bucket is to be timed even if it has to wait for that."""
         return not self.pace.known(bucket)
 
     def observe(self, bucket: int, context: float, records: RoundRecord, seconds: float | None) -> None:
-        """Takes in what a dispatch tells that learns.
+        """Takes in what a dispatch tells.
 
         Args:
             bucket: Its index.
@@ -241,13 +242,6 @@ class AutoBudget:
             expected, accepted = ((x.sum(axis=(0, 1)) / rounds).tolist() for x in records.reach)
             self.acceptance.learn(rounds, expected, accepted)
         self.pace.learn(bucket, context, max(ran), seconds)
-
-    def _choice(self, bucket: int, rounds: int, seconds: Sequence[float], *, learns: bool) -> Choice:
-        self._unlearnt += rounds * seconds[bucket]
-        learns |= self._unlearnt >= _LEARNS_AFTER
-        if learns:
-            self._unlearnt = 0.0
-        return Choice(bucket, rounds, learns)
 
     def _most_promising(self, best: int, rates: Sequence[float]) -> int | None:
         """The bucket to find out about: a larger one than the best, or one whose pace nobody knows."""

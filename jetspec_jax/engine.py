@@ -252,20 +252,18 @@ class Engine:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
+        left = max((request.left for request in self._running), default=1)
         if rounds is None:
             among = self._waiting and len(self._running) > 1
             ends = among or any(request.params.stop for request in self._running)
-            left = max((request.left for request in self._running), default=1)
             usual = left if left <= self.decoder.max_rounds else ROUNDS_PER_DISPATCH
             rounds = ROUNDS_TO_AN_END if ends else usual
         decoder, auto, choice = self.decoder, None, Choice(0, rounds)
         context = self._mean_context()
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
-            # Here, where the device may be at prefills: a loop is launched when it is nearly done.
-            self._learn()
             feeds = sum(feeds_for(request.committed - request.seen) for request in self._running)
-            choice = auto.choose(context, rounds, feeds)
+            choice = auto.choose(context, rounds, left, feeds)
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
             self._make_room()
@@ -274,18 +272,22 @@ class Engine:
             self._feed()
             self._sees, decode = True, decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
-        timed = auto is not None and choice.learns and (not behind or auto.wants_time(choice.bucket))
+        timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
         if behind and timed:
             # Rounds are timed alone, not with what the device is still at.
             jax.block_until_ready((self.state.unseen, self.state.proposer))
         started = time.perf_counter()
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
+        # Of the dispatch before, while the device is at this one.
+        self._learn()
         tokens, records = self._fetch()
-        if auto is not None and choice.learns:
+        if auto is not None:
             seconds = time.perf_counter() - started if timed else None
             self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
         self._hand_out(tokens, records)
+        if choice.rounds < rounds:
+            self._learn()
 
     def _fetch(self) -> tuple[list[np.ndarray], RoundRecord]:
         """Waits for what was launched: first tokens, and what the rounds did."""
@@ -304,7 +306,7 @@ class Engine:
                 self._release(request)
 
     def _learn(self) -> None:
-        """Takes in what the last dispatch told."""
+        """Takes in what a dispatch told."""
         untold, self._untold = self._untold, None
         if untold is not None:
             untold()

@@ -52,18 +52,15 @@ class RoundCosts:
     dispatches: tuple[float, ...]
     feed: float
 
-    def at(self, context: float, rounds: int) -> list[float]:
-        """Seconds of a round of each bucket behind so many tokens, in a dispatch of so many rounds.
+    def at(self, bucket: int, context: float, rounds: float) -> float:
+        """Seconds of a round of a bucket behind so many tokens, in a dispatch of so many rounds.
 
         They lie on the line through what was measured, with a share of the dispatch.
         """
-        low, high = self.contexts
-        share = (context - low) / (high - low)
-        return [
-            # A line that noise makes fall must not reach zero far outside.
-            max(first + share * (last - first), 0.5 * min(first, last)) + beside / rounds
-            for (first, last), beside in zip(self.seconds, self.dispatches, strict=True)
-        ]
+        (low, high), (first, last) = self.contexts, self.seconds[bucket]
+        alone = first + (context - low) / (high - low) * (last - first)
+        # A line that noise makes fall must not reach zero far outside.
+        return max(alone, 0.5 * min(first, last)) + self.dispatches[bucket] / rounds
 
 
 def round_costs(

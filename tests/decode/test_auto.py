@@ -54,7 +54,7 @@ def every_bucket(monkeypatch):
     """Dispatches take turns through all buckets, and are of 3 rounds."""
     turns, seen = itertools.count(), []
 
-    def choose(self, context, rounds, feeds):
+    def choose(self, context, rounds, left, feeds):
         seen.append(context)
         return Choice((0, 2, 1, 0, 1)[next(turns) % 5], 3)
 
@@ -133,8 +133,7 @@ def test_the_head_sees_all_that_it_drafts_behind(target, plain_rounds, monkeypat
             )
             np.testing.assert_allclose(a, b, atol=1e-6)
             assert np.abs(a).max(axis=(1, 2)).min() > 0
-    # What was learnt of the last dispatch is taken in with the next.
-    assert [(bucket, rounds) for bucket, _, rounds, _ in told] == [(0, 5)] * 5
+    assert [(bucket, rounds) for bucket, _, rounds, _ in told] == [(0, 5)] * 6
     assert all(seconds > 0 for *_, seconds in told)
 
 
@@ -175,27 +174,26 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
         waited.append(now[0] - before >= 100.0)
     assert waited == [own and not known for own in behind]
     seconds = [None if own and known else 1.0 for own in behind]
-    assert [(bucket, own) for bucket, *_, own in told] == [*zip((0, 0, 1, 1), seconds[:4], strict=True)]
+    assert [(bucket, own) for bucket, *_, own in told] == [*zip((0, 0, 1, 1, 0), seconds, strict=True)]
 
 
-def test_a_dispatch_that_does_not_learn_is_not_waited_for(target, monkeypatch):
-    """Nor timed, nor taken in; what comes of it is the same."""
-    told, waited, turns = [], [], itertools.count()
-    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Choice(1, 3, next(turns) % 2 == 1))
-    monkeypatch.setattr(AutoBudget, "observe", lambda self, bucket, context, *_: told.append(context))
-    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+def test_what_is_told_is_learnt_while_the_next_rounds_run(target, monkeypatch):
+    """Unless it had fewer rounds than it might: then before the next choice."""
+    seen, device_get = [], jax.device_get
+    rounds = (16, 3, 3, 16, 16)
+    turns = iter(rounds)
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: seen.append("choose") or Choice(1, next(turns)))
+    monkeypatch.setattr(AutoBudget, "observe", lambda *_: seen.append("learn"))
+    monkeypatch.setattr(jax, "device_get", lambda value: seen.append("wait") or device_get(value))
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
     engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
-    request = engine.submit(PROMPTS[0], PARAMS[0])
-    contexts = []
-    while engine.busy:
-        engine.step()
-        contexts.append(len(PROMPTS[0]) + len(request.output.token_ids))
-    engine._learn()
-    assert told == contexts[:-1][0::2]
-    assert not waited, "the one behind the prefill was not to be timed"
-    [plain] = generate(target, PROMPTS[:1], PARAMS[0])
-    assert request.output.token_ids == plain.token_ids
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))
+    engine._prepare_auto()
+    seen.clear()
+    for _ in rounds:
+        engine.step(16)
+    at_once, later = ["choose", "wait", "learn"], ["choose", "wait"]
+    assert seen == [*later, "choose", "learn", "wait", "learn", *at_once, *later, "choose", "learn", "wait"]
 
 
 def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
