@@ -63,7 +63,7 @@ class Scene:
         return self.pages_per_slot * PAGE_SIZE
 
     def num_bytes(self, decoder: TreeDecoder, dtype: jnp.dtype) -> int:
-        """Bytes of the stores."""
+        """Bytes of the stores, and of what waits for the head."""
         leaves = jax.tree.leaves(split(self._shapes(decoder, dtype))[0])
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

@@ -104,7 +104,7 @@ class TreeDecoder:
         state, first_token = decoder.prefill(weights, state, slot, tokens, count, is_last)
         state, records = decoder.decode(weights, state, rounds)
 
-    All that take and return a state donate the one they are given, but for `round`.
+    All that take and return a state donate the one they are given, but for `round` and `feed`.
 
     Attributes:
         target: The target's geometry.
@@ -247,7 +247,8 @@ class TreeDecoder:
     ) -> DecodeState:
         """Shows the proposer the next tokens of a slot, of which it has seen ``seen``: at most `FEED_ROWS`.
 
-        ``state.proposer`` is donated.
+        What it has not seen must be in the state still: at most ``unseen_rows`` tokens. ``state.proposer`` is
+        donated.
         """
         if self.proposer is None:
             return state

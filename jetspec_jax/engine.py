@@ -150,11 +150,12 @@ class Engine:
         self._left: set[int] = set()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        # Whether the proposer was shown anything since the last rounds began, and whether it sees those.
-        self._fed, self._sees = False, True
-        # Launched, but not handed out.
+        # Whether the proposer was shown anything since the last rounds began.
+        self._fed = False
+        # Launched, but not handed out; and whether the proposer has seen these rounds.
         self._first_tokens: list[tuple[Request, jax.Array]] = []
         self._records: RoundRecord | None = None
+        self._seen = True
         # What a dispatch tells, not yet taken in.
         self._untold: Callable[[], None] | None = None
 
@@ -252,7 +253,7 @@ class Engine:
             raise RuntimeError(
                 f"only {self.pool.num_free} of {self.pool.num_pages} pages are free while nothing runs"
             )
-        left = max((request.left for request in self._running), default=1)
+        left = max([1, *(request.left for request in self._running)])
         if rounds is None:
             among = self._waiting and len(self._running) > 1
             ends = among or any(request.params.stop for request in self._running)
@@ -267,10 +268,10 @@ class Engine:
             decoder = self._decoders[choice.bucket]
         if decode is None and decoder.feeds_late:
             self._make_room()
-            self._sees, decode = False, decoder.decode_unfed
+            self._seen, decode = False, decoder.decode_unfed
         else:
             self._feed()
-            self._sees, decode = True, decode or decoder.decode
+            self._seen, decode = True, decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
         timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
         if behind and timed:
@@ -300,7 +301,7 @@ class Engine:
         self._first_tokens, self._records = [], None
         for request in list(self._running):
             request.collect(records)
-            if self._sees:
+            if self._seen:
                 request.seen = request.committed
             if request.output.finish_reason is not None:
                 self._release(request)

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Int
 
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.tree import tree_buckets
-from jetspec_jax.unseen import write_rows
+from jetspec_jax.unseen import check_room, write_rows
 
 
 def _loop(
@@ -44,6 +44,7 @@ def _late_loop(
 
     def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         assert state.unseen is not None, "of a decoder with a proposer"
+        check_room(state.unseen, decoder.max_rounds)
         tree = decoder.build(state, None)
         output = decoder.verify(weights, state, tree)
         accepted = decoder.accept(state, tree, output.logits)

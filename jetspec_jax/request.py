@@ -54,8 +54,8 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still get."""
-        return self.params.max_tokens - len(self.output.token_ids)
+        """Tokens that rounds may still give it; the first is the prefill's."""
+        return self.params.max_tokens - max(len(self.output.token_ids), 1)
 
     def collect(self, records: RoundRecord) -> None:
         """Takes the tokens of the rounds that it took part in."""

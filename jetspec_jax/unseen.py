@@ -45,14 +45,22 @@ def write_rows(
     Raises:
         ValueError: A slot has fewer rows.
     """
-    new, room = taps.shape[1], unseen.shape[1]
-    if new > room:
+    check_room(unseen, taps.shape[1])
+    rows = (starts[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]) % unseen.shape[1]
+    return unseen.at[slots[:, None], rows].set(taps, unique_indices=True)
+
+
+def check_room(unseen: Float[Array, "B R F"], new: int) -> None:
+    """Checks that a program may commit so many tokens of a slot before the proposer sees any.
+
+    Raises:
+        ValueError: A slot has fewer rows.
+    """
+    if new > unseen.shape[1]:
         raise ValueError(
             f"{new} tokens are committed before the proposer sees them, and the state has room for "
-            f"{room}: take empty_state(..., unseen_rows={new})"
+            f"{unseen.shape[1]}: take empty_state(..., unseen_rows={new})"
         )
-    rows = (starts[:, None] + jnp.arange(new, dtype=jnp.int32)[None, :]) % room
-    return unseen.at[slots[:, None], rows].set(taps, unique_indices=True)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -74,7 +82,7 @@ def feed(
         unseen: The taps.
         slots: All slots.
         slot: Which is shown.
-        seen: How many of its tokens the proposer has seen.
+        seen: How many of its tokens the proposer has seen: at least all but R.
 
     Returns:
         The proposer's state.

@@ -361,11 +361,11 @@ def test_the_bucket_can_change_between_rounds(oracle_engine, alone):
 @pytest.mark.parametrize(
     ("tokens", "others", "settings", "expected"),
     [
-        (96, 0, {}, [96]),
-        (97, 0, {}, [64, 32]),
+        (97, 0, {}, [96]),  # the first token is the prefill's
+        (98, 0, {}, [64, 33]),
         (160, 0, {}, [64, 95]),
         (300, 0, {}, [64, 64, 64, 64, 43]),
-        (96, 1, {}, [96]),  # it has the only slot
+        (96, 1, {}, [95]),  # it has the only slot
         (40, 0, {"stop": ("no such words",)}, [16, 16, 16]),
     ],
 )

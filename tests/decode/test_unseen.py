@@ -5,8 +5,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax.cache import Slots
+from jetspec_jax.decode import TreeDecoder
+from jetspec_jax.proposer import DraftHeadProposer
+from jetspec_jax.state import DecodeWeights
 from jetspec_jax.unseen import FEED_ROWS, empty_rows, feed, write_rows
 from tests.decode.oracle import OracleProposer
+from tests.decode.tiny import TINY, random_head, random_target
 
 SLOTS, LENGTH, FEATURES = 3, 1000, 2
 
@@ -53,10 +57,15 @@ def test_every_row_is_shown_once_in_order():
 
 
 def test_more_than_there_is_room_for():
+    unseen = empty_rows(SLOTS, 300, FEATURES, jnp.dtype("float32"))
     with pytest.raises(ValueError, match=r"500 tokens .* room for 384: take .*unseen_rows=500"):
-        write_rows(
-            empty_rows(SLOTS, 300, FEATURES, jnp.dtype("float32")),
-            jnp.array([0]),
-            jnp.zeros((1, 500, FEATURES)),
-            jnp.array([3]),
-        )
+        write_rows(unseen, jnp.array([0]), jnp.zeros((1, 500, FEATURES)), jnp.array([3]))
+
+
+def test_more_rounds_than_there_is_room_for():
+    """Of one dispatch, whose rounds write one row each."""
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), max_rounds=200)
+    state = decoder.empty_state(1, num_pages=4, pages_per_slot=4, page_size=64, dtype=jnp.dtype("float32"))
+    with pytest.raises(ValueError, match=r"200 tokens .* room for 128: take .*unseen_rows=200"):
+        decoder.decode(DecodeWeights(target.weights, head.weights), state, np.int32(2))
