@@ -42,8 +42,7 @@ from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8
 # Rounds between two looks of the host: enough to hide its work, and, where a slot can end while the loop goes
-# on (among other slots that somebody waits for, or by a stop string), few enough to see that soon. What the
-# decoder's `max_rounds` can finish is not cut in two.
+# on, few enough to see that soon.
 ROUNDS_PER_DISPATCH = 64
 ROUNDS_TO_AN_END = 16
 
@@ -255,10 +254,7 @@ class Engine:
             )
         left = max([1, *(request.left for request in self._running)])
         if rounds is None:
-            among = self._waiting and len(self._running) > 1
-            ends = among or any(request.params.stop for request in self._running)
-            usual = left if left <= self.decoder.max_rounds else ROUNDS_PER_DISPATCH
-            rounds = ROUNDS_TO_AN_END if ends else usual
+            rounds = self._usual_rounds(left)
         decoder, auto, choice = self.decoder, None, Choice(0, rounds)
         context = self._mean_context()
         if decode is None and self._auto:
@@ -289,6 +285,15 @@ class Engine:
         self._hand_out(tokens, records)
         if choice.rounds < rounds:
             self._learn()
+
+    def _usual_rounds(self, left: int) -> int:
+        """Rounds of a dispatch that suit the requests, none of which may get more than so many tokens."""
+        # A slot that somebody waits for may end among others, and a stop string any.
+        among = self._waiting and len(self._running) > 1
+        if among or any(request.params.stop for request in self._running):
+            return ROUNDS_TO_AN_END
+        # What one dispatch can finish is not cut in two.
+        return left if left <= self.decoder.max_rounds else ROUNDS_PER_DISPATCH
 
     def _fetch(self) -> tuple[list[np.ndarray], RoundRecord]:
         """Waits for what was launched: first tokens, and what the rounds did."""
