@@ -231,7 +231,10 @@ class TreeDecoder:
         count: Int[ArrayLike, ""],
         is_last: Bool[ArrayLike, ""],
     ) -> tuple[DecodeState, Int[Array, ""]]:
-        """`prefill`, but the proposer sees nothing: `feed` it before it drafts for that slot."""
+        """`prefill`, but the proposer sees nothing: `feed` it before it drafts for that slot.
+
+        And before `prefill` or `decode` show it more: they begin behind what was committed before.
+        """
         own, taps = state.proposer, taps_of(self.proposer)
         state, token = prefill(
             self.target, taps, self.implementation, *_unfed(weights, state), slot, tokens, count, is_last
@@ -404,7 +407,7 @@ class TreeDecoder:
     def decode_unfed(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
     ) -> tuple[DecodeState, RoundRecord]:
-        """`decode` of a decoder that feeds late, but the proposer sees nothing: `feed` it before a draft."""
+        """`decode` of a decoder that feeds late, but the proposer sees nothing: see `prefill_unfed`."""
         own = state.proposer
         state, records = self._run(*_unfed(weights, state), rounds)
         return replace(state, proposer=own), records
