@@ -35,6 +35,9 @@ _PRIOR = 8
 _PACE, _PACE_PRIOR, _PACE_KNOWN = 2048, 64, 128
 # A dispatch that took longer than so many times what is expected of it counts as one that took as long.
 _OUTLIER = 1.25
+# For so many plain rounds a choice may hold, with nothing learnt: they tell little, and to look at what two
+# dispatches tell and to choose again takes 1 % of a small model's request of 160 tokens.
+_HOLDS = 512
 # By how much a bucket of an unknown pace may be faster than it seems.
 _HOPE = 0.1
 # Drafted tokens that a bucket has accepted at first: this much for each doubling of its nodes. A little more
@@ -50,10 +53,12 @@ class Choice(NamedTuple):
     Attributes:
         bucket: Its index; 0 is plain.
         rounds: How many, at most. Where it may have more, the next choice waits for what these tell.
+        learns: Whether what they tell is to be learnt.
     """
 
     bucket: int
     rounds: int
+    learns: bool = True
 
 
 class AcceptanceEstimate:
@@ -181,6 +186,8 @@ class AutoBudget:
         self.acceptance, self.costs, self.probing = acceptance, costs, probing
         self.pace = Pace(costs)
         self._account = 0.0
+        # Plain rounds that are chosen already, what each of them earns, and how many nobody has learnt from.
+        self._held, self._earns, self._unlearnt = 0.0, 0.0, 0
 
     def choose(self, context: float, rounds: int, left: int, feeds: int) -> Choice:
         """The bucket of the next dispatch.
@@ -191,10 +198,16 @@ class AutoBudget:
             left: Most tokens that a slot may still get.
             feeds: Launches that show the proposer what it has not seen, before it can draft.
         """
-        tokens = self.acceptance.tokens()
+        turns = min(rounds, left)
+        if turns <= self._held:
+            self._held -= turns
+            self._unlearnt += turns
+            self._account += turns * self._earns
+            return Choice(0, rounds, learns=False)
+        all_tokens = self.acceptance.tokens()
         # Larger trees come to the end of a request in fewer rounds, which then share the dispatch.
-        lasts = [min(rounds, max(left / own, 1.0)) for own in tokens]
-        tokens = [min(own, left) for own in tokens]
+        lasts = [min(rounds, max(left / own, 1.0)) for own in all_tokens]
+        tokens = [min(own, left) for own in all_tokens]
         seconds = [self.pace.seconds(bucket, context, own) for bucket, own in enumerate(lasts)]
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
@@ -202,7 +215,7 @@ class AutoBudget:
         first = 0.0 if best else feeds * self.costs.feed
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
         most = first + PROBE_ROUNDS * max(seconds) + max(self.costs.dispatches)
-        probe = self._most_promising(best, rates)
+        probe, loss = self._most_promising(best, rates), math.inf
         if probe is not None:
             each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
             part = min(PROBE_ROUNDS / lasts[probe], 1.0)
@@ -215,11 +228,21 @@ class AutoBudget:
             if self._account >= loss or not self.acceptance.known(1):
                 self._account = max(self._account - loss, 0.0)
                 return Choice(probe, turns)
-        rounds = self.acceptance.trusted(best, rounds)
         if self.acceptance.known(best):
-            earned = self.probing * min(rounds, lasts[best]) * seconds[best]
-            self._account = min(self._account + earned, most)
-        return Choice(best, rounds)
+            turns = min(self.acceptance.trusted(best, rounds), lasts[best])
+            self._earns = self.probing * seconds[best]
+            self._account = min(self._account + turns * self._earns, most)
+        if best == 0 and self._plain_is_best(context, rounds):
+            # Until the next probe is paid for, if that is soon.
+            soon = self._account + _HOLDS * self._earns > loss
+            self._held = (loss - self._account) / self._earns if soon else _HOLDS
+        return Choice(best, self.acceptance.trusted(best, rounds))
+
+    def _plain_is_best(self, context: float, rounds: int) -> bool:
+        """Whether it is also where no request comes to its end."""
+        tokens = self.acceptance.tokens()
+        rates = [own / self.pace.seconds(bucket, context, rounds) for bucket, own in enumerate(tokens)]
+        return rates.index(max(rates)) == 0
 
     def wants_time(self, bucket: int) -> bool:
         """Whether a dispatch of a bucket is to be timed even if it has to wait for that."""
@@ -234,6 +257,9 @@ class AutoBudget:
             records: Of its rounds, on the host; with more than the tokens, if it drafted.
             seconds: How long its rounds took; None if they were not timed.
         """
+        if self._unlearnt:
+            self.pace.learn(0, context, self._unlearnt, None)
+            self._unlearnt = 0
         # Of each slot, how many rounds it decoded in; they are the first.
         ran = (records.tree_sizes > 0).sum(axis=0).tolist()
         rounds = sum(ran)

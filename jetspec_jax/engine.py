@@ -255,13 +255,13 @@ class Engine:
         left = max([1, *(request.left for request in self._running)])
         if rounds is None:
             rounds = self._usual_rounds(left)
-        decoder, auto, choice = self.decoder, None, Choice(0, rounds)
+        decoder, learner, choice = self.decoder, None, Choice(0, rounds)
         context = self._mean_context()
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
             feeds = sum(feeds_for(request.committed - request.seen) for request in self._running)
             choice = auto.choose(context, rounds, left, feeds)
-            decoder = self._decoders[choice.bucket]
+            decoder, learner = self._decoders[choice.bucket], auto if choice.learns else None
         if decode is None and decoder.feeds_late:
             self._make_room()
             self._seen, decode = False, decoder.decode_unfed
@@ -269,7 +269,7 @@ class Engine:
             self._feed()
             self._seen, decode = True, decode or decoder.decode
         behind, self._fed = self._fed or bool(self._first_tokens), False
-        timed = auto is not None and (not behind or auto.wants_time(choice.bucket))
+        timed = learner is not None and (not behind or learner.wants_time(choice.bucket))
         if behind and timed:
             # Rounds are timed alone, not with what the device is still at.
             jax.block_until_ready((self.state.unseen, self.state.proposer))
@@ -279,9 +279,9 @@ class Engine:
         # Of the dispatch before, while the device is at this one.
         self._learn()
         tokens, records = self._fetch()
-        if auto is not None:
+        if learner is not None:
             seconds = time.perf_counter() - started if timed else None
-            self._untold = functools.partial(auto.observe, choice.bucket, context, records, seconds)
+            self._untold = functools.partial(learner.observe, choice.bucket, context, records, seconds)
         self._hand_out(tokens, records)
         if choice.rounds < rounds:
             self._learn()

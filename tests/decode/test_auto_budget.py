@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget, Pace
+from jetspec_jax.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget, Choice, Pace
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.state import RoundRecord
 from jetspec_jax.tree.auto import Auto
@@ -49,15 +49,17 @@ def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH)
     """
     time, done, ran, untold = 0.0, 0, np.zeros(len(seconds), int), None
     while done < tokens:
-        bucket, rounds = auto.choose(300, ROUNDS, TOKENS, 0)
+        bucket, rounds, learns = auto.choose(300, ROUNDS, TOKENS, 0)
         if untold is not None:
             learn(auto, *untold)
+            untold = None
         took = slower * (rounds * seconds[bucket] + dispatch)
         time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
-        untold = bucket, rounds, took, expected, accepted
+        if learns:
+            untold = bucket, rounds, took, expected, accepted
         if rounds < ROUNDS:
             learn(auto, *untold)
             untold = None
@@ -65,9 +67,12 @@ def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH)
 
 
 def learn(auto, bucket, rounds, took, expected, accepted):
-    auto.pace.learn(bucket, 300, rounds, took)
+    own = np.ones((rounds, 1, 1 + 1), np.int32)
+    budgets = bucket and expected.shape[1]
     if bucket:
-        auto.acceptance.learn(rounds, *(x.mean(axis=0).tolist() for x in (expected, accepted)))
+        reach = np.concatenate([expected, accepted], axis=1, dtype=np.float32)
+        own = np.concatenate([own, reach[:, None].view(np.int32)], axis=2)
+    auto.observe(bucket, 300, RoundRecord(own, budgets=budgets), took)
 
 
 def all_seconds(pace):
@@ -99,7 +104,9 @@ def test_a_request_may_end_before_its_rounds(left, best):
     for _ in range(300):
         acceptance.learn(64, [1.0, 1.5], [1, 1.5])
     auto = AutoBudget(acceptance, costs_of((1.0, 2.3, 3.0), dispatch=30.0), probing=0.0)
-    assert auto.choose(300, 64, left, 0) == (best, 64)
+    assert auto.choose(300, 64, left, 0) == Choice(best, 64)
+    # Nor does that hold for the next.
+    assert auto.choose(300, 64, 1000, 0) == Choice(1, 64)
 
 
 @pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR])
@@ -187,7 +194,30 @@ def test_a_probe_is_a_whole_dispatch_where_that_loses_little(seconds, rounds):
         acceptance.learn(16, [1.0, 1.0], [1, 1])
     auto = AutoBudget(acceptance, costs_of(seconds), probing=1.0)
     choices = {auto.choose(300, 64, TOKENS, 0) for _ in range(20)}
-    assert choices == {(int(seconds[1] == 1.0), 64), (2, rounds)}
+    assert choices == {Choice(int(seconds[1] == 1.0), 64), Choice(2, rounds)}
+
+
+@pytest.mark.parametrize(("probing", "held"), [(0.0, 512), (0.004, 512), (0.1, 128)])
+def test_plain_rounds_hold_until_a_probe_is_paid_for(probing, held):
+    """And not for ever: then a dispatch is learnt from, and what was held made what is known older."""
+    acceptance = AcceptanceEstimate((16,))
+    for _ in range(100):
+        acceptance.learn(16, [1e-6], [0])
+    auto = AutoBudget(acceptance, costs_of((1.0, 2.0), dispatch=20.0), probing)
+    plain = RoundRecord(np.ones((64, 1, 2), np.int32))
+    auto.observe(0, 300, plain, 64 * 1.0 + 20.0)
+    earned = probing * (64 * 1.0 + 20.0)
+    assert auto.choose(300, 64, TOKENS, 0) == Choice(0, 64)
+    choices = [auto.choose(300, 64, TOKENS, 0) for _ in range(held // 64 + 1)]
+    assert choices[:-1] == [Choice(0, 64, learns=False)] * (held // 64)
+    assert choices[-1].learns
+    # What a probe loses: its rounds, and the part of a dispatch that others do not share.
+    missing = 8 * 1.0 + (1 - 8 / 64) * 20.0 - (held // 64 + 1) * earned
+    assert held == 512 or 0 < missing < earned
+    before = auto.pace.doubts()[0]
+    auto.observe(0, 300, plain, None)
+    assert auto.pace.doubts()[0] == pytest.approx(64 / (64 + 64 * np.exp(-(held + 64) / 2048)))
+    assert auto.pace.doubts()[0] > before
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
