@@ -276,7 +276,9 @@ class Engine:
         started = time.perf_counter()
         # A NumPy scalar has one type on every call; a Python int is another program than an array.
         self.state, self._records = decode(self.weights, self.state, np.int32(choice.rounds))
-        # Of the dispatch before, while the device is at this one.
+        # Of the dispatch before, while the device is at this one; on a GPU, whose loops keep the host until
+        # they end, while the records are on their way.
+        self._records.packed.copy_to_host_async()
         self._learn()
         tokens, records = self._fetch()
         if learner is not None:

@@ -46,7 +46,8 @@ def test_every_row_is_shown_once_in_order():
         put([2], FEED_ROWS, [90])
         put([0, 1, 2], 64, [64, 10, 0])
         put([0, 1, 2], 64, [3, 0, 64])
-        assert (lengths - seen).tolist() == [72, 10, 154]
+        put([2], 1, [1])
+        assert (lengths - seen).tolist() == [72, 10, 155]
         slots = Slots.of(jnp.zeros((SLOTS, 1), jnp.int32), jnp.asarray(lengths, jnp.int32))
         # Beyond the last there is nothing.
         for slot, shown in ((0, 0), (2, 0), (1, 0), (2, 128), (2, 256)):
