@@ -35,9 +35,9 @@ _PRIOR = 8
 _PACE, _PACE_PRIOR, _PACE_KNOWN = 2048, 64, 128
 # A dispatch that took longer than so many times what is expected of it counts as one that took as long.
 _OUTLIER = 1.25
-# For so many plain rounds a choice may hold, with nothing learnt: they tell little, and to look at what two
-# dispatches tell and to choose again takes 1 % of a small model's request of 160 tokens.
-_HOLDS = 512
+# Plain rounds tell their pace alone. While that is known, so many may pass before one is learnt from again:
+# learning takes the host 0.1 ms a dispatch, which a small model feels.
+_UNLEARNT = 512
 # By how much a bucket of an unknown pace may be faster than it seems.
 _HOPE = 0.1
 # Drafted tokens that a bucket has accepted at first: this much for each doubling of its nodes. A little more
@@ -186,8 +186,8 @@ class AutoBudget:
         self.acceptance, self.costs, self.probing = acceptance, costs, probing
         self.pace = Pace(costs)
         self._account = 0.0
-        # Plain rounds that are chosen already, what each of them earns, and how many nobody has learnt from.
-        self._held, self._earns, self._unlearnt = 0.0, 0.0, 0
+        # Plain rounds since one was learnt from.
+        self._unlearnt = 0
 
     def choose(self, context: float, rounds: int, left: int, feeds: int) -> Choice:
         """The bucket of the next dispatch.
@@ -198,16 +198,10 @@ class AutoBudget:
             left: Most tokens that a slot may still get.
             feeds: Launches that show the proposer what it has not seen, before it can draft.
         """
-        turns = min(rounds, left)
-        if turns <= self._held:
-            self._held -= turns
-            self._unlearnt += turns
-            self._account += turns * self._earns
-            return Choice(0, rounds, learns=False)
-        all_tokens = self.acceptance.tokens()
+        tokens = self.acceptance.tokens()
         # Larger trees come to the end of a request in fewer rounds, which then share the dispatch.
-        lasts = [min(rounds, max(left / own, 1.0)) for own in all_tokens]
-        tokens = [min(own, left) for own in all_tokens]
+        lasts = [min(rounds, max(left / own, 1.0)) for own in tokens]
+        tokens = [min(own, left) for own in tokens]
         seconds = [self.pace.seconds(bucket, context, own) for bucket, own in enumerate(lasts)]
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
@@ -215,7 +209,7 @@ class AutoBudget:
         first = 0.0 if best else feeds * self.costs.feed
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
         most = first + PROBE_ROUNDS * max(seconds) + max(self.costs.dispatches)
-        probe, loss = self._most_promising(best, rates), math.inf
+        probe = self._most_promising(best, rates)
         if probe is not None:
             each, another = seconds[probe] - tokens[probe] / rates[best], self.costs.dispatches[probe]
             part = min(PROBE_ROUNDS / lasts[probe], 1.0)
@@ -228,21 +222,14 @@ class AutoBudget:
             if self._account >= loss or not self.acceptance.known(1):
                 self._account = max(self._account - loss, 0.0)
                 return Choice(probe, turns)
+        rounds = self.acceptance.trusted(best, rounds)
         if self.acceptance.known(best):
-            turns = min(self.acceptance.trusted(best, rounds), lasts[best])
-            self._earns = self.probing * seconds[best]
-            self._account = min(self._account + turns * self._earns, most)
-        if best == 0 and self._plain_is_best(context, rounds):
-            # Until the next probe is paid for, if that is soon.
-            soon = self._account + _HOLDS * self._earns > loss
-            self._held = (loss - self._account) / self._earns if soon else _HOLDS
-        return Choice(best, self.acceptance.trusted(best, rounds))
-
-    def _plain_is_best(self, context: float, rounds: int) -> bool:
-        """Whether it is also where no request comes to its end."""
-        tokens = self.acceptance.tokens()
-        rates = [own / self.pace.seconds(bucket, context, rounds) for bucket, own in enumerate(tokens)]
-        return rates.index(max(rates)) == 0
+            earned = self.probing * min(rounds, lasts[best]) * seconds[best]
+            self._account = min(self._account + earned, most)
+        learns = best > 0 or self._unlearnt >= _UNLEARNT or not self.pace.known(0)
+        if not learns:
+            self._unlearnt += min(rounds, left)
+        return Choice(best, rounds, learns)
 
     def wants_time(self, bucket: int) -> bool:
         """Whether a dispatch of a bucket is to be timed even if it has to wait for that."""

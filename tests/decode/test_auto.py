@@ -195,6 +195,20 @@ def test_what_is_told_is_learnt_while_the_next_rounds_run(target, monkeypatch):
     assert seen == [*later, "choose", "learn", "wait", "learn", *at_once, *later, "choose", "learn", "wait"]
 
 
+def test_what_is_not_to_be_learnt_is_not_waited_for(target, monkeypatch):
+    """Though it comes behind a prefill, and nobody knows how long such rounds take."""
+    seen = []
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: Choice(0, 3, learns=False))
+    monkeypatch.setattr(AutoBudget, "observe", lambda *_: seen.append("learn"))
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: seen.append("wait"))
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=10, ignore_eos=True))
+    finish(engine)
+    engine._learn()
+    assert (len(request.output.token_ids), seen) == (10, [])
+
+
 def test_what_is_told_is_learnt_whatever_comes_between(target, monkeypatch):
     """One free probe, although engines change their size after every request, and nothing compiles later."""
     chosen, choose = [], AutoBudget.choose

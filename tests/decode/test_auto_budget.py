@@ -105,8 +105,6 @@ def test_a_request_may_end_before_its_rounds(left, best):
         acceptance.learn(64, [1.0, 1.5], [1, 1.5])
     auto = AutoBudget(acceptance, costs_of((1.0, 2.3, 3.0), dispatch=30.0), probing=0.0)
     assert auto.choose(300, 64, left, 0) == Choice(best, 64)
-    # Nor does that hold for the next.
-    assert auto.choose(300, 64, 1000, 0) == Choice(1, 64)
 
 
 @pytest.mark.parametrize("drafted", [GOOD, FAIR, POOR])
@@ -144,10 +142,10 @@ def test_a_busy_machine_is_forgotten(seed):
 
 def test_follows_a_text_that_changes():
     """After a while: probes are few."""
-    autos = [AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING) for _ in range(3)]
+    autos = [AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(SMALL_MODEL), PROBING) for _ in range(6)]
     for drafted, mostly_trees in ((POOR, False), (GOOD, True), (POOR, False)):
         ran = sum(simulate(auto, World(drafted, i), SMALL_MODEL)[1] for i, auto in enumerate(autos))
-        assert (ran[0] < 0.3 * ran.sum()) == mostly_trees, ran
+        assert (ran[0] < 0.4 * ran.sum()) == mostly_trees, ran
 
 
 def test_the_account_bounds_what_probing_loses():
@@ -197,27 +195,21 @@ def test_a_probe_is_a_whole_dispatch_where_that_loses_little(seconds, rounds):
     assert choices == {Choice(int(seconds[1] == 1.0), 64), Choice(2, rounds)}
 
 
-@pytest.mark.parametrize(("probing", "held"), [(0.0, 512), (0.004, 512), (0.1, 128)])
-def test_plain_rounds_hold_until_a_probe_is_paid_for(probing, held):
-    """And not for ever: then a dispatch is learnt from, and what was held made what is known older."""
+def test_plain_rounds_are_learnt_from_now_and_then():
+    """Once their pace is known: of 512 rounds one dispatch, and the others make what is known older."""
     acceptance = AcceptanceEstimate((16,))
     for _ in range(100):
         acceptance.learn(16, [1e-6], [0])
-    auto = AutoBudget(acceptance, costs_of((1.0, 2.0), dispatch=20.0), probing)
-    plain = RoundRecord(np.ones((64, 1, 2), np.int32))
-    auto.observe(0, 300, plain, 64 * 1.0 + 20.0)
-    earned = probing * (64 * 1.0 + 20.0)
-    assert auto.choose(300, 64, TOKENS, 0) == Choice(0, 64)
-    choices = [auto.choose(300, 64, TOKENS, 0) for _ in range(held // 64 + 1)]
-    assert choices[:-1] == [Choice(0, 64, learns=False)] * (held // 64)
-    assert choices[-1].learns
-    # What a probe loses: its rounds, and the part of a dispatch that others do not share.
-    missing = 8 * 1.0 + (1 - 8 / 64) * 20.0 - (held // 64 + 1) * earned
-    assert held == 512 or 0 < missing < earned
-    before = auto.pace.doubts()[0]
-    auto.observe(0, 300, plain, None)
-    assert auto.pace.doubts()[0] == pytest.approx(64 / (64 + 64 * np.exp(-(held + 64) / 2048)))
-    assert auto.pace.doubts()[0] > before
+    auto = AutoBudget(acceptance, costs_of((1.0, 2.0)), probing=0.0)
+    known = 0.0
+    # Dispatches that are not learnt from, of 64 rounds, or 30 where a request may get no more tokens.
+    for lefts in ([], [], [], [64] * 8, [64] * 7 + [30, 64]):
+        for left in lefts:
+            assert auto.choose(300, 64, left, 0) == Choice(0, 64, learns=False)
+        assert auto.choose(300, 64, TOKENS, 0) == Choice(0, 64)
+        learn(auto, 0, 64, 64 * 1.0 + DISPATCH, None, None)
+        known = 64 + known * np.exp(-(64 + sum(lefts)) / 2048)
+        assert auto.pace.doubts()[0] == pytest.approx(64 / (64 + known))
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
