@@ -9,7 +9,7 @@ on the host, among programs that are there: nothing compiles, and the tokens are
 chosen.
 
 What runs before every dispatch is plain Python: for a handful of numbers NumPy takes several times as long.
-What follows from what a dispatch tells is made when that is learnt, while the device is at the next one.
+What follows from what a dispatch tells is made when that is learnt, behind the launch of the next one.
 """
 
 import math
