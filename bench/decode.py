@@ -1,8 +1,9 @@
 """``python -m bench decode``: plain decoding, a chain, and trees of many kinds, on one set of prompts.
 
 Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
-over plain decoding of the same minutes. With ``--together`` all methods are one group. The report is written
-whenever all of a group have had a turn, and ``--resume`` measures the methods that have had too few or none.
+over plain decoding of the same minutes. With ``--together`` all methods are one group, in turns of a few
+prompts instead of all: so short that a slow spell of the machine falls on all alike. The report is written
+whenever all of a group have had a run, and ``--resume`` measures the methods that have had too few or none.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def add_command(commands: Any) -> None:
         "--together",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="all methods take turns, not only those of a budget",
+        help="all methods take turns of a few prompts, with the stores of all on the device",
     )
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "decode")
@@ -74,7 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     works = make_works(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
     about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
     report = begin_report(arguments, about)
-    bench = Bench(target, head, works, batch=arguments.batch, implementation=arguments.implementation)
+    bench = Bench(
+        target,
+        head,
+        works,
+        batch=arguments.batch,
+        implementation=arguments.implementation,
+        together=arguments.together,
+    )
     rows = Rows(target, works, head.config.depth)
 
     done = finished_methods(report["rows"], arguments.repeats)
@@ -84,12 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     groups = [[PLAIN_METHOD, *group] for group in groups if group]
     if groups:
         bench.check(groups[-1])
-    steps = sum(map(len, groups)) * (1 + arguments.repeats * len(works))
-    with tqdm(total=steps, unit="run") as bar:
+    prompts_of_all = arguments.repeats * sum(len(work.ids) for work in works.values())
+    with tqdm(total=sum(map(len, groups)) * prompts_of_all, unit=" prompts") as bar:
 
-        def step(name: str) -> None:
+        def step(name: str, prompts: int) -> None:
             bar.set_description(name)
-            bar.update()
+            bar.update(prompts)
 
         for group in groups:
             for found in bench.measure(group, arguments.repeats, step):

@@ -1,4 +1,7 @@
-"""Runs the methods of `python -m bench decode` in turn, and keeps what they did and how long it took."""
+"""Runs the methods of `python -m bench decode` in turn, and keeps what they did and how long it took.
+
+A machine has slow spells of seconds. What is compared by the percent takes turns that are shorter than those.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +17,12 @@ from jetspec_jax.engine_size import default_capacity
 from jetspec_jax.generate import slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
 from jetspec_jax.memory import DeviceMemoryError
+from jetspec_jax.request import Request
 
 # Enough tokens for one round of every kind to compile.
 WARM_UP_TOKENS = 4
+# Prompts of a turn, for each slot: few, and enough that the slots are seldom idle at its end.
+PROMPTS_PER_TURN = 8
 
 
 @dataclass
@@ -49,6 +55,7 @@ class Bench:
         *,
         batch: int,
         implementation: str | None,
+        together: bool = False,
     ):
         """Compiles nothing yet.
 
@@ -58,9 +65,11 @@ class Bench:
             works: By temperature.
             batch: Most prompts that decode at the same time.
             implementation: Of tree attention.
+            together: Whether the device holds the stores of all methods at once, which then take turns of a
+                few prompts; else of one, which has all prompts in its turn.
         """
         self._target, self._head, self._works = target, head, works
-        self._implementation = implementation
+        self._implementation, self._together = implementation, together
         self._slots = slots_for(max(len(work.ids) for work in works.values()), batch)
         # One for all temperatures: another capacity is another program.
         need = max(
@@ -71,44 +80,72 @@ class Bench:
         self._capacity = default_capacity(target.config, need)
 
     def check(self, methods: Sequence[Method]) -> None:
-        """Finds out, before anything is compiled, whether the device can hold the largest of some methods.
+        """Finds out, before anything is compiled, whether the device can hold what it has to hold of methods.
 
         Raises:
             DeviceMemoryError: It cannot; the message names the method.
         """
         largest = max(methods, key=lambda method: method.settings.budget)
-        try:
-            self._engine(largest)
-        except DeviceMemoryError as error:
-            raise DeviceMemoryError(f"{largest.name}: {error}") from error
+        held: list[Engine] = []
+        for method in methods if self._together else [largest]:
+            try:
+                held.append(self._engine(method))
+            except DeviceMemoryError as error:
+                beside = f", beside the {len(held)} before it" if held else ""
+                raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
 
     def measure(
-        self, methods: Sequence[Method], repeats: int, step: Callable[[str], None]
+        self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
     ) -> Iterator[dict[tuple[Method, float], Measured]]:
         """Measures methods in turn, so that a slow moment of the machine falls on all of them alike.
 
         Args:
             methods: The methods.
             repeats: Timed runs of each at each temperature.
-            step: Called with what comes next, once for the compilation of a method and once for each run.
+            step: Called with what comes next, a method's compilation or its turn, and the turn's prompts.
 
         Yields:
-            What was measured so far, after every turn: the same, with one more timed run.
+            What was measured so far: the same each time, with one more timed run of every method.
         """
         found = {(method, temperature): Measured() for method in methods for temperature in self._works}
         for method in methods:
-            step(f"compile {method.name}")
+            step(f"compile {method.name}", 0)
             peak = self._warm_up(method)
             for temperature in self._works:
                 found[method, temperature].peak_bytes = peak
+        # Else two sets of stores may not fit the device.
+        groups = [methods] if self._together else [[method] for method in methods]
         for _ in range(repeats):
-            for method in methods:
-                engine = self._engine(method)
-                for temperature, work in self._works.items():
-                    step(f"{method.name}, T = {temperature:g}")
-                    _run(engine, work, found[method, temperature])
-                del engine  # two sets of stores may not fit the device
+            for group in groups:
+                engines = {method: self._engine(method) for method in group}
+                for temperature in self._works:
+                    self._run(engines, temperature, found, step)
+                del engines
             yield found
+
+    def _run(
+        self,
+        engines: Mapping[Method, Engine],
+        temperature: float,
+        found: Mapping[tuple[Method, float], Measured],
+        step: Callable[[str, int], None],
+    ) -> None:
+        """One timed run of all prompts with each engine, then the first token of each alone."""
+        work = self._works[temperature]
+        seconds = dict.fromkeys(engines, 0.0)
+        requests: dict[Method, list[Request]] = {method: [] for method in engines}
+        for part in work.parts(PROMPTS_PER_TURN * self._slots if self._together else len(work.ids)):
+            for method, engine in engines.items():
+                step(f"{method.name}, T = {temperature:g}", len(part.ids))
+                started = time.perf_counter()
+                requests[method] += engine.complete(part.ids, part.params, part.routing)
+                seconds[method] += time.perf_counter() - started
+        for method, engine in engines.items():
+            measured = found[method, temperature]
+            measured.seconds.append(seconds[method])
+            if not measured.completions:
+                measured.completions = [request.output.completion() for request in requests[method]]
+            measured.first_token_seconds += _first_tokens(engine, work)
 
     def _engine(self, method: Method) -> Engine:
         return Engine(
@@ -130,17 +167,12 @@ class Bench:
         return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def _run(engine: Engine, work: Work, measured: Measured) -> None:
-    """One timed run of all prompts, then the first token of each alone."""
-    started = time.perf_counter()
-    requests = engine.complete(work.ids, work.params, work.routing)
-    measured.seconds.append(time.perf_counter() - started)
-    if not measured.completions:
-        measured.completions = [request.output.completion() for request in requests]
+def _first_tokens(engine: Engine, work: Work) -> Iterator[float]:
+    """Seconds to the first token of each prompt, one after another."""
     for ids, params, routing in zip(work.ids, work.params, work.routing, strict=True):
         started = time.perf_counter()
         request = engine.submit(ids, params, routing)
         while not request.output.token_ids:
             engine.step(STREAM_ROUNDS)
-        measured.first_token_seconds.append(time.perf_counter() - started)
+        yield time.perf_counter() - started
         engine.cancel(request)

@@ -1,7 +1,7 @@
 """What the benchmarks decode at each temperature: prompts as requests, with their seeds and later turns."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ class Work:
     ids: list[list[int]]
     params: list[SamplingParams]
     routing: list[Hints | None]
+
+    def parts(self, size: int) -> Iterator["Work"]:
+        """The same in order, so many prompts at a time."""
+        for at in range(0, len(self.ids), size):
+            part = slice(at, at + size)
+            yield Work(self.prompts[part], self.ids[part], self.params[part], self.routing[part])
 
 
 def make_works(

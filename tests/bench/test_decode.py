@@ -2,22 +2,25 @@
 
 import json
 import re
+import weakref
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from bench import decode, exactness, prompt_work
+from bench import decode, decode_measure, exactness, prompt_work
 from bench.__main__ import main
 from bench.decode_measure import Bench, Measured
 from bench.decode_record import begin_report, finish_report
 from bench.decode_report import Rows, at_budget, best_of, notes_of
 from bench.given_profile import describe_profile
-from bench.methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.methods import PLAIN_METHOD, Method, choose_algorithms, choose_methods
 from bench.prompt_work import Work, make_work
 from bench.prompts import Prompt
 from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine import Engine
+from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.tiny import TINY, random_head, random_target
 from train.prompts import Entry
 
@@ -55,7 +58,7 @@ def measured(tmp_path_factory, compiled):
 
     def watched(self, methods, repeats, step):
         for found in measure(
-            self, methods, repeats, lambda name: (compiled.setdefault(name, so_far), step(name))
+            self, methods, repeats, lambda name, n: (compiled.setdefault(name, so_far), step(name, n))
         ):
             compiled["end"] = so_far
             yield found
@@ -164,6 +167,58 @@ class TestReport:
         monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"accum_logp": "accum_logp"})
         assert run(measured, "--resume", *arguments) == 2
         assert said in capsys.readouterr().err
+
+
+def test_together_takes_turns_of_a_few_prompts(measured, tmp_path, monkeypatch):
+    turns, complete = [], Engine.complete
+
+    def watched(self, prompts, *others):
+        turns.append((id(self), prompts))
+        return complete(self, prompts, *others)
+
+    monkeypatch.setattr(Engine, "complete", watched)
+    monkeypatch.setattr(decode_measure, "PROMPTS_PER_TURN", 1)
+    path = tmp_path / "decode.json"
+    assert run(path, "--together", "--temperatures", "0", "--batch", "1", "--repeats", "2") == 0
+    # After the three that compile: at every repeat both prompts, and for each of them all three methods.
+    repeats = [turns[3:9], turns[9:]]
+    for repeat in repeats:
+        engines, prompts = zip(*repeat, strict=True)
+        assert len(set(engines[:3])) == 3
+        assert engines[:3] == engines[3:]
+        assert prompts[:3] == (prompts[0],) * 3
+        assert prompts[3:] == (prompts[3],) * 3
+    assert [prompts for _, prompts in repeats[0]] == [prompts for _, prompts in repeats[1]]
+    alone = [row for row in json.loads(measured.read_text())["rows"] if row["temperature"] == 0.0]
+    for row, other in zip(json.loads(path.read_text())["rows"], alone, strict=True):
+        assert len(row["seconds"]) == 2
+        assert [row[key] for key in ("method", "tau", "exact match")] == [
+            other[key] for key in ("method", "tau", "exact match")
+        ]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_the_device_has_to_hold_at_once_is_checked(target, monkeypatch, together):
+    """Room for two engines: without ``together`` the largest is made, and goes again."""
+    held = weakref.WeakSet()
+
+    class Made(Engine):
+        def __init__(self, target, head, settings, **_):
+            if len(held) == 2:
+                raise memory.DeviceMemoryError("too much")
+            held.add(self)
+
+    monkeypatch.setattr(decode_measure, "Engine", Made)
+    works = {0.0: work_of(target, [Prompt("p", Entry("p", "text", "a"))])}
+    head = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
+    bench = Bench(target, head, works, batch=1, implementation=None, together=together)
+    methods = [PLAIN_METHOD, *(Method(f"tree {n}", "accum_logp", TreeSettings(n)) for n in (16, 64))]
+    for few in methods[:2], methods:
+        if together and len(few) == 3:
+            with pytest.raises(memory.DeviceMemoryError, match=r"tree 64, beside the 2 before it: too much"):
+                bench.check(few)
+        else:
+            bench.check(few)
 
 
 def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
