@@ -148,6 +148,11 @@ class TreeDecoder:
         return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
 
     @property
+    def features(self) -> int:
+        """F, what the proposer is shown of a token: the outputs of all layers that it taps."""
+        return len(taps_of(self.proposer)) * self.target.hidden_size
+
+    @property
     def auto(self) -> Auto | None:
         """The algorithm, where it chooses among the buckets up to this one."""
         algorithm = algorithm_of(self.algorithm)
@@ -176,7 +181,6 @@ class TreeDecoder:
                 tokens, however few count; without `feed` in between they add up.
         """
         proposer = self.proposer
-        features = len(taps_of(proposer)) * self.target.hidden_size
         tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
         free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
@@ -193,7 +197,7 @@ class TreeDecoder:
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
-            unseen=None if proposer is None else empty_rows(slots, unseen_rows, features, dtype),
+            unseen=None if proposer is None else empty_rows(slots, unseen_rows, self.features, dtype),
         )
 
     def insert(
@@ -255,7 +259,17 @@ class TreeDecoder:
         """
         if self.proposer is None:
             return state
-        own = feed(self.proposer, weights.proposer, state.proposer, state.unseen, state.slots, slot, seen)
+        own = feed(
+            self.proposer,
+            weights.proposer,
+            state.proposer,
+            state.unseen,
+            state.slots,
+            slot,
+            seen,
+            features=self.features,
+            dtype=state.stores[0].k.dtype,
+        )
         return replace(state, proposer=own)
 
     def _feed_all(

@@ -13,7 +13,7 @@ from jetspec_jax.cache import PAGE_SIZE, ring_pages
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
-from jetspec_jax.proposer import DraftHeadProposer, taps_of
+from jetspec_jax.proposer import DraftHeadProposer
 from jetspec_jax.state import DecodeState
 from jetspec_jax.tree import BUCKETS
 from jetspec_jax.unseen import FEED_ROWS
@@ -161,7 +161,9 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
     keys_values = [layer.kv_size for layer in target.layers]
-    tapped = len(taps_of(decoder.proposer)) * target.hidden_size
+    # Of plain rounds that the proposer sees later: those of a dispatch, and where they are put together.
+    waiting = 2 * slots * decoder.max_rounds if decoder.auto is not None or decoder.feeds_late else 0
+    taps = decoder.features * (rows + waiting)
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
@@ -171,7 +173,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             head = decoder.proposer.config
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
-    return 4 * logits + dtype.itemsize * rows * (tapped + sum(keys_values) + layer) + attention
+    return 4 * logits + dtype.itemsize * (taps + rows * (sum(keys_values) + layer)) + attention
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

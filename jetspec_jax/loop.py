@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Int
+from jaxtyping import Array, ArrayLike, Int, Int32
 
 from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.tree import tree_buckets
-from jetspec_jax.unseen import check_room, write_rows
+from jetspec_jax.unseen import as_words, write_rows
 
 
 def _loop(
@@ -40,19 +40,24 @@ def _late_loop(
 ) -> tuple[DecodeState, RoundRecord]:
     """Plain rounds, which the proposer has to see later: see `TreeDecoder.decode_unfed`."""
 
-    slots = jnp.arange(len(state.anchors), dtype=jnp.int32)
+    unseen, starts = state.unseen, state.slots.lengths
+    assert unseen is not None, "of a decoder with a proposer"
 
-    def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
-        assert state.unseen is not None, "of a decoder with a proposer"
-        check_room(state.unseen, decoder.max_rounds)
+    def step(state: DecodeState) -> tuple[DecodeState, Int32[Array, "B fields"]]:
         tree = decoder.build(state, None)
         output = decoder.verify(weights, state, tree)
         accepted = decoder.accept(state, tree, output.logits)
-        unseen = write_rows(state.unseen, slots, output.taps, state.slots.lengths)
         state, record = decoder.advance(state, tree, output, accepted)
-        return replace(state, unseen=unseen), record
+        # Every array that a loop writes is a launch of every round.
+        return state, jnp.concatenate([record.packed, as_words(output.taps[:, 0])], axis=-1)
 
-    return _repeat(decoder, step, state, rounds, _no_records(decoder, state))
+    nothing = _no_records(decoder, state).packed
+    fields = nothing.shape[-1]
+    nothing = jnp.pad(nothing, [(0, 0), (0, 0), (0, unseen.shape[-1])])
+    state, made = _repeat(decoder, step, state, rounds, nothing)
+    slots = jnp.arange(len(unseen), dtype=jnp.int32)
+    unseen = write_rows(unseen, slots, made[..., fields:].swapaxes(0, 1), starts)
+    return replace(state, unseen=unseen), RoundRecord(made[..., :fields])
 
 
 def _repeat(

@@ -16,7 +16,7 @@ from jetspec_jax.choice import choose
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import bind
 from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
-from jetspec_jax.unseen import write_rows
+from jetspec_jax.unseen import as_words, write_rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -80,7 +80,9 @@ def prefill(
             remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
         ),
         unseen=(
-            None if state.unseen is None else write_rows(state.unseen, slot[None], output.taps, own.lengths)
+            None
+            if state.unseen is None
+            else write_rows(state.unseen, slot[None], as_words(output.taps), own.lengths)
         ),
     )
     return state, anchor

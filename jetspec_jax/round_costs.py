@@ -29,7 +29,7 @@ DISPATCH_SECONDS = 0.05
 _ENDLESS = 2**30
 
 #: Of what is kept: costs of another version are measured anew.
-VERSION = 8
+VERSION = 9
 
 _log = logging.getLogger("jetspec_jax")
 _measured: dict[str, "RoundCosts"] = {}

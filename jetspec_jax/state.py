@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
 from jetspec_jax.cache import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
@@ -96,7 +96,7 @@ class DecodeState:
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
-        unseen: Taps of the last R tokens, which the proposer has to see before it drafts: see
+        unseen: Taps of the last R tokens, which the proposer has to see before it drafts, as words: see
             `jetspec_jax.unseen`. None without one.
     """
 
@@ -106,7 +106,7 @@ class DecodeState:
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
-    unseen: Float[Array, "B R F"] | None
+    unseen: Int32[Array, "B R W"] | None
 
 
 # Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.

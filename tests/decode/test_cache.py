@@ -150,9 +150,9 @@ def test_stores_are_written_in_place(program, bucket, slots):
     elif program == "decode":
         lowered = decoder.program.lower(decoder, weights, state, number)
     elif program == "feed":
-        lowered = feed.lower(
-            decoder.proposer, weights.proposer, state.proposer, state.unseen, state.slots, number, number
-        )
+        own = decoder.proposer, weights.proposer, state.proposer
+        taps = {"features": decoder.features, "dtype": state.stores[0].k.dtype}
+        lowered = feed.lower(*own, state.unseen, state.slots, number, number, **taps)
     else:
         chunk = jax.ShapeDtypeStruct((32,), jnp.int32)
         is_last = jax.ShapeDtypeStruct((), bool)
@@ -164,6 +164,6 @@ def test_stores_are_written_in_place(program, bucket, slots):
         rf"f32\[({pages},16,{kv},{size}|{pages * 16},{kv},{size}|{pages * 16},{kv * size})\]"
         for pages in ((37,) if program == "feed" else (37, slots * 20))  # the head has no windows
     ]
-    for store in (*stores, rf"f32\[{slots},640,{config.hidden_size * len(head.tap_layers)}\]"):
+    for store in (*stores, rf"s32\[{slots},640,{decoder.features}\]"):
         assert re.search(store, text)
         assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []

@@ -37,6 +37,19 @@ def engine(target):
     return Engine(target, random_head(SLIDING, 1), settings, **SIZE)
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """The tokens of all slots, of every time that the proposer is shown some."""
+    lengths, feed = [], decode.feed
+
+    def watched(*own, **taps):
+        lengths.append(own[4].lengths.tolist())
+        return feed(*own, **taps)
+
+    monkeypatch.setattr(decode, "feed", watched)
+    return lengths
+
+
 def measure(engine, folder):
     costs, engine.state = round_costs.round_costs(
         engine._decoders,
@@ -103,10 +116,8 @@ def test_that_are_kept_leave_nothing_to_compile(target, tmp_path, monkeypatch):
     assert seen == []
 
 
-def test_are_of_rounds_alone(engine, monkeypatch):
+def test_are_of_rounds_alone(engine, shown):
     """What shows plain rounds to the head is compiled, but not timed."""
-    shown, feed = [], decode.feed
-    monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own) or feed(*own))
     clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
     clock.compile(engine._decoders)
     assert len(shown) == engine.size.slots
@@ -115,10 +126,8 @@ def test_are_of_rounds_alone(engine, monkeypatch):
     assert len(shown) == engine.size.slots
 
 
-def test_a_feed_costs_what_one_more_takes(engine, tmp_path, monkeypatch):
+def test_a_feed_costs_what_one_more_takes(engine, shown, tmp_path, monkeypatch):
     """Without what waiting for the device takes, which all of a dispatch share."""
-    shown, feed = [], decode.feed
-    monkeypatch.setattr(decode, "feed", lambda *own: shown.append(own[4].lengths.tolist()) or feed(*own))
     clock = round_costs._Clock(engine.weights, engine.state, engine.size.num_pages)
     clock.compile(engine._decoders)
     shown.clear()
