@@ -32,6 +32,8 @@ class Measured:
     Attributes:
         completions: Of all prompts, in the first timed run.
         seconds: Of each timed run of all prompts.
+        tokens: That each of them generated: in low precision two runs of an algorithm that chooses budgets
+            need not agree.
         first_token_seconds: From the submission of a prompt to its first token, while nothing else runs; of
             every prompt, in every run. As in a stream, the first dispatch's rounds are in it.
         peak_bytes: The most that the process had in use on the device by the time the method had first run;
@@ -40,6 +42,7 @@ class Measured:
 
     completions: list[Completion] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
@@ -143,6 +146,7 @@ class Bench:
         for method, engine in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(seconds[method])
+            measured.tokens.append(sum(len(request.output.token_ids) for request in requests[method]))
             if not measured.completions:
                 measured.completions = [request.output.completion() for request in requests[method]]
             measured.first_token_seconds += _first_tokens(engine, work)

@@ -69,6 +69,7 @@ class Rows:
             "peak MiB": None if found.peak_bytes is None else found.peak_bytes / 2**20,
             "exact match": equal / len(completions),
             "seconds": found.seconds,
+            "tokens": found.tokens,
             # Every output that is not plain decoding's: where, and how far apart the two likeliest were.
             "divergences": self._divergences(temperature, completions, plain.completions),
         }
@@ -204,4 +205,5 @@ def _tokens(completions: Sequence[Completion]) -> int:
 
 
 def _tokens_per_second(measured: Measured) -> float:
-    return _tokens(measured.completions) / median(measured.seconds)
+    speeds = [tokens / seconds for tokens, seconds in zip(measured.tokens, measured.seconds, strict=True)]
+    return median(speeds)

@@ -227,7 +227,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
     def measure(self, methods, repeats, step):
         ended = Completion("", [1, 2], "length", [1], [1])
         found = {
-            (method, temperature): Measured([ended] * 2, [], [0.1])
+            (method, temperature): Measured([ended] * 2, first_token_seconds=[0.1])
             for method in methods
             for temperature in (0.0, 1.0)
         }
@@ -235,6 +235,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
             turns.append([method.name for method in methods])
             for measured in found.values():
                 measured.seconds.append(float(seconds))
+                measured.tokens.append(4)
             yield found
             if len(turns) in stops:
                 raise KeyboardInterrupt
@@ -348,8 +349,9 @@ class TestRows:
     def test_every_output_that_differs_is_listed(self, target):
         prompts = [Prompt(f"p:{i}", Entry("", "text", text)) for i, text in enumerate(("a", "b = "))]
         work = work_of(target, prompts)
-        plain = Measured([completion(1, 2, 3), completion(4, 5, 6)], [1.0, 3.0, 2.0], [0.1])
-        other = Measured([completion(1, 2, 3), completion(4, 7)], [1.0, 1.0, 9.0], [0.2])
+        plain = Measured([completion(1, 2, 3), completion(4, 5, 6)], [1.0, 3.0, 4.0], [6, 6, 6], [0.1])
+        # A later run of the other generated more.
+        other = Measured([completion(1, 2, 3), completion(4, 7)], [1.0, 2.0, 9.0], [5, 6, 5], [0.2])
         rows = Rows(target, {0.0: work}, depth=3)
         [group] = choose_methods(
             target,
@@ -364,10 +366,10 @@ class TestRows:
         assert found["gap"] > 0
         assert row["exact match"] == 0.5
         # By tokens per second: outputs of two lengths are no race.
-        assert row["speed-up"] == pytest.approx((5 / 1.0) / (6 / 2.0))
+        assert row["speed-up"] == pytest.approx((6 / 2.0) / (6 / 3.0))
         assert row["acceptance"] == [0.5, 0.0, 0.0]
         # The gap at a place is plain decoding's own, whoever parts from it there.
-        again = Measured([completion(1, 2, 3), completion(4, 9)], [1.0], [0.2])
+        again = Measured([completion(1, 2, 3), completion(4, 9)], [1.0], [5], [0.2])
         [same] = rows.row(group[1], 0.0, again, plain)["divergences"]
         assert same == {**found, "token": 9, "behind": same["behind"]}
         assert same["behind"] != found["behind"]
