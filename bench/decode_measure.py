@@ -13,10 +13,10 @@ from bench.methods import Method
 from bench.prompt_work import Work
 from jetspec_jax import Completion, Head, Target
 from jetspec_jax.engine import Engine
-from jetspec_jax.engine_size import default_capacity
+from jetspec_jax.engine_size import check_engine_memory, default_capacity
 from jetspec_jax.generate import slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
-from jetspec_jax.memory import DeviceMemoryError
+from jetspec_jax.memory import DeviceMemoryError, array_bytes
 from jetspec_jax.request import Request
 
 # Enough tokens for one round of every kind to compile.
@@ -89,13 +89,18 @@ class Bench:
             DeviceMemoryError: It cannot; the message names the method.
         """
         largest = max(methods, key=lambda method: method.settings.budget)
-        held: list[Engine] = []
-        for method in methods if self._together else [largest]:
+        held = 0
+        for nth, method in enumerate(methods if self._together else [largest]):
             try:
-                held.append(self._engine(method))
+                # One at a time: the most memory in use is to tell of single methods.
+                engine = self._engine(method)
+                own = array_bytes(engine.state)
+                check_engine_memory(engine.decoder, engine.size, engine.dtype, reclaimed=own - held)
             except DeviceMemoryError as error:
-                beside = f", beside the {len(held)} before it" if held else ""
+                beside = f", beside the {nth} before it" if nth else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
+            held += own
+            del engine
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]

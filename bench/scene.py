@@ -68,7 +68,7 @@ class Scene:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
-        """Stores full of normal values: also pages that hold nothing are not zero."""
+        """Stores full of normal values, also in pages that hold nothing; what waits for the head is zero."""
         return _random_like(split(self._shapes(decoder, dtype))[0], dtype, seed=2, scale=1.0)
 
     def slots(

@@ -161,8 +161,8 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
     keys_values = [layer.kv_size for layer in target.layers]
-    # Of plain rounds that the proposer sees later: those of a dispatch, and where they are put together.
-    waiting = 2 * slots * decoder.max_rounds if decoder.auto is not None or decoder.feeds_late else 0
+    # Of plain rounds, which the proposer sees later: those of a dispatch, and where they are put together.
+    waiting = 0 if decoder.auto is None else 2 * slots * decoder.max_rounds
     taps = decoder.features * (rows + waiting)
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0

@@ -51,13 +51,13 @@ def _late_loop(
         # Every array that a loop writes is a launch of every round.
         return state, jnp.concatenate([record.packed, as_words(output.taps[:, 0])], axis=-1)
 
-    nothing = _no_records(decoder, state).packed
-    fields = nothing.shape[-1]
-    nothing = jnp.pad(nothing, [(0, 0), (0, 0), (0, unseen.shape[-1])])
+    records = _no_records(decoder, state)
+    fields = records.packed.shape[-1]
+    nothing = jnp.pad(records.packed, [(0, 0), (0, 0), (0, unseen.shape[-1])])
     state, made = _repeat(decoder, step, state, rounds, nothing)
     slots = jnp.arange(len(unseen), dtype=jnp.int32)
     unseen = write_rows(unseen, slots, made[..., fields:].swapaxes(0, 1), starts)
-    return replace(state, unseen=unseen), RoundRecord(made[..., :fields])
+    return replace(state, unseen=unseen), replace(records, packed=made[..., :fields])
 
 
 def _repeat(

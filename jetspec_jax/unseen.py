@@ -60,7 +60,9 @@ def write_rows(
 
 
 def as_words(taps: Float[Array, "*rows F"]) -> Int32[Array, "*rows W"]:
-    """The bits of taps; of 16-bit taps a word holds one of the first half and one of the second.
+    """The bits of taps; of 16-bit taps a word holds one of the first half and one of the second::
+
+        a b c d e     ->     a,d  b,e  c,0
 
     Neighbours in one word would be a bitcast, before which XLA:GPU puts the taps together in a launch of its
     own: of 108 in a demo round.
@@ -73,14 +75,12 @@ def as_words(taps: Float[Array, "*rows F"]) -> Int32[Array, "*rows W"]:
     return bits[..., :half] | jnp.pad(upper, [(0, 0)] * (bits.ndim - 1) + [(0, 2 * half - bits.shape[-1])])
 
 
-def from_words(
-    words: Int32[Array, "*rows words"], features: int, dtype: jnp.dtype
-) -> Float[Array, "*rows F"]:
+def from_words(words: Int32[Array, "*rows W"], features: int, dtype: jnp.dtype) -> Float[Array, "*rows F"]:
     """The inverse of `as_words`."""
     if dtype.itemsize == 4:
         return words.view(dtype)
-    bits = jnp.concatenate([words & 0xFFFF, jax.lax.shift_right_logical(words, 16)], axis=-1)
-    return bits[..., :features].astype(jnp.uint16).view(dtype)
+    bits = jnp.concatenate([words, words >> 16], axis=-1)[..., :features]
+    return bits.astype(jnp.uint16).view(dtype)
 
 
 def words_of(features: int, dtype: jnp.dtype) -> int:

@@ -1,12 +1,13 @@
 """``python -m bench decode`` on the embedded demo pair."""
 
+import itertools
 import json
 import re
-import weakref
 from types import SimpleNamespace
 
 import jax
 import pytest
+from tqdm import tqdm
 
 from bench import decode, decode_measure, exactness, prompt_work
 from bench.__main__ import main
@@ -20,6 +21,7 @@ from bench.prompts import Prompt
 from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target, memory
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine import Engine
+from jetspec_jax.memory import array_bytes
 from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.tiny import TINY, random_head, random_target
 from train.prompts import Entry
@@ -67,6 +69,7 @@ def measured(tmp_path_factory, compiled):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Bench, "measure", watched)
+            patch.setattr(decode_measure, "PROMPTS_PER_TURN", 0)  # of --together alone
             assert run(path) == 0
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -169,56 +172,61 @@ class TestReport:
         assert said in capsys.readouterr().err
 
 
-def test_together_takes_turns_of_a_few_prompts(measured, tmp_path, monkeypatch):
-    turns, complete = [], Engine.complete
+def test_together_takes_turns_of_a_few_prompts(tmp_path, monkeypatch):
+    """Three prompts for two slots: a turn of two, and one of what is left. Every turn takes a second."""
+    turns, bars, complete = [], [], Engine.complete
 
     def watched(self, prompts, *others):
-        turns.append((id(self), prompts))
-        return complete(self, prompts, *others)
+        turns.append((id(self), len(prompts)))
+        requests = complete(self, prompts, *others)
+        if len(turns) > 3 + 6:  # those that compile, and a run
+            for request in requests:
+                request.output.token_ids.pop()
+        return requests
 
     monkeypatch.setattr(Engine, "complete", watched)
     monkeypatch.setattr(decode_measure, "PROMPTS_PER_TURN", 1)
+    monkeypatch.setattr(decode_measure, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(decode, "tqdm", lambda **bar: bars.append(tqdm(**bar)) or bars[-1])
     path = tmp_path / "decode.json"
-    assert run(path, "--together", "--temperatures", "0", "--batch", "1", "--repeats", "2") == 0
-    # After the three that compile: at every repeat both prompts, and for each of them all three methods.
-    repeats = [turns[3:9], turns[9:]]
-    for repeat in repeats:
+    words = ["--together", "--temperatures", "0", "--num-prompts", "3", "--batch", "2", "--repeats", "2"]
+    assert run(path, *words) == 0
+    for repeat in turns[3:9], turns[9:]:
         engines, prompts = zip(*repeat, strict=True)
+        assert prompts == (2, 2, 2, 1, 1, 1)
         assert len(set(engines[:3])) == 3
         assert engines[:3] == engines[3:]
-        assert prompts[:3] == (prompts[0],) * 3
-        assert prompts[3:] == (prompts[3],) * 3
-    assert [prompts for _, prompts in repeats[0]] == [prompts for _, prompts in repeats[1]]
-    alone = [row for row in json.loads(measured.read_text())["rows"] if row["temperature"] == 0.0]
-    for row, other in zip(json.loads(path.read_text())["rows"], alone, strict=True):
-        assert len(row["seconds"]) == 2
-        assert [row[key] for key in ("method", "tau", "exact match")] == [
-            other[key] for key in ("method", "tau", "exact match")
-        ]
+    assert bars[0].n == bars[0].total == 2 * 3 * 3
+    rows = json.loads(path.read_text())["rows"]
+    names = ["plain", "chain", "accum_logp 16"]
+    assert [(row["method"], row["seconds"], row["tokens"]) for row in rows] == [
+        (name, [2, 2], [36, 33]) for name in names
+    ]
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_what_the_device_has_to_hold_at_once_is_checked(target, monkeypatch, together):
-    """Room for two engines: without ``together`` the largest is made, and goes again."""
-    held = weakref.WeakSet()
-
-    class Made(Engine):
-        def __init__(self, target, head, settings, **_):
-            if len(held) == 2:
-                raise memory.DeviceMemoryError("too much")
-            held.add(self)
-
-    monkeypatch.setattr(decode_measure, "Engine", Made)
-    works = {0.0: work_of(target, [Prompt("p", Entry("p", "text", "a"))])}
+    """Room for the stores of two trees, one of which is there while it is asked."""
     head = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
-    bench = Bench(target, head, works, batch=1, implementation=None, together=together)
-    methods = [PLAIN_METHOD, *(Method(f"tree {n}", "accum_logp", TreeSettings(n)) for n in (16, 64))]
-    for few in methods[:2], methods:
-        if together and len(few) == 3:
-            with pytest.raises(memory.DeviceMemoryError, match=r"tree 64, beside the 2 before it: too much"):
-                bench.check(few)
-        else:
-            bench.check(few)
+    works = {0.0: work_of(target, [Prompt("p", Entry("p", "text", "a"))])}
+    bench = Bench(target, head, works, batch=1, implementation="xla", together=together)
+    methods = [Method(f"tree {n}", "accum_logp", TreeSettings(n)) for n in (16, 32, 64)]
+    own = array_bytes(bench._engine(methods[0]).state)
+
+    def check(decoder, size, dtype, *, reclaimed):
+        if reclaimed < 0:
+            raise memory.DeviceMemoryError("too much")
+        asked.append(reclaimed / own)
+
+    asked = []
+    monkeypatch.setattr(decode_measure, "check_engine_memory", check)
+    if together:
+        with pytest.raises(memory.DeviceMemoryError, match="tree 64, beside the 2 before it: too much"):
+            bench.check(methods)
+        assert asked == [1.0, 0.0]
+    else:
+        bench.check(methods)
+        assert asked == [1.0]
 
 
 def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):

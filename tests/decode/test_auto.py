@@ -93,12 +93,23 @@ def plain_rounds(monkeypatch):
     return told
 
 
-@pytest.mark.parametrize(("rows", "room"), [(0, 128), (700, 256), (4096, 1408)])
-def test_the_head_sees_all_that_it_drafts_behind(plain_rounds, monkeypatch, rows, room):
+@pytest.mark.parametrize(
+    ("rows", "room", "dtype", "atol"),
+    [
+        (0, 128, "float32", 1e-5),
+        (700, 256, "float32", 1e-5),
+        (4096, 1408, "float32", 1e-5),
+        (700, 256, "bfloat16", 0.1),
+    ],
+)
+def test_the_head_sees_all_that_it_drafts_behind(plain_rounds, monkeypatch, rows, room, dtype, atol):
     """Prompts of one to three chunks, some that come while others decode, in pages of those that ended."""
     monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", rows)
     config = dataclasses.replace(SLIDING, max_position_embeddings=512)
-    target, head = random_target(config, 0), random_head(config, 1)
+    target, head = (
+        dataclasses.replace(own, weights=jax.tree.map(lambda leaf: leaf.astype(dtype), own.weights))
+        for own in (random_target(config, 0), random_head(config, 1))
+    )
     lengths, most = (5, 131, 1, 290, 20), (7, 60, 12, 30, 30)
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
     engine = Engine(target, head, settings, slots=3, capacity=512, num_pages=9)
@@ -124,8 +135,9 @@ def test_the_head_sees_all_that_it_drafts_behind(plain_rounds, monkeypatch, rows
         alone._admit()
         alone._feed()
         for own, expected in zip(rows_of(engine, request), rows_of(alone, same), strict=True):
-            np.testing.assert_allclose(own[:length], expected[:length], atol=1e-5)
-            assert np.abs(own[:length]).max(axis=(1, 2)).min() > 0
+            own, expected = (np.asarray(x[:length], np.float32) for x in (own, expected))
+            np.testing.assert_allclose(own, expected, atol=atol)
+            assert np.abs(own).max(axis=(1, 2)).min() > 0
     assert [(bucket, rounds) for bucket, _, rounds, _ in told] == [(0, 5)] * 6
     assert all(seconds > 0 for *_, seconds in told)
 

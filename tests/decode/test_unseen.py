@@ -7,7 +7,8 @@ import pytest
 from jetspec_jax.cache import Slots
 from jetspec_jax.decode import TreeDecoder
 from jetspec_jax.proposer import DraftHeadProposer
-from jetspec_jax.state import DecodeWeights
+from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.state import DecodeWeights, SlotSettings
 from jetspec_jax.unseen import FEED_ROWS, as_words, empty_rows, feed, from_words, words_of, write_rows
 from tests.decode.oracle import OracleProposer
 from tests.decode.tiny import TINY, random_head, random_target
@@ -85,3 +86,20 @@ def test_more_rounds_than_there_is_room_for():
     state = decoder.empty_state(1, num_pages=4, pages_per_slot=4, page_size=64, dtype=FLOAT32)
     with pytest.raises(ValueError, match=r"200 tokens .* room for 128: take .*unseen_rows=200"):
         decoder.decode(DecodeWeights(target.weights, head.weights), state, np.int32(2))
+
+
+def test_a_plain_decoder_that_observes_keeps_its_records():
+    """Their tokens, whatever else is packed with them."""
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    weights, tokens = DecodeWeights(target.weights, head.weights), []
+    for observes in (False, True):
+        decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), max_rounds=4, observes=observes)
+        state = decoder.empty_state(1, num_pages=4, pages_per_slot=4, page_size=64, dtype=FLOAT32)
+        settings = SlotSettings.of(SamplingParams(max_tokens=9), (), vocab_size=TINY.vocab_size)
+        state = decoder.insert(state, np.int32(0), np.arange(4, dtype=np.int32), settings)
+        chunk = np.zeros(32, np.int32), np.int32(3), np.bool_(True)
+        state, _ = decoder.prefill(weights, state, np.int32(0), *chunk)
+        _, records = decoder.decode(weights, state, np.int32(4))
+        assert records.counts.tolist() == [[1]] * 4
+        tokens.append(records.tokens.tolist())
+    assert tokens[0] == tokens[1]
