@@ -122,7 +122,7 @@ class TreeDecoder:
     bucket: int = 1
     width: int = 7
     algorithm: str | Algorithm = "accum_logp"
-    max_rounds: int = 96
+    max_rounds: int = 256
     implementation: str | None = None
     observes: bool = False
 
@@ -166,7 +166,7 @@ class TreeDecoder:
         pages_per_slot: int,
         page_size: int,
         dtype: jnp.dtype,
-        unseen_rows: int = FEED_ROWS,
+        unseen_rows: int | None = None,
     ) -> DecodeState:
         """A state whose slots are all free.
 
@@ -178,9 +178,12 @@ class TreeDecoder:
             dtype: Of the stores: the weights' dtype.
             unseen_rows: Room of a slot for committed tokens that wait for the proposer, at least. Every
                 `prefill` needs room for its chunk, and every `decode` that feeds late for ``max_rounds``
-                tokens, however few count; without `feed` in between they add up.
+                tokens, however few count; without `feed` in between they add up. None is room for one
+                `decode`, or a chunk of `FEED_ROWS`.
         """
         proposer = self.proposer
+        if unseen_rows is None:
+            unseen_rows = max(self.max_rounds, FEED_ROWS)
         tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
         free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
@@ -406,8 +409,9 @@ class TreeDecoder:
             return self._run(weights, state, rounds)
         before = [state.slots.lengths[slot] for slot in range(len(state.anchors))]
         state, records = self.decode_unfed(weights, state, rounds)
+        most = self.max_rounds if isinstance(rounds, Tracer) else int(np.minimum(rounds, self.max_rounds))
         for slot, seen in enumerate(before):
-            state = self._feed_all(weights, state, np.int32(slot), seen, self.max_rounds)
+            state = self._feed_all(weights, state, np.int32(slot), seen, most)
         return state, records
 
     @property

@@ -263,7 +263,7 @@ class Engine:
             choice = auto.choose(context, rounds, left, feeds)
             decoder, learner = self._decoders[choice.bucket], auto if choice.learns else None
         if decode is None and decoder.feeds_late:
-            self._make_room()
+            self._make_room(decoder.max_rounds)
             self._seen, decode = False, decoder.decode_unfed
         else:
             self._feed()
@@ -319,13 +319,12 @@ class Engine:
         if untold is not None:
             untold()
 
-    def _make_room(self) -> None:
-        """Where what is committed next would overwrite what the proposer has not seen, it sees that first."""
+    def _make_room(self, rows: int) -> None:
+        """Where so many rows of a slot would overwrite what the proposer has not seen, it sees that first."""
         if self.state.unseen is None:
             return
         most = max((request.committed - request.seen for request in self._running), default=0)
-        # No program writes more than FEED_ROWS rows of a slot, padding and all.
-        if most + FEED_ROWS > self.state.unseen.shape[1]:
+        if most + rows > self.state.unseen.shape[1]:
             self._feed()
 
     def _feed(self) -> None:
@@ -390,7 +389,7 @@ class Engine:
         token = None
         for start in range(0, len(request.prompt), PREFILL_CHUNK):
             part = request.prompt[start : start + PREFILL_CHUNK]
-            self._make_room()
+            self._make_room(PREFILL_CHUNK)
             self.state, token = self.decoder.prefill_unfed(
                 self.weights,
                 self.state,

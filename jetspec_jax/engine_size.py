@@ -82,7 +82,9 @@ class EngineSize:
             page_size=PAGE_SIZE,
             dtype=dtype,
             # One that always drafts shows every chunk before the next.
-            unseen_rows=FEED_ROWS if decoder.auto is None else UNSEEN_ROWS // self.slots,
+            unseen_rows=PREFILL_CHUNK
+            if decoder.auto is None
+            else max(UNSEEN_ROWS // self.slots, decoder.max_rounds),
         )
 
 

@@ -96,10 +96,10 @@ def plain_rounds(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "room", "dtype", "atol"),
     [
-        (0, 128, "float32", 1e-5),
-        (700, 256, "float32", 1e-5),
+        (0, 256, "float32", 1e-5),
+        (1000, 384, "float32", 1e-5),
         (4096, 1408, "float32", 1e-5),
-        (700, 256, "bfloat16", 0.1),
+        (1000, 384, "bfloat16", 0.1),
     ],
 )
 def test_the_head_sees_all_that_it_drafts_behind(plain_rounds, monkeypatch, rows, room, dtype, atol):
@@ -309,7 +309,7 @@ def test_plain_rounds_feed_the_head_s_context(target):
     late, each = state_after(lambda decoder: decoder.decode), state_after(round_by_round)
     np.testing.assert_array_equal(late.slots.lengths, each.slots.lengths)
     np.testing.assert_array_equal(late.slots.lengths, [len(PROMPTS[0]) + 16, 0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), late.proposer, each.proposer)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), late.proposer, each.proposer)
     assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(late.proposer))
 
 

@@ -138,6 +138,7 @@ def test_the_workspace_covers_plain_rounds_that_are_shown_later():
     config = dataclasses.replace(TINY, hidden_size=256)
     settings = TreeSettings(16, width=3, algorithm="auto")
     decoder = make_decoder(config, head_config(config), settings, implementation="xla")
+    decoder = dataclasses.replace(decoder, max_rounds=96)
     size = EngineSize.of(config, 8, 64)
     weights = jax.eval_shape(lambda: DecodeWeights(random_target(config, 0).weights))
     state = dataclasses.replace(jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32)), proposer=None)

@@ -83,7 +83,8 @@ def test_more_rounds_than_there_is_room_for():
     """Of one dispatch, whose rounds write one row each."""
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), max_rounds=200)
-    state = decoder.empty_state(1, num_pages=4, pages_per_slot=4, page_size=64, dtype=FLOAT32)
+    size = {"num_pages": 4, "pages_per_slot": 4, "page_size": 64, "dtype": FLOAT32}
+    state = decoder.empty_state(1, **size, unseen_rows=100)
     with pytest.raises(ValueError, match=r"200 tokens .* room for 128: take .*unseen_rows=200"):
         decoder.decode(DecodeWeights(target.weights, head.weights), state, np.int32(2))
 
