@@ -378,6 +378,8 @@ class Engine:
             self._waiting.popleft()
             request.slot, request.pages = self._free_slots.popleft(), pages
             self._running.append(request)
+            if self._auto:
+                self._acceptance[request.params.temperature > 0].begin(1 / len(self._running))
             table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
-from jetspec_jax.auto_budget import AutoBudget, Choice, Pace
+from jetspec_jax.auto_budget import AcceptanceEstimate, AutoBudget, Choice, Pace
 from jetspec_jax.engine import Engine
 from jetspec_jax.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
@@ -205,6 +205,19 @@ def test_what_is_told_is_learnt_while_the_next_rounds_run(target, monkeypatch):
         engine.step(16)
     at_once, later = ["choose", "wait", "learn"], ["choose", "wait"]
     assert seen == [*later, "choose", "learn", "wait", "learn", *at_once, *later, "choose", "learn", "wait"]
+
+
+def test_the_estimate_is_told_of_new_texts(target, monkeypatch):
+    """Of its own kind, greedy or sampled, and how much of all that runs each is."""
+    begun, settings = [], TreeSettings(budget=16, width=3, algorithm="auto")
+    engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
+    kinds = {id(estimate): sampled for sampled, estimate in engine._acceptance.items()}
+    monkeypatch.setattr(AcceptanceEstimate, "begin", lambda *own: begun.append((kinds[id(own[0])], own[1])))
+    params = [SamplingParams(temperature=t, max_tokens=5, ignore_eos=True) for t in (0.0, 1.0, 1.0)]
+    serve(engine, [PROMPTS[0]] * 3, params)
+    assert begun[:2] == [(False, 1.0), (True, 0.5)]
+    assert len(begun) == 3
+    assert begun[2][0]
 
 
 def test_what_is_not_to_be_learnt_is_not_waited_for(target, monkeypatch):
