@@ -24,8 +24,9 @@ PROBE_ROUNDS = 8
 # Or so many times as much, where trees are best anyway: a few rounds tell what others have accepted, but how
 # long they take, which differs by a few percent, only many.
 _WHOLE = 3.0
-# One dispatch more takes so many times what was timed: the host hands tokens out, and finds its caches cold.
-_DISPATCH = 1.5
+# The dispatch that a probe costs takes so many times what was timed: the host hands tokens out, and finds its
+# caches cold.
+_ANOTHER = 1.5
 # Horizons of running means, in rounds of a slot. What the head expects follows the text; how far it is wrong
 # is a property of the pair and of the request's settings, and takes many rounds to tell.
 _RECENT, _LONG = 32, 512
@@ -91,13 +92,15 @@ class AcceptanceEstimate:
         return rounds if bucket == 0 else min(rounds, int(self._seen[bucket - 1]))
 
     def begin(self, share: float) -> None:
-        """A new text begins, which the head may expect as much of as it does of most, whatever it did lately.
+        """New texts begin: until their own rounds tell more, the head is taken to expect what it did of most.
 
         While plain rounds are best nothing else would tell that a hard text is over.
 
         Args:
-            share: Of all that decodes at the same time, above 0 and at most 1.
+            share: Their share of all that decode now, 0 to 1.
         """
+        if not share:
+            return
         for k, mean in enumerate(self._expected):
             self._recent[k] += share * (mean - self._recent[k])
         self._tokens = self._of_all()
@@ -222,11 +225,11 @@ class AutoBudget:
         # Where trees are best, the proposer is to see its tokens anyway.
         first = 0.0 if best else feeds * self.costs.feed
         # Enough for one probe of the dearest; what is not needed now is not saved up for worse times.
-        most = first + PROBE_ROUNDS * max(seconds) + _DISPATCH * max(self.costs.dispatches)
+        most = first + PROBE_ROUNDS * max(seconds) + _ANOTHER * max(self.costs.dispatches)
         probe = self._most_promising(best, rates)
         if probe is not None:
             each = seconds[probe] - tokens[probe] / rates[best]
-            another = _DISPATCH * self.costs.dispatches[probe]
+            another = _ANOTHER * self.costs.dispatches[probe]
             part = min(PROBE_ROUNDS / lasts[probe], 1.0)
             loss, turns = first + part * lasts[probe] * each + (1 - part) * another, min(rounds, PROBE_ROUNDS)
             # A whole dispatch tells more, and there is none more.

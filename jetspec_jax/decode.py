@@ -178,12 +178,11 @@ class TreeDecoder:
             dtype: Of the stores: the weights' dtype.
             unseen_rows: Room of a slot for committed tokens that wait for the proposer, at least. Every
                 `prefill` needs room for its chunk, and every `decode` that feeds late for ``max_rounds``
-                tokens, however few count; without `feed` in between they add up. None is room for one
-                `decode`, or a chunk of `FEED_ROWS`.
+                tokens, however few count; without `feed` in between they add up. None is ``max_rounds``.
         """
         proposer = self.proposer
         if unseen_rows is None:
-            unseen_rows = max(self.max_rounds, FEED_ROWS)
+            unseen_rows = self.max_rounds
         tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
         free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
@@ -409,6 +408,7 @@ class TreeDecoder:
             return self._run(weights, state, rounds)
         before = [state.slots.lengths[slot] for slot in range(len(state.anchors))]
         state, records = self.decode_unfed(weights, state, rounds)
+        # One token a round; a traced number is not known.
         most = self.max_rounds if isinstance(rounds, Tracer) else int(np.minimum(rounds, self.max_rounds))
         for slot, seen in enumerate(before):
             state = self._feed_all(weights, state, np.int32(slot), seen, most)

@@ -256,9 +256,11 @@ class Engine:
         if rounds is None:
             rounds = self._usual_rounds(left)
         decoder, learner, choice = self.decoder, None, Choice(0, rounds)
-        context = self._mean_context()
+        context, new = self._mean_context(), len(self._first_tokens) / max(len(self._running), 1)
+        auto = None
         if decode is None and self._auto:
             auto = self._auto[any(request.params.temperature > 0 for request in self._running)]
+            auto.acceptance.begin(new)
             feeds = sum(feeds_for(request.committed - request.seen) for request in self._running)
             choice = auto.choose(context, rounds, left, feeds)
             decoder, learner = self._decoders[choice.bucket], auto if choice.learns else None
@@ -279,7 +281,8 @@ class Engine:
         # Of the dispatch before, while the device is at this one; on a GPU, whose loops keep the host until
         # they end, while the records are on their way.
         self._records.packed.copy_to_host_async()
-        self._learn()
+        if self._learn() and auto is not None:
+            auto.acceptance.begin(new)  # what was told is of the texts before
         tokens, records = self._fetch()
         if learner is not None:
             seconds = time.perf_counter() - started if timed else None
@@ -313,11 +316,12 @@ class Engine:
             if request.output.finish_reason is not None:
                 self._release(request)
 
-    def _learn(self) -> None:
-        """Takes in what a dispatch told."""
+    def _learn(self) -> bool:
+        """Takes in what a dispatch told, if one did."""
         untold, self._untold = self._untold, None
         if untold is not None:
             untold()
+        return untold is not None
 
     def _make_room(self, rows: int) -> None:
         """Where so many rows of a slot would overwrite what the proposer has not seen, it sees that first."""
@@ -378,8 +382,6 @@ class Engine:
             self._waiting.popleft()
             request.slot, request.pages = self._free_slots.popleft(), pages
             self._running.append(request)
-            if self._auto:
-                self._acceptance[request.params.temperature > 0].begin(1 / len(self._running))
             table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
             table[: len(pages)] = pages
             self.state = self.decoder.insert(self.state, np.int32(request.slot), table, request.settings)

@@ -21,7 +21,8 @@ from pallas_kernels.dispatch import gpu_problem
 
 # One launch shows a chunk to the proposer.
 PREFILL_CHUNK = FEED_ROWS
-# With "auto", about how many rows of taps all slots together keep until the proposer drafts.
+# With "auto", about how many rows of taps all slots together keep until the proposer drafts, if that is room
+# for a dispatch in each.
 UNSEEN_ROWS = 4096
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
@@ -75,16 +76,15 @@ class EngineSize:
 
     def empty_state(self, decoder: TreeDecoder, dtype: jnp.dtype) -> DecodeState:
         """A decoder's state of this size."""
+        # One that always drafts shows every chunk before the next; with "auto" whole dispatches wait.
+        rows = PREFILL_CHUNK if decoder.auto is None else max(UNSEEN_ROWS // self.slots, decoder.max_rounds)
         return decoder.empty_state(
             self.slots,
             num_pages=self.num_pages,
             pages_per_slot=self.pages_per_slot,
             page_size=PAGE_SIZE,
             dtype=dtype,
-            # One that always drafts shows every chunk before the next.
-            unseen_rows=PREFILL_CHUNK
-            if decoder.auto is None
-            else max(UNSEEN_ROWS // self.slots, decoder.max_rounds),
+            unseen_rows=rows,
         )
 
 

@@ -1,7 +1,7 @@
 """A request: a prompt on its way through an engine, and what is checked before anything is done for it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import ArrayLike
@@ -59,10 +59,11 @@ class Request:
 
     def collect(self, records: RoundRecord) -> None:
         """Takes the tokens of the rounds that it took part in."""
-        of_slot = (records.tokens, records.counts, records.tree_sizes)
-        for tokens, count, size in zip(*(part[:, self.slot].tolist() for part in of_slot), strict=True):
-            if not count:
-                break
+        # Of many rows few may have run.
+        ran = records.tree_sizes[:, self.slot] > 0
+        own = replace(records, packed=records.packed[ran, self.slot])
+        of_rounds = (own.tokens.tolist(), own.counts.tolist(), own.tree_sizes.tolist())
+        for tokens, count, size in zip(*of_rounds, strict=True):
             self.output.add_round(tokens[:count], size)
 
 

@@ -83,7 +83,7 @@ def round_costs(
         state: A state of free slots; donated.
         num_pages: P, of the pool that its block tables name.
         page_size: Tokens of a page of its stores.
-        rounds: Of a dispatch, at most.
+        rounds: Of a timed dispatch, at most.
         folder: Where costs are kept between processes. None is the user's cache folder; on a CPU, whose speed
             depends on what else it does, they are not kept.
 

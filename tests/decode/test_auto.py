@@ -208,16 +208,23 @@ def test_what_is_told_is_learnt_while_the_next_rounds_run(target, monkeypatch):
 
 
 def test_the_estimate_is_told_of_new_texts(target, monkeypatch):
-    """Of its own kind, greedy or sampled, and how much of all that runs each is."""
-    begun, settings = [], TreeSettings(budget=16, width=3, algorithm="auto")
+    """Of the kind that is decoded, before the choice; again if something of other texts was learnt since."""
+    seen = []
+    monkeypatch.setattr(AutoBudget, "choose", lambda *_: seen.append("choose") or Choice(1, 4))
+    monkeypatch.setattr(AutoBudget, "observe", lambda *_: seen.append("learn"))
+    settings = TreeSettings(budget=16, width=3, algorithm="auto")
     engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
     kinds = {id(estimate): sampled for sampled, estimate in engine._acceptance.items()}
-    monkeypatch.setattr(AcceptanceEstimate, "begin", lambda *own: begun.append((kinds[id(own[0])], own[1])))
-    params = [SamplingParams(temperature=t, max_tokens=5, ignore_eos=True) for t in (0.0, 1.0, 1.0)]
-    serve(engine, [PROMPTS[0]] * 3, params)
-    assert begun[:2] == [(False, 1.0), (True, 0.5)]
-    assert len(begun) == 3
-    assert begun[2][0]
+    monkeypatch.setattr(AcceptanceEstimate, "begin", lambda *own: seen.append((kinds[id(own[0])], own[1])))
+    greedy, sampled = (SamplingParams(temperature=t, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0))
+    engine.submit(PROMPTS[0], greedy)
+    engine.step(4)
+    engine.step(4)
+    assert seen == [(False, 1.0), "choose", (False, 0.0), "choose", "learn", (False, 0.0)]
+    seen.clear()
+    engine.submit(PROMPTS[1], sampled)
+    engine.step(4)
+    assert seen == [(True, 0.5), "choose", "learn", (True, 0.5)]
 
 
 def test_what_is_not_to_be_learnt_is_not_waited_for(target, monkeypatch):

@@ -42,27 +42,28 @@ class World:
         return self.bias * mood * self.drafted[:bucket], accepted
 
 
-def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH):
+def simulate(auto, world, seconds, tokens=TOKENS, slower=1.0, dispatch=DISPATCH, untold=None):
     """Time of a token, and how many rounds ran with each bucket; the machine may be slower for now.
 
-    As in an engine, what a dispatch tells is learnt while the next runs, or before it if that was asked for.
+    As in an engine, what a dispatch tells is learnt while the next runs, or before it if that was asked for;
+    ``untold`` is what the last one of the text before told, and becomes that of this one.
     """
-    time, done, ran, untold = 0.0, 0, np.zeros(len(seconds), int), None
+    time, done, ran, untold = 0.0, 0, np.zeros(len(seconds), int), [] if untold is None else untold
     while done < tokens:
         bucket, rounds, learns = auto.choose(300, ROUNDS, TOKENS, 0)
-        if untold is not None:
-            learn(auto, *untold)
-            untold = None
+        if untold:
+            learn(auto, *untold.pop())
+            if done == 0:
+                auto.acceptance.begin(1.0)
         took = slower * (rounds * seconds[bucket] + dispatch)
         time += took
         ran[bucket] += rounds
         expected, accepted = world.rounds(bucket, rounds)
         done += rounds + (accepted[:, -1].sum() if bucket else 0)
         if learns:
-            untold = bucket, rounds, took, expected, accepted
+            untold.append((bucket, rounds, took, expected, accepted))
         if rounds < ROUNDS:
-            learn(auto, *untold)
-            untold = None
+            learn(auto, *untold.pop())
     return time / done, ran
 
 
@@ -152,11 +153,11 @@ def test_follows_a_text_that_changes():
 def test_a_hard_text_tells_little_about_the_next(seconds, most):
     """Each is easy or hard, by chance; where plain rounds suit the hard ones, no fixed bucket is as fast."""
     auto, rng = AutoBudget(AcceptanceEstimate(BUCKETS), costs_of(seconds), PROBING), np.random.default_rng(0)
-    taken, alone = 0.0, np.zeros(len(seconds))
+    taken, alone, untold = 0.0, np.zeros(len(seconds)), []
     for text in range(100):
         drafted = (GOOD, POOR)[rng.integers(2)]
         auto.acceptance.begin(1.0)
-        taken += 200 * simulate(auto, World(drafted, text), seconds, 200)[0]
+        taken += 200 * simulate(auto, World(drafted, text), seconds, 200, untold=untold)[0]
         alone += 200 * fixed(drafted, seconds)
     assert taken <= most * alone.min()
 

@@ -349,7 +349,7 @@ def test_the_bucket_can_change_between_rounds(oracle_engine, alone):
     engine = oracle_engine(prompts, params)
     tree = engine.decoder
     requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    # Room for taps as of one that always drafts.
+    # The state has room for a chunk's taps alone: one that always drafts needs no more.
     for decoder in (tree, dataclasses.replace(tree, bucket=1, max_rounds=8)) * 3:
         engine.decoder = decoder
         engine.step(2)

@@ -95,12 +95,14 @@ def test_stores_are_counted_as_they_are_allocated():
     assert list(needs(decoder_for(TINY, 1), engine.size)) == [stores, "workspace for 3 x 1 nodes", "margin"]
 
 
-@pytest.mark.parametrize(("algorithm", "rows"), [("accum_logp", 128), ("auto", 1408)])
-def test_taps_wait_in_the_state(algorithm, rows):
-    """A chunk's, or with "auto" about 4096 of all slots."""
+@pytest.mark.parametrize(
+    ("algorithm", "slots", "rows"), [("accum_logp", 3, 128), ("auto", 3, 1408), ("auto", 20, 256)]
+)
+def test_taps_wait_in_the_state(algorithm, slots, rows):
+    """A chunk's, or with "auto" about 4096 of all slots, and a dispatch's of each."""
     target, head = random_target(TINY, 0), random_head(TINY, 0)
-    engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=3, capacity=130)
-    assert engine.state.unseen.shape == (3, rows, 2 * TINY.hidden_size)  # two layers are tapped
+    engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=slots, capacity=130)
+    assert engine.state.unseen.shape == (slots, rows, 2 * TINY.hidden_size)  # two layers are tapped
     assert Engine(target, slots=3, capacity=130).state.unseen is None
 
 
@@ -134,11 +136,11 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
 
 
-def test_the_workspace_covers_plain_rounds_that_are_shown_later():
+def test_the_workspace_covers_plain_rounds_that_are_shown_later(monkeypatch):
+    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", 4 * 4096)
     config = dataclasses.replace(TINY, hidden_size=256)
     settings = TreeSettings(16, width=3, algorithm="auto")
     decoder = make_decoder(config, head_config(config), settings, implementation="xla")
-    decoder = dataclasses.replace(decoder, max_rounds=96)
     size = EngineSize.of(config, 8, 64)
     weights = jax.eval_shape(lambda: DecodeWeights(random_target(config, 0).weights))
     state = dataclasses.replace(jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32)), proposer=None)

@@ -84,9 +84,21 @@ def test_more_rounds_than_there_is_room_for():
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), max_rounds=200)
     size = {"num_pages": 4, "pages_per_slot": 4, "page_size": 64, "dtype": FLOAT32}
+    assert decoder.empty_state(1, **size).unseen.shape[1] == 256
     state = decoder.empty_state(1, **size, unseen_rows=100)
     with pytest.raises(ValueError, match=r"200 tokens .* room for 128: take .*unseen_rows=200"):
         decoder.decode(DecodeWeights(target.weights, head.weights), state, np.int32(2))
+
+
+@pytest.mark.parametrize(("rounds", "feeds"), [(4, 1), (128, 1), (129, 2), (300, 2)])
+def test_decode_shows_what_its_rounds_can_have_committed(monkeypatch, rounds, feeds):
+    target, head = random_target(TINY, 0), random_head(TINY, 0)
+    decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), max_rounds=200)
+    shown, feed = [], TreeDecoder.feed
+    monkeypatch.setattr(TreeDecoder, "feed", lambda *own: shown.append(int(own[-1])) or feed(*own))
+    state = decoder.empty_state(1, num_pages=4, pages_per_slot=4, page_size=64, dtype=FLOAT32)
+    decoder.decode(DecodeWeights(target.weights, head.weights), state, np.int32(rounds))
+    assert shown == [0, 128][:feeds]
 
 
 def test_a_plain_decoder_that_observes_keeps_its_records():
