@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from bench.pair import Pair
 from bench.prompt_work import Work
-from jetspec_jax.trace import RoundTrace, trace_rounds
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.tree import Hints
-from jetspec_jax.tree_settings import TreeSettings
 
 #: A target's choice that is none of a row's W candidates.
 NO_RANK = -1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from bench.scene import Scene
-from jetspec_jax.cache import PAGE_SIZE
+from jetspec_jax.cache.stores import PAGE_SIZE
 from jetspec_jax.config import ModelConfig
 from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
 

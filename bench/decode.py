@@ -30,7 +30,7 @@ from bench.pair import (
 from bench.prompt_work import make_works
 from bench.report import add_report_arguments, check_report, show, shown
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.files import write_json
+from jetspec_jax.checkpoint.files import write_json
 
 
 def add_command(commands: Any) -> None:

@@ -12,12 +12,12 @@ import jax
 from bench.methods import Method
 from bench.prompt_work import Work
 from jetspec_jax import Completion, Head, Target
-from jetspec_jax.engine import Engine
-from jetspec_jax.engine_size import check_engine_memory, default_capacity
+from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.size import check_engine_memory, default_capacity
 from jetspec_jax.generate import slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
-from jetspec_jax.memory import DeviceMemoryError, array_bytes
-from jetspec_jax.request import Request
 
 # Enough tokens for one round of every kind to compile.
 WARM_UP_TOKENS = 4

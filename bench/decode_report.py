@@ -9,7 +9,7 @@ from bench.methods import Method, takes_profile
 from bench.prompt_work import Work
 from bench.timing import median
 from jetspec_jax import Completion, Target
-from jetspec_jax.exactness import TIE_GAP, Divergence, first_divergence
+from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
 
 # Columns of the table; the others are for the JSON.
 COLUMNS = ("tau", "nodes/round", "tokens/s", "speed-up", "first token ms", "peak MiB", "exact match")

@@ -34,7 +34,7 @@ from bench.report import (
     write_report,
 )
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings
 
 # A branch is called faithful within so many nats.
 FAITHFUL = 5.0

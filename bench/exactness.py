@@ -37,8 +37,8 @@ from bench.report import (
     write_report,
 )
 from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
-from jetspec_jax.exactness import TIE_GAP
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.exactness import TIE_GAP
 
 DTYPES = ("float32", "bfloat16")
 

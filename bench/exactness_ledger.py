@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from bench.prompt_work import Work
 from jetspec_jax import Completion, Target
-from jetspec_jax.exactness import TIE_GAP, first_divergence
+from jetspec_jax.inspect.exactness import TIE_GAP, first_divergence
 
 # Rows of divergences that the screen shows; the JSON has all.
 SHOWN = 20

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.report import write_png
-from jetspec_jax.exactness import TIE_GAP
+from jetspec_jax.inspect.exactness import TIE_GAP
 
 # Okabe and Ito's colours, which most kinds of colour vision tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -16,7 +16,7 @@ from bench.shapes import Shape
 from bench.timing import compile_seconds, median, seconds_of
 from bench.touched import experts_touched
 from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
-from jetspec_jax.state import Stores, join, split
+from jetspec_jax.decode.state import Stores, join, split
 from jetspec_jax.tree import bucket_for
 
 # A phase is repeated until its program takes this long, so that dispatching it (about 0.1 ms) does not show.

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax import Head, Target
+from jetspec_jax.cli.options import parse_option
 from jetspec_jax.config import read_json
-from jetspec_jax.options import parse_option
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.tree import Algorithm, Profile, algorithm_names, get_algorithm
 from jetspec_jax.tree.algorithms import check_algorithm
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
 
 ALL = "all"
 # The one algorithm that chooses budgets; its trees are another's.

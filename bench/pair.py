@@ -10,11 +10,11 @@ from bench.prompt_sets import PROMPT_SETS, Part
 from bench.prompt_work import TASK_OF_SET, Work
 from bench.prompts import DEMO, Prompt, load_prompts
 from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.options import add_ignore_option
 from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
-from jetspec_jax.tree_settings import TreeSettings
 from pallas_kernels.dispatch import gpu_problem
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
-from jetspec_jax.state import Stores, join, split
+from jetspec_jax.decode.state import Stores, join, split
 from jetspec_jax.tree import Candidates, Routing, algorithm_of
 
 #: What the phases before have made, by their names.

@@ -36,11 +36,11 @@ from bench.report import (
     write_report,
 )
 from jetspec_jax import enable_compilation_cache
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import Candidates, Profile, Routing
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
 from jetspec_jax.tree.routing import CLASSES
-from jetspec_jax.tree_settings import TreeSettings
 
 COUNTS = {"reached": count_reached, "tree": count_tree}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.prompt_sets import PROMPT_SETS, Part, read_set
-from jetspec_jax.checkpoint import Target
+from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.demo import DEMO_PROMPTS
 from train.prompts import MESSAGES, Entry, read_entries
 from train.rendering import Encoder

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jetspec_jax
-from jetspec_jax.files import check_writable, replacing, write_json
+from jetspec_jax.checkpoint.files import check_writable, replacing, write_json
 
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.

@@ -30,11 +30,11 @@ from jetspec_jax import (
     SamplingParams,
     enable_compilation_cache,
 )
-from jetspec_jax.checkpoint import resolve_dtype
-from jetspec_jax.engine import ROUNDS_PER_DISPATCH
-from jetspec_jax.options import add_ignore_option
+from jetspec_jax.checkpoint.loading import resolve_dtype
+from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import bucket_for
-from jetspec_jax.tree_settings import TreeSettings
 from pallas_kernels.tree_attention import implementations
 
 # The most of the free memory that the stores of all cases may take together: programs need the rest.

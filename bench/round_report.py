@@ -11,7 +11,7 @@ from bench.measure import Case, Measured, Plan
 from bench.shapes import Shape
 from bench.timing import median
 from bench.work import round_work
-from jetspec_jax.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import bucket_for
 
 # Tokens that the number of waits is given for: the default length of an output.

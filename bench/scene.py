@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache import PAGE_SIZE, Slots
+from jetspec_jax.cache.stores import PAGE_SIZE, Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.engine_size import pages_for
+from jetspec_jax.decode.state import Stores, split
+from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
-from jetspec_jax.state import Stores, split
 
 # More than any run emits: no slot may stop while it is timed.
 ENDLESS = 2**30

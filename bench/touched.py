@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
-from jetspec_jax.block import Block
-from jetspec_jax.cache import attend_over
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import attend_over
 from jetspec_jax.models import bind
 from jetspec_jax.models.feed_forward import RoutedExperts
 from pallas_kernels.expert_choice import Choice

@@ -22,8 +22,8 @@ from bench.shapes import SHAPES, Shape, find_shape
 from bench.timing import compile_seconds, median, seconds_of
 from bench.work import FEATURES, parameters
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.checkpoint import resolve_dtype
-from jetspec_jax.files import check_writable
+from jetspec_jax.checkpoint.files import check_writable
+from jetspec_jax.checkpoint.loading import resolve_dtype
 from train.distillation import distillation_loss
 from train.fit import Fit
 from train.head_recipe import Objective

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jetspec_jax.files import replacing
+from jetspec_jax.checkpoint.files import replacing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.shapes import Shape
 

@@ -10,8 +10,7 @@ from flax import nnx
 
 from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import check_manifest, read_orbax, write_orbax
-from jetspec_jax.models import Weights
-from jetspec_jax.safetensors_io import (
+from jetspec_jax.checkpoint.safetensors_io import (
     MAX_SHARD_BYTES,
     put,
     read_parameters,
@@ -19,7 +18,8 @@ from jetspec_jax.safetensors_io import (
     save_checkpoint,
     unused_tensors,
 )
-from jetspec_jax.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.models import Weights
 
 #: The word for leaving each parameter in the type that it is stored in.
 STORED = "stored"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.loading import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
 from jetspec_jax.config import (
     DraftHeadConfig,
     ModelConfig,
@@ -16,7 +17,6 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
-from jetspec_jax.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
 

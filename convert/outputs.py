@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from convert.folders import Checkpoint
 from convert.orbax_io import read_orbax
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, Store, attend_over, empty_stores
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, Store, attend_over, empty_stores
+from jetspec_jax.checkpoint.safetensors_io import put, read_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.layers import KV, Attend
 from jetspec_jax.models.transformer import Output
-from jetspec_jax.proposer import DraftHeadProposer
-from jetspec_jax.safetensors_io import put, read_parameters
 
 # Tokens of the sequence that outputs are computed of; less where the model takes less.
 TOKENS = 32

@@ -18,10 +18,10 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
+from jetspec_jax.checkpoint.safetensors_io import read_parameters
+from jetspec_jax.checkpoint.tensor_plan import ParameterPath
 from jetspec_jax.config import DraftHeadConfig, check_head_fits
 from jetspec_jax.models import Weights
-from jetspec_jax.safetensors_io import read_parameters
-from jetspec_jax.tensor_plan import ParameterPath
 
 # With a type named, the outputs differ by rounding: in bfloat16, which keeps 8 bits of 24, each weight by at
 # most 1/256, and the outputs of the tests' models by less than a tenth. A tensor that went to the wrong place

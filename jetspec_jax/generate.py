@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 
-from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.completion import Completion
+from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import check_head_fits
-from jetspec_jax.engine import MAX_SLOTS, Engine
-from jetspec_jax.engine_size import default_capacity
-from jetspec_jax.request import TokenIds, check_request
-from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.engine import MAX_SLOTS, Engine
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.request import TokenIds, check_request
+from jetspec_jax.engine.size import default_capacity
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.tree.routing import hints_of_each
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
 
 
 def generate(

@@ -6,8 +6,8 @@ from typing import cast
 
 import numpy as np
 
-from jetspec_jax.chat_template import check_template_arguments, render_chat
-from jetspec_jax.checkpoint import (
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
+from jetspec_jax.checkpoint.loading import (
     Head,
     Target,
     load_draft_head,
@@ -16,19 +16,19 @@ from jetspec_jax.checkpoint import (
     read_target_config,
     resolve_dtype,
 )
-from jetspec_jax.compilation_cache import enable_compilation_cache
-from jetspec_jax.completion import Completion
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.settings import PLAIN, TreeSettings, make_decoder
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import MAX_SLOTS, Engine
-from jetspec_jax.engine_size import EngineSize, check_engine_memory, default_capacity
+from jetspec_jax.device.compilation_cache import enable_compilation_cache
+from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
+from jetspec_jax.engine.engine import MAX_SLOTS, Engine
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.request import Request, check_request
+from jetspec_jax.engine.size import EngineSize, check_engine_memory, default_capacity
 from jetspec_jax.generate import per_prompt, slots_for
-from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
-from jetspec_jax.request import Request, check_request
-from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 from jetspec_jax.tree.routing import hints_of_each
-from jetspec_jax.tree_settings import PLAIN, TreeSettings, make_decoder
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]

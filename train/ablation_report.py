@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jetspec_jax.files import write_json
+from jetspec_jax.checkpoint.files import write_json
 from train.plot import plot_ablations
 
 #: tau by budget, for each variant.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.checkpoint import Head, Target, load_draft_head, load_target
+from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_TARGET
 from train.ablation_report import write_report
 from train.continuations import SplitCuts, continue_corpus, cut_splits

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.block import causal_bits
+from jetspec_jax.cache.block import causal_bits
 from jetspec_jax.models.layers import KV, Attend
 from pallas_kernels.tree_attention import tree_attention
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
-from jetspec_jax.checkpoint import Target
-from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.sampling.params import SamplingParams
 from train.documents import Documents, Writer
 from train.records import Document
 from train.regenerate import Prompts, regenerate, regeneration_settings

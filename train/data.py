@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.options import add_ignore_option
+from jetspec_jax.cli.options import add_ignore_option
 from train.make_data import Made, make_data
 from train.manifest import MODES, REGENERATE
 from train.stages import Deadline

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetspec_jax.checkpoint import load_draft_head, load_target
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.checkpoint.loading import load_draft_head, load_target
 from jetspec_jax.config import parse_model_config
-from jetspec_jax.files import write_json
 from train import layout
 from train.continuations import continue_corpus, cut_splits
 from train.corpus import (

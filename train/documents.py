@@ -14,7 +14,7 @@ import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 from jaxtyping import Int
 
-from jetspec_jax.files import replacing
+from jetspec_jax.checkpoint.files import replacing
 from train.manifest import (
     HELDOUT,
     MANIFEST,

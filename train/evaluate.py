@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.files import write_json
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.sampling.params import SamplingParams
 from train.corpus import HELDOUT, LIBRARY, TESTS, TRAIN, Source
 from train.head_evaluation import mean_tau
 from train.ngram import NGram

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.checkpoint import Head, Target, load_draft_head, resolve_dtype
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, resolve_dtype
+from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
-from jetspec_jax.files import write_json
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights, abstract, weights_of
-from jetspec_jax.safetensors_io import save_checkpoint
-from jetspec_jax.sharding import on_one_device, parameter_shardings
-from jetspec_jax.tree_settings import TreeSettings
 from train.checkpoints import Best, Checkpoints
 from train.distillation import distillation_loss
 from train.documents import Documents

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.checkpoint import load_target
+from jetspec_jax.checkpoint.loading import load_target
+from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.options import add_ignore_option
 from train.data import add_generation_arguments, generation_settings, summary
 from train.head import export_best, train_head
 from train.head_recipe import HeadRecipe

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jetspec_jax.checkpoint import Target
+from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.config import ModelConfig, default_tap_layers
 from train.head_recipe import HeadShape
 

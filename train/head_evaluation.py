@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
-from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.completion import Completion
+from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.device.sharding import on_one_device
+from jetspec_jax.engine.output import Completion
 from jetspec_jax.generate import generate_tree
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.sharding import on_one_device
+from jetspec_jax.sampling.params import SamplingParams
 from train.documents import Document, Documents
 from train.head_recipe import HeadEvaluation, HeadRecipe
 from train.loader import Windows

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetspec_jax.checkpoint import Target, load_draft_head, resolve
+from jetspec_jax.checkpoint.loading import Target, load_draft_head, resolve
 from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config, read_json
 from jetspec_jax.models import Weights, build, weights_of
 from train.head_config import head_json

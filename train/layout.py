@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
 from jetspec_jax.config import ModelConfig, Rope
 from jetspec_jax.models import Weights
-from jetspec_jax.safetensors_io import save_checkpoint
 from train.head_config import decoder_json
 from train.recipes import Recipe
 from train.stages import fresh

@@ -19,7 +19,7 @@ import numpy as np
 from tensorboardX import RecordWriter
 from tensorboardX.proto import event_pb2
 
-from jetspec_jax.files import replacing
+from jetspec_jax.checkpoint.files import replacing
 
 FILE = "log.jsonl"
 #: What the log itself says of a step: seconds, tokens per second, peak memory in GiB.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint import (
+from jetspec_jax.checkpoint.loading import (
     HUB_PATTERNS,
     load_draft_head,
     load_target,
@@ -19,9 +19,9 @@ from jetspec_jax.checkpoint import (
     resolve_dtype,
 )
 from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
+from jetspec_jax.sampling.params import SamplingParams
 from train.documents import Writer
 from train.given import write_given
 from train.holdout import default_heldout, hold_out

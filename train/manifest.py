@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jetspec_jax.files import write_text
+from jetspec_jax.checkpoint.files import write_text
 from train.corpus import HELDOUT, TRAIN
 from train.holdout import check_heldout, evenly_spaced
 

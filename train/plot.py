@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
-from jetspec_jax.files import replacing
+from jetspec_jax.checkpoint.files import replacing
 from train.log import Record, read_log
 
 DPI = 100

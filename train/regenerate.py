@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.engine import Engine
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.request import Request, TokenIds, check_request
 from jetspec_jax.generate import slots_for
-from jetspec_jax.request import Request, TokenIds, check_request
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
+from jetspec_jax.sampling.params import SamplingParams
 from train.documents import Writer
 from train.manifest import REGENERATE, Settings, ShardPlan
 from train.records import Document

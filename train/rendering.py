@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jetspec_jax.chat_template import check_template_arguments, render_chat
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
 from train.prompts import MESSAGES, PROMPT, TEXT, Entry
 from train.records import Document
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.files import write_json
+from jetspec_jax.checkpoint.files import write_json
 
 
 class OutOfTime(Exception):

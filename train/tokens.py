@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, UInt16
 
-from jetspec_jax.files import replacing
+from jetspec_jax.checkpoint.files import replacing
 from train.corpus import LIBRARY, Source
 from train.tokenizer import END_OF_TEXT, Tokenizer
 

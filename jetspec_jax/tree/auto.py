@@ -16,7 +16,7 @@ class Auto(Algorithm):
     """Trees of as many nodes as pay, up to the budget, or none at all: the engine chooses while it decodes.
 
     It weighs how many tokens a round of each bucket is expected to commit against what the round costs on
-    this device: see `jetspec_jax.auto_budget`. Outside of an engine it is the algorithm below.
+    this device: see `jetspec_jax.engine.auto_budget`. Outside of an engine it is the algorithm below.
 
     Attributes:
         tree: The algorithm that shapes the trees: a name, or one with its options.

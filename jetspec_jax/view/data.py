@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.completion import Completion
-from jetspec_jax.trace import RoundTrace
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import ROOT_INDEX
 from jetspec_jax.view.tokens import pieces, token_label
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.files import write_text
+from jetspec_jax.checkpoint.files import write_text
 
 TEMPLATE = Path(__file__).parent / "page.html"
 _PLACE = "{{DATA}}"

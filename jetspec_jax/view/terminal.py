@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jetspec_jax.trace import RoundTrace
+from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX
 from jetspec_jax.view.tokens import cut
 

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
-from jetspec_jax import LLM, SamplingParams, cli, memory
+from jetspec_jax import LLM, SamplingParams
+from jetspec_jax.cli import command as cli
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.device import memory
 from pallas_kernels.dispatch import gpu_problem
 
 PROMPT = "def read_lines(path):"

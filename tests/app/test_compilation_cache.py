@@ -9,7 +9,8 @@ import platformdirs
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jetspec_jax import LLM, SamplingParams, cli, enable_compilation_cache
+from jetspec_jax import LLM, SamplingParams, enable_compilation_cache
+from jetspec_jax.cli import command as cli
 from tests.decode.tiny import TINY, random_head, random_target
 
 HIT = "/jax/compilation_cache/cache_hits"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, logits
-from jetspec_jax.exactness import TIE_GAP, Divergence, choice_gap, first_divergence
+from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, choice_gap, first_divergence
 from tests.decode.tiny import TINY, random_target
 
 PROMPT = [3, 1, 4]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jetspec_jax.files import check_writable, replacing, write_json
-from jetspec_jax.files import write_text as write
+from jetspec_jax.checkpoint.files import check_writable, replacing, write_json
+from jetspec_jax.checkpoint.files import write_text as write
 
 
 def test_a_file_takes_the_place_of_another(tmp_path):

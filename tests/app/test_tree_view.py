@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jetspec_jax import LLM, SamplingParams, cli, options
-from jetspec_jax.completion import Completion
-from jetspec_jax.trace import RoundTrace, trace_rounds
+from jetspec_jax import LLM, SamplingParams
+from jetspec_jax.cli import command as cli
+from jetspec_jax.cli import options
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.view.data import trace_data
 from jetspec_jax.view.page import TEMPLATE, page_of
 from jetspec_jax.view.terminal import ASCII, draw_round, headline

@@ -17,10 +17,10 @@ from bench.profile import classes_of, tables
 from bench.prompt_work import Work
 from bench.prompts import Prompt
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
-from jetspec_jax.trace import RoundTrace
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
 from jetspec_jax.tree.routing import CLASSES
-from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.tiny import TINY, random_head, random_target
 from train.prompts import Entry
 

@@ -18,11 +18,12 @@ from bench.given_profile import describe_profile
 from bench.methods import PLAIN_METHOD, Method, choose_algorithms, choose_methods
 from bench.prompt_work import Work, make_work
 from bench.prompts import Prompt
-from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target, memory
+from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import Engine
-from jetspec_jax.memory import array_bytes
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.device import memory
+from jetspec_jax.device.memory import array_bytes
+from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from train.prompts import Entry
 

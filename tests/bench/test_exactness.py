@@ -18,7 +18,7 @@ from bench.prompt_work import Work, make_works
 from bench.prompts import Prompt
 from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.exactness import TIE_GAP
+from jetspec_jax.inspect.exactness import TIE_GAP
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
 from train.prompts import Entry
 
@@ -136,7 +136,7 @@ def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
 
 def test_two_equally_good_tokens_are_a_tie(tmp_path, broken, monkeypatch):
     row = np.zeros(TINY.vocab_size, np.float32)
-    monkeypatch.setattr("jetspec_jax.exactness.perturbed_logits", lambda *_: row)
+    monkeypatch.setattr("jetspec_jax.inspect.exactness.perturbed_logits", lambda *_: row)
     code, report = run(tmp_path / "ledger.json", "--dtypes", "float32", "--temperatures", "0")
     assert code == 0
     assert [(entry["verdict"], entry["gap"]) for entry in report["divergences"]] == [("tie", 0.0)]

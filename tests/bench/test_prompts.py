@@ -9,7 +9,7 @@ from bench.pair import add_pair_arguments, read_prompts
 from bench.prompt_sets import Part
 from bench.prompts import Prompt, encode_prompts, load_prompts, template_arguments
 from bench.report import settings_of
-from jetspec_jax.checkpoint import Target, load_tokenizer
+from jetspec_jax.checkpoint.loading import Target, load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
 from train.prompts import Entry
 

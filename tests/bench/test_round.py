@@ -23,9 +23,9 @@ from bench.scene import random_weights
 from bench.shapes import SHAPES
 from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
 from jetspec_jax.config import check_head_fits
+from jetspec_jax.decode.state import join
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import ROUNDS_PER_DISPATCH
-from jetspec_jax.state import join
+from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
 from tests.decode.tiny import with_windows

@@ -11,7 +11,7 @@ from bench.shapes import Shape
 from bench.work import EXPERTS, parameters, round_work
 from jetspec_jax import SamplingParams
 from jetspec_jax.config import Experts, LayerConfig
-from jetspec_jax.state import DecodeWeights
+from jetspec_jax.decode.state import DecodeWeights
 from pallas_kernels.expert_choice import Routing
 from tests.decode.tiny import TINY, head_config
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
-from jetspec_jax.engine import Engine
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.engine import Engine
 from jetspec_jax.tree import Algorithm, Plan, algorithm_names, get_algorithm
-from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, random_head, random_target, serve
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
-from jetspec_jax.auto_budget import AcceptanceEstimate, AutoBudget, Choice, Pace
-from jetspec_jax.engine import Engine
-from jetspec_jax.round_costs import RoundCosts
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.auto_budget import AcceptanceEstimate, AutoBudget, Choice, Pace
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.tree import get_algorithm
-from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, finish, random_head, random_target, serve
@@ -45,7 +45,7 @@ def costs_are_known(monkeypatch):
             (64, 768), ((1.0, 1.0), *[(2.0, 2.0)] * (len(decoders) - 1)), (0.1,) * len(decoders), 0.1
         ), state
 
-    monkeypatch.setattr("jetspec_jax.engine.round_costs", known)
+    monkeypatch.setattr("jetspec_jax.engine.engine.round_costs", known)
     monkeypatch.setattr(Pace, "learn", lambda *_: None)
 
 
@@ -104,7 +104,7 @@ def plain_rounds(monkeypatch):
 )
 def test_the_head_sees_all_that_it_drafts_behind(plain_rounds, monkeypatch, rows, room, dtype, atol):
     """Prompts of one to three chunks, some that come while others decode, in pages of those that ended."""
-    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", rows)
+    monkeypatch.setattr("jetspec_jax.engine.size.UNSEEN_ROWS", rows)
     config = dataclasses.replace(SLIDING, max_position_embeddings=512)
     target, head = (
         dataclasses.replace(own, weights=jax.tree.map(lambda leaf: leaf.astype(dtype), own.weights))
@@ -174,7 +174,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, monkeypatch, row
     monkeypatch.setattr(jax, "block_until_ready", takes(100.0, jax.block_until_ready))
     monkeypatch.setattr(jax, "device_get", takes(1.0, jax.device_get))
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", rows)
+    monkeypatch.setattr("jetspec_jax.engine.size.UNSEEN_ROWS", rows)
     settings = TreeSettings(budget=16, width=3, algorithm="auto")
     engine = Engine(target, random_head(SLIDING, 1), settings, **SIZE)
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))

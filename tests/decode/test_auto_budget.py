@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget, Choice, Pace
-from jetspec_jax.round_costs import RoundCosts
-from jetspec_jax.state import RoundRecord
+from jetspec_jax.decode.state import RoundRecord
+from jetspec_jax.engine.auto_budget import PROBE_ROUNDS, AcceptanceEstimate, AutoBudget, Choice, Pace
+from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.tree.auto import Auto
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
-from jetspec_jax.engine import Engine
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import (
     TINY,
     finish,

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax.block import Block, causal_bits
+from jetspec_jax.cache.block import Block, causal_bits
 from jetspec_jax.tree import build_tree
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jetspec_jax import DecodeWeights, TreeDecoder
-from jetspec_jax.cache import Slots, Store, commit
+from jetspec_jax.cache.stores import Slots, Store, commit
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
+from jetspec_jax.decode.unseen import feed
 from jetspec_jax.models import abstract, weights_of
 from jetspec_jax.models.layers import KV
-from jetspec_jax.prefill import prefill
-from jetspec_jax.proposer import DraftHeadProposer, taps_of
-from jetspec_jax.unseen import feed
 from tests.decode.tiny import TINY, head_config, with_windows
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
-from jetspec_jax.cache import NO_PAGE, PagePool
-from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, say_which_attention
+from jetspec_jax.cache.stores import NO_PAGE, PagePool
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, say_which_attention
 from jetspec_jax.models import bind
-from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, finish, random_head, random_target, serve, word_tokenizer
@@ -569,7 +569,7 @@ def test_a_stream_that_has_ended_does_not_keep_an_engine_of_another_size(llm):
 
 @pytest.mark.parametrize("problem", ["no GPU: the default device is a cpu", None])
 def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, problem):
-    monkeypatch.setattr("jetspec_jax.engine.gpu_problem", lambda: problem)
+    monkeypatch.setattr("jetspec_jax.engine.engine.gpu_problem", lambda: problem)
     say_which_attention.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
         Engine(target, implementation="xla")  # who names it need not be told

@@ -23,10 +23,10 @@ from jetspec_jax import (
     load_target,
     logits,
 )
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over
+from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import bind
-from jetspec_jax.proposer import DraftHeadProposer
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, Target, generate, generate_tree, logits
-from jetspec_jax.engine import Engine
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.engine import Engine
 from jetspec_jax.tree import accept, build_tree
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, first_difference, gap_of_difference, gaps
 from tests.decode.tiny import SLIDING, random_head, random_target, serve, with_windows, word_tokenizer

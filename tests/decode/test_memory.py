@@ -16,14 +16,14 @@ from jetspec_jax import (
     generate,
     load_draft_head,
     load_target,
-    memory,
 )
+from jetspec_jax.decode.settings import TreeSettings, decoders_of, make_decoder
+from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine import Engine
-from jetspec_jax.engine_size import EngineSize, check_engine_memory, workspace_bytes
-from jetspec_jax.memory import array_bytes, weight_bytes
-from jetspec_jax.state import DecodeWeights
-from jetspec_jax.tree_settings import TreeSettings, decoders_of, make_decoder
+from jetspec_jax.device import memory
+from jetspec_jax.device.memory import array_bytes, weight_bytes
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.size import EngineSize, check_engine_memory, workspace_bytes
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -137,7 +137,7 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
 
 
 def test_the_workspace_covers_plain_rounds_that_are_shown_later(monkeypatch):
-    monkeypatch.setattr("jetspec_jax.engine_size.UNSEEN_ROWS", 4 * 4096)
+    monkeypatch.setattr("jetspec_jax.engine.size.UNSEEN_ROWS", 4 * 4096)
     config = dataclasses.replace(TINY, hidden_size=256)
     settings = TreeSettings(16, width=3, algorithm="auto")
     decoder = make_decoder(config, head_config(config), settings, implementation="xla")

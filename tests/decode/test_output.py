@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.completion import Output
+from jetspec_jax.engine.output import Output
 
 EOS = 0
 

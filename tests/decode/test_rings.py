@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import cache
-from jetspec_jax.block import Block
-from jetspec_jax.cache import (
+from jetspec_jax.cache import stores as cache
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import (
     NO_PAGE,
     Slots,
     Store,
@@ -19,10 +19,10 @@ from jetspec_jax.cache import (
     readable,
     ring_pages,
 )
-from jetspec_jax.engine_size import EngineSize
-from jetspec_jax.memory import array_bytes
+from jetspec_jax.decode.settings import PLAIN, make_decoder
+from jetspec_jax.device.memory import array_bytes
+from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models.layers import KV
-from jetspec_jax.tree_settings import PLAIN, make_decoder
 from pallas_kernels.paged_write import paged_write
 from pallas_kernels.tree_attention import PagedPrefix, pallas_triton, reference
 from tests.decode.tiny import TINY, with_windows

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, decode, generate, round_costs
-from jetspec_jax.engine import Engine
-from jetspec_jax.round_costs import RoundCosts
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax import SamplingParams, generate
+from jetspec_jax.decode import decoder as decode
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine import round_costs
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.round_costs import RoundCosts
 from tests.decode.compilations import compilations
 from tests.decode.tiny import SLIDING, random_head, random_target, serve
 
@@ -145,7 +147,7 @@ def test_an_engine_is_of_use_after_an_interrupt(engine, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("jetspec_jax.engine.round_costs", interrupted)
+        patched.setattr("jetspec_jax.engine.engine.round_costs", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.complete([PROMPT], [PARAMS])
     [completion] = serve(engine, [PROMPT], [PARAMS])

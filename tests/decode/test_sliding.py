@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, engine, engine_size, generate, logits, tree_logits
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax import SamplingParams, generate, logits, tree_logits
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine import engine
+from jetspec_jax.engine import size as engine_size
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from jetspec_jax.tree_settings import TreeSettings
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps

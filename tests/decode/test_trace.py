@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree
-from jetspec_jax.forward import next_token_logits
-from jetspec_jax.trace import trace_rounds
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax.cache import Slots
-from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.proposer import DraftHeadProposer
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import DecodeWeights, SlotSettings
-from jetspec_jax.unseen import FEED_ROWS, as_words, empty_rows, feed, from_words, words_of, write_rows
+from jetspec_jax.cache.stores import Slots
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.proposer import DraftHeadProposer
+from jetspec_jax.decode.state import DecodeWeights, SlotSettings
+from jetspec_jax.decode.unseen import FEED_ROWS, as_words, empty_rows, feed, from_words, words_of, write_rows
+from jetspec_jax.sampling.params import SamplingParams
 from tests.decode.oracle import OracleProposer
 from tests.decode.tiny import TINY, random_head, random_target
 

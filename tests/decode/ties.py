@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import logits
-from jetspec_jax.choice import perturb
-from jetspec_jax.sampling import Sampling
+from jetspec_jax.sampling.choice import perturb
+from jetspec_jax.sampling.params import Sampling
 
 TIE = 1e-4
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax import logits, tree_logits
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.families.goldens import IDS, TOLERANCE, golden_logits

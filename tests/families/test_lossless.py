@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.engine import Engine
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine.engine import Engine
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import serve

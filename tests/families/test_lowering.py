@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench.shapes import GEMMA4_26B_A4B
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, empty_stores
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over, empty_stores
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import abstract, bind, weights_of
 from pallas_kernels.expert_choice import pallas_triton as expert_choice

@@ -3,8 +3,8 @@ import json
 import numpy as np
 from safetensors.numpy import load_file
 
+from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint, unused_tensors
 from jetspec_jax.config import parse_model_config
-from jetspec_jax.safetensors_io import read_weights, save_checkpoint, unused_tensors
 from tests.families.goldens import FOLDER
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jetspec_jax import load_target
-from jetspec_jax.describe import describe
+from jetspec_jax.inspect.describe import describe
 from tests.families.goldens import FOLDER, golden_target
 
 # Of each family what its names begin with, as transformers saves it, and some tensors of the other parts.

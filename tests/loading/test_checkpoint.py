@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jetspec_jax import load_draft_head, load_target, safetensors_io
-from jetspec_jax.describe import describe
-from jetspec_jax.safetensors_io import save_checkpoint
+from jetspec_jax import load_draft_head, load_target
+from jetspec_jax.checkpoint import safetensors_io
+from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.inspect.describe import describe
 from tests.loading.published import (
     HEAD,
     V4,

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants as hub_constants
 
 from jetspec_jax import load_draft_head, load_target
-from jetspec_jax.describe import describe
+from jetspec_jax.inspect.describe import describe
 from tests.loading.hub import COMMIT, Hub
 from tests.loading.published import (
     HEAD,
@@ -93,7 +93,7 @@ def test_whatever_the_client_raises(monkeypatch, error):
 #: Describes checkpoints, each with the target to hold it against, in a process that may use a network.
 DESCRIBE = """
 import json, sys
-from jetspec_jax.describe import describe
+from jetspec_jax.inspect.describe import describe
 for arguments in json.loads(sys.argv[1]):
     try:
         print(json.dumps(describe(*arguments)))

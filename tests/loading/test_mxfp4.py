@@ -2,10 +2,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jetspec_jax.checkpoint.mxfp4 import widen
+from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import FAMILIES
-from jetspec_jax.mxfp4 import widen
-from jetspec_jax.safetensors_io import read_weights, save_checkpoint
 from tests.loading.families import EXPERTS, Packed, random_experts
 from tests.loading.published import V4, write
 

@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from bench import shapes
+from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
-from jetspec_jax.safetensors_io import read_weights, save_checkpoint
 from pallas_kernels.expert_choice import Routing
 from tests.loading.families import EXPERTS, fused, one_by_one, random_experts
 from tests.loading.published import layer_shapes, random_tensors, without, write

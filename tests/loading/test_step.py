@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jetspec_jax.checkpoint.safetensors_io import read_weights, unused_tensors
 from jetspec_jax.config import Experts, Rope, parse_eos_token_ids, parse_model_config
 from jetspec_jax.config.geometry import Llama3
-from jetspec_jax.safetensors_io import read_weights, unused_tensors
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Routing
 from tests.families.goldens import FOLDER

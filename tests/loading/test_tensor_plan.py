@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint, unused_tensors
 from jetspec_jax.config import parse_model_config
-from jetspec_jax.describe import describe
+from jetspec_jax.inspect.describe import describe
 from jetspec_jax.models import FAMILIES
 from jetspec_jax.models.key_table import Skip
-from jetspec_jax.safetensors_io import read_weights, save_checkpoint, unused_tensors
 from tests.loading.families import (
     EXPERTS,
     OneByOne,

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from jetspec_jax import load_target, logits
-from jetspec_jax.describe import describe
+from jetspec_jax.inspect.describe import describe
 from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, Family
 from tests.parity.oracle import assert_close, oracle_logits, random_ids
 

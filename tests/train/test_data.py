@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, load_target, logits
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_TARGET
-from jetspec_jax.engine import Engine
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from train import data, make_data, regenerate
 from train.continuations import continue_corpus, cut_corpus, cut_splits, read_rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import Head, draft_logits, load_draft_head
-from jetspec_jax.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.tiny_head import MASK
 from train.head_recipe import HeadShape

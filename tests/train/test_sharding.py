@@ -14,7 +14,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 import dataclasses
 import numpy as np
 from jetspec_jax.models import build, weights_of
-from jetspec_jax.sharding import parameter_shardings
+from jetspec_jax.device.sharding import parameter_shardings
 from flax import nnx
 import jax.numpy as jnp
 from tests.decode.tiny import TINY, head_config

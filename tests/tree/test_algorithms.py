@@ -478,7 +478,7 @@ WRONG_TYPES = """
 import numpy as np
 from jetspec_jax.tree import AccumLogp, Auto, Routing, build_tree, get_algorithm
 from jetspec_jax.tree.routing import hints_of_each
-from jetspec_jax.tree_settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings
 
 def tree(**settings):
     return build_tree(np.zeros((1, 2, 4), np.float32), [1], width=2, budget=4, **settings)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from jetspec_jax.sampling import SamplingParams
+from jetspec_jax.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

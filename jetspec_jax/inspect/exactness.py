@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from jetspec_jax.checkpoint import Target
-from jetspec_jax.choice import perturb
-from jetspec_jax.forward import next_token_logits
-from jetspec_jax.sampling import Sampling, SamplingParams
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.sampling.choice import perturb
+from jetspec_jax.sampling.params import Sampling, SamplingParams
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
 TIE_GAP = 1e-4

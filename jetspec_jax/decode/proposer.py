@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models import Transformer, Weights, bind
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jetspec_jax.cache import Slots
-from jetspec_jax.proposer import Proposer
+from jetspec_jax.cache.stores import Slots
+from jetspec_jax.decode.proposer import Proposer
 
 #: Rows that one `feed` shows: a slot's rows are a multiple of them.
 FEED_ROWS = 128

@@ -16,28 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.auto_budget import AcceptanceEstimate, AutoBudget, Choice
-from jetspec_jax.cache import NO_PAGE, PagePool
-from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.completion import Output
-from jetspec_jax.engine_size import (
+from jetspec_jax.cache.stores import NO_PAGE, PagePool
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.proposer import Proposer
+from jetspec_jax.decode.settings import PLAIN, TreeSettings, decoders_of, make_decoder
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.decode.unseen import FEED_ROWS, feeds_for
+from jetspec_jax.device.memory import array_bytes
+from jetspec_jax.engine.auto_budget import AcceptanceEstimate, AutoBudget, Choice
+from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.request import Request, TokenIds, check_request
+from jetspec_jax.engine.round_costs import round_costs
+from jetspec_jax.engine.size import (
     PAGE_SIZE,
     PREFILL_CHUNK,
     EngineSize,
     check_engine_memory,
 )
-from jetspec_jax.memory import array_bytes
-from jetspec_jax.proposer import Proposer
-from jetspec_jax.request import Request, TokenIds, check_request
-from jetspec_jax.round_costs import round_costs
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import (
     Hints,
     tree_buckets,
 )
-from jetspec_jax.tree_settings import PLAIN, TreeSettings, decoders_of, make_decoder
-from jetspec_jax.unseen import FEED_ROWS, feeds_for
 from pallas_kernels.dispatch import gpu_problem
 
 MAX_SLOTS = 8

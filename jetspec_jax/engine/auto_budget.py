@@ -1,8 +1,8 @@
 """How many nodes pay: the choice of the bucket for every dispatch, for the tree algorithm "auto".
 
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
-Seconds are measured beforehand (`jetspec_jax.round_costs`) and corrected by what dispatches take. Tokens are
-estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but nothing
+Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by what dispatches take.
+Tokens are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but nothing
 about larger ones, and a plain round nothing at all. So now and then a dispatch runs with a larger bucket than
 looks best, as often as a small share of the time can pay for it. The choice falls between dispatches,
 on the host, among programs that are there: nothing compiles, and the tokens are the target's own whatever is
@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jetspec_jax.round_costs import RoundCosts
-from jetspec_jax.state import RoundRecord
+from jetspec_jax.decode.state import RoundRecord
+from jetspec_jax.engine.round_costs import RoundCosts
 
 #: Rounds of a dispatch that is to find something out, unless all that it could have cost no more.
 PROBE_ROUNDS = 8

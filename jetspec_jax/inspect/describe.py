@@ -9,8 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jetspec_jax.cache import PAGE_SIZE, ring_pages
-from jetspec_jax.checkpoint import CONFIG_PATTERNS, find_headers, resolve
+from jetspec_jax.cache.stores import PAGE_SIZE, ring_pages
+from jetspec_jax.checkpoint.loading import CONFIG_PATTERNS, find_headers, resolve
+from jetspec_jax.checkpoint.safetensors_io import Headers
 from jetspec_jax.config import (
     DraftHeadConfig,
     LayerConfig,
@@ -21,8 +22,7 @@ from jetspec_jax.config import (
     parse_model_config,
     read_json,
 )
-from jetspec_jax.memory import weight_bytes
-from jetspec_jax.safetensors_io import Headers
+from jetspec_jax.device.memory import weight_bytes
 
 
 def describe(

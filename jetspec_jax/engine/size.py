@@ -9,14 +9,20 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jetspec_jax.cache import PAGE_SIZE, ring_pages
+from jetspec_jax.cache.stores import PAGE_SIZE, ring_pages
 from jetspec_jax.config import LayerConfig, ModelConfig
-from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.memory import TARGET_WEIGHTS, Bytes, array_bytes, check_memory, largest_parameter_bytes
-from jetspec_jax.proposer import DraftHeadProposer
-from jetspec_jax.state import DecodeState
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.proposer import DraftHeadProposer
+from jetspec_jax.decode.state import DecodeState
+from jetspec_jax.decode.unseen import FEED_ROWS
+from jetspec_jax.device.memory import (
+    TARGET_WEIGHTS,
+    Bytes,
+    array_bytes,
+    check_memory,
+    largest_parameter_bytes,
+)
 from jetspec_jax.tree import BUCKETS
-from jetspec_jax.unseen import FEED_ROWS
 from pallas_kernels.dispatch import gpu_problem
 
 # One launch shows a chunk to the proposer.

@@ -8,13 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.completion import Completion
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.describe import describe
-from jetspec_jax.exactness import first_divergence
-from jetspec_jax.generate import generate
-from jetspec_jax.llm import LLM
-from jetspec_jax.options import (
+from jetspec_jax.cli.options import (
     add_decoding_options,
     add_ignore_option,
     load_llm,
@@ -22,8 +16,14 @@ from jetspec_jax.options import (
     routing_hints,
     sampling_params,
 )
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.view.command import add_tree_command
+from jetspec_jax.cli.view import add_tree_command
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.generate import generate
+from jetspec_jax.inspect.describe import describe
+from jetspec_jax.inspect.exactness import first_divergence
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

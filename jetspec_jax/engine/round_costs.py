@@ -17,9 +17,9 @@ import numpy as np
 import platformdirs
 from tqdm import tqdm
 
-from jetspec_jax.cache import Slots
-from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.state import DecodeState, DecodeWeights, join, split
+from jetspec_jax.cache.stores import Slots
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, join, split
 
 #: Timed dispatches of each bucket and context, whose median counts: as many as these seconds allow.
 LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0

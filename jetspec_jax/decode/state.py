@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
-from jetspec_jax.cache import NO_PAGE, Slots, Store
+from jetspec_jax.cache.stores import NO_PAGE, Slots, Store
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling import Sampling, SamplingParams
+from jetspec_jax.sampling.params import Sampling, SamplingParams
 from jetspec_jax.tree import Hints, Reach, Routing, reach_of
 
 
@@ -97,7 +97,7 @@ class DecodeState:
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
         unseen: Taps of the last R tokens, which the proposer has to see before it drafts, as words: see
-            `jetspec_jax.unseen`. None without one.
+            `jetspec_jax.decode.unseen`. None without one.
     """
 
     stores: tuple[Store, ...]

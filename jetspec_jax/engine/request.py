@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import ArrayLike
 
-from jetspec_jax.checkpoint import Target
-from jetspec_jax.completion import Output
-from jetspec_jax.engine_size import pages_for
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import RoundRecord, SlotSettings
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.decode.state import RoundRecord, SlotSettings
+from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.size import pages_for
+from jetspec_jax.sampling.params import SamplingParams
 
 #: A prompt: a list of token ids, or an array of them.
 TokenIds = ArrayLike | Sequence[int]

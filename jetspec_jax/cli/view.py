@@ -11,12 +11,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jetspec_jax.completion import Completion
-from jetspec_jax.files import check_writable
+from jetspec_jax.checkpoint.files import check_writable
+from jetspec_jax.cli.options import (
+    add_decoding_options,
+    load_llm,
+    read_prompt,
+    routing_hints,
+    sampling_params,
+)
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.llm import LLM
-from jetspec_jax.options import add_decoding_options, load_llm, read_prompt, routing_hints, sampling_params
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.trace import RoundTrace, trace_rounds
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.view.data import trace_data
 from jetspec_jax.view.page import write_page
 from jetspec_jax.view.terminal import ASCII, UNICODE, Signs, draw_round, headline

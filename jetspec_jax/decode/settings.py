@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
-from jetspec_jax.decode import TreeDecoder
-from jetspec_jax.proposer import DraftHeadProposer, Proposer
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.tree import Algorithm, algorithm_of, bucket_for, check_traceable, tree_buckets
 
 

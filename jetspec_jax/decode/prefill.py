@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jetspec_jax.block import Block
-from jetspec_jax.cache import attend_over, commit
-from jetspec_jax.choice import choose
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import attend_over, commit
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
+from jetspec_jax.decode.unseen import as_words, write_rows
 from jetspec_jax.models import bind
-from jetspec_jax.state import DecodeState, DecodeWeights, is_stop
-from jetspec_jax.unseen import as_words, write_rows
+from jetspec_jax.sampling.choice import choose
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jetspec_jax.block import Block
-from jetspec_jax.cache import Slots, attend_over, commit, empty_stores
-from jetspec_jax.checkpoint import Head, Target
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
+from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.transformer import Output
-from jetspec_jax.proposer import DraftHeadProposer
 from jetspec_jax.tree import TokenTree
 
 #: Token ids ``[B, T]``: an array, or lists of one length.

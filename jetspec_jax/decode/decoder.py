@@ -21,17 +21,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from jetspec_jax.block import Block
-from jetspec_jax.cache import NO_PAGE, Slots, attend_over, commit, empty_stores
-from jetspec_jax.choice import choose
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import NO_PAGE, Slots, attend_over, commit, empty_stores
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.loop import LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
-from jetspec_jax.models import bind
-from jetspec_jax.models.layers import KV
-from jetspec_jax.prefill import prefill
-from jetspec_jax.proposer import Proposer, taps_of
-from jetspec_jax.sampling import Sampling
-from jetspec_jax.state import (
+from jetspec_jax.decode.loop import LATE_LOOP, PLAIN_LOOP, TREE_LOOP, TREE_OPTIONS
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.proposer import Proposer, taps_of
+from jetspec_jax.decode.state import (
     DecodeState,
     DecodeWeights,
     RoundRecord,
@@ -42,6 +38,11 @@ from jetspec_jax.state import (
     release,
     split,
 )
+from jetspec_jax.decode.unseen import FEED_ROWS, empty_rows, feed
+from jetspec_jax.models import bind
+from jetspec_jax.models.layers import KV
+from jetspec_jax.sampling.choice import choose
+from jetspec_jax.sampling.params import Sampling
 from jetspec_jax.tree import (
     BUCKETS,
     Algorithm,
@@ -56,7 +57,6 @@ from jetspec_jax.tree import (
     root_tree,
     top_candidates,
 )
-from jetspec_jax.unseen import FEED_ROWS, empty_rows, feed
 
 
 class Verified(NamedTuple):

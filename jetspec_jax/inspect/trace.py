@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
 
-from jetspec_jax.checkpoint import Head, Target
-from jetspec_jax.completion import Completion
-from jetspec_jax.decode import Accepted, TreeDecoder
-from jetspec_jax.engine import Engine
-from jetspec_jax.engine_size import default_capacity
-from jetspec_jax.proposer import Proposer
-from jetspec_jax.request import Request, TokenIds, check_request
-from jetspec_jax.sampling import SamplingParams
-from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.decoder import Accepted, TreeDecoder
+from jetspec_jax.decode.proposer import Proposer
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.request import Request, TokenIds, check_request
+from jetspec_jax.engine.size import default_capacity
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Hints, TokenTree
-from jetspec_jax.tree_settings import PLAIN, TreeSettings
 
 
 class RoundTrace(NamedTuple):

@@ -10,6 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.checkpoint.safetensors_io import (
+    Headers,
+    has_weights,
+    merge_shards,
+    read_headers,
+    read_weights,
+)
+from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.config import (
     DraftHeadConfig,
     ModelConfig,
@@ -19,10 +27,8 @@ from jetspec_jax.config import (
     read_eos_token_ids,
     read_json,
 )
-from jetspec_jax.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
+from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
 from jetspec_jax.models import Weights
-from jetspec_jax.safetensors_io import Headers, has_weights, merge_shards, read_headers, read_weights
-from jetspec_jax.tensor_plan import Stored
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")

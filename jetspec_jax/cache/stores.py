@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jetspec_jax.block import Block
+from jetspec_jax.cache.block import Block
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.models.layers import KV, Attend
 from pallas_kernels.paged_write import paged_write

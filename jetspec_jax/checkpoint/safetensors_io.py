@@ -23,18 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    ModelConfig,
-    is_draft_head,
-    parse_draft_head_config,
-    parse_model_config,
-    read_json,
-)
-from jetspec_jax.models import Weights
-from jetspec_jax.models.key_table import Key
-from jetspec_jax.mxfp4 import without_mxfp4
-from jetspec_jax.tensor_plan import (
+from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
+from jetspec_jax.checkpoint.tensor_plan import (
     FILE_DTYPES,
     TIED,
     ParameterPath,
@@ -45,6 +35,16 @@ from jetspec_jax.tensor_plan import (
     stored_dtypes,
     untied,
 )
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    is_draft_head,
+    parse_draft_head_config,
+    parse_model_config,
+    read_json,
+)
+from jetspec_jax.models import Weights
+from jetspec_jax.models.key_table import Key
 
 INDEX = "model.safetensors.index.json"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetspec_jax.config import IGNORE_OPTION, read_json
 from jetspec_jax.llm import LLM
-from jetspec_jax.sampling import SamplingParams, draw_seed
+from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Algorithm, Hints, Profile, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, Int32
 
-from jetspec_jax.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.decode.unseen import as_words, write_rows
 from jetspec_jax.tree import tree_buckets
-from jetspec_jax.unseen import as_words, write_rows
 
 
 def _loop(

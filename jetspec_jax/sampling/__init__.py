@@ -1,0 +1,1 @@
+"""How a request is sampled: its settings, and the target's choice."""
