@@ -4,7 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import decode, diagnose, exactness, kernel, profile, round, train_step
+from bench import train_step
+from bench.acceptance import diagnose, profile
+from bench.decode import command as decode
+from bench.exactness import command as exactness
+from bench.kernel import command as kernel
+from bench.round import command as round
 
 
 def main(argv: Sequence[str] | None = None) -> int:

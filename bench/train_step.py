@@ -14,22 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from bench.floors import measure_ceilings
-from bench.kernel_trace import summarise, trace_kernels
-from bench.report import opening_of, show, write_report
-from bench.scene import random_weights
-from bench.shapes import SHAPES, Shape, find_shape
-from bench.timing import compile_seconds, median, seconds_of
-from bench.work import FEATURES, parameters
+from bench.common.floors import measure_ceilings
+from bench.common.report import opening_of, show, write_report
+from bench.common.scene import random_weights
+from bench.common.shapes import SHAPES, Shape, find_shape
+from bench.common.timing import compile_seconds, median, seconds_of
+from bench.common.trace import summarise, trace_kernels
+from bench.common.work import FEATURES, parameters
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.loading import resolve_dtype
-from train.distillation import distillation_loss
-from train.fit import Fit
-from train.head_recipe import Objective
-from train.mesh import one_device, replicated
-from train.objectives import LOSSES
-from train.trainer import Loop
+from train.head.recipe import Objective
+from train.loop.fit import Fit
+from train.loop.mesh import one_device, replicated
+from train.loop.trainer import Loop
+from train.loss.distillation import distillation_loss
+from train.loss.objectives import LOSSES
 
 
 def add_command(commands: Any) -> None:

@@ -5,8 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
-from train import ablations, data, demo, head_commands
-from train.stages import OutOfTime
+from train.ablations import command as ablations
+from train.data import command as data
+from train.demo import command as demo
+from train.head import commands as head_commands
+from train.loop.stages import OutOfTime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

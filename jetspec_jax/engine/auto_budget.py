@@ -2,9 +2,9 @@
 
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
 Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by what dispatches take.
-Tokens are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but nothing
-about larger ones, and a plain round nothing at all. So now and then a dispatch runs with a larger bucket than
-looks best, as often as a small share of the time can pay for it. The choice falls between dispatches,
+Tokens are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, but
+nothing about larger ones, and a plain round nothing at all. So now and then a dispatch runs with a
+larger bucket than looks best, as often as a small share of the time can pay for it. The choice falls between dispatches,
 on the host, among programs that are there: nothing compiles, and the tokens are the target's own whatever is
 chosen.
 

@@ -8,21 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import diagnose, profile
 from bench.__main__ import main
-from bench.acceptance import NO_RANK, Followed, count_accepted, count_reached, count_tree, follow, ranks_of
-from bench.diagnose import branches_of, faithfulness
-from bench.pair import Pair
-from bench.profile import classes_of, tables
-from bench.prompt_work import Work
-from bench.prompts import Prompt
+from bench.acceptance import diagnose, profile
+from bench.acceptance.counts import (
+    NO_RANK,
+    Followed,
+    count_accepted,
+    count_reached,
+    count_tree,
+    follow,
+    ranks_of,
+)
+from bench.acceptance.diagnose import branches_of, faithfulness
+from bench.acceptance.profile import classes_of, tables
+from bench.common.pair import Pair
+from bench.common.prompt_work import Work
+from bench.common.prompts import Prompt
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
 from jetspec_jax.tree.routing import CLASSES
 from tests.decode.tiny import TINY, random_head, random_target
-from train.prompts import Entry
+from train.data.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -9,15 +9,18 @@ import jax
 import pytest
 from tqdm import tqdm
 
-from bench import decode, decode_measure, exactness, prompt_work
 from bench.__main__ import main
-from bench.decode_measure import Bench, Measured
-from bench.decode_record import begin_report, finish_report
-from bench.decode_report import Rows, at_budget, best_of, notes_of
-from bench.given_profile import describe_profile
-from bench.methods import PLAIN_METHOD, Method, choose_algorithms, choose_methods
-from bench.prompt_work import Work, make_work
-from bench.prompts import Prompt
+from bench.common import prompt_work
+from bench.common.given_profile import describe_profile
+from bench.common.methods import PLAIN_METHOD, Method, choose_algorithms, choose_methods
+from bench.common.prompt_work import Work, make_work
+from bench.common.prompts import Prompt
+from bench.decode import command as decode
+from bench.decode import measure as decode_measure
+from bench.decode.measure import Bench, Measured
+from bench.decode.record import begin_report, finish_report
+from bench.decode.report import Rows, at_budget, best_of, notes_of
+from bench.exactness import command as exactness
 from jetspec_jax import Completion, SamplingParams, load_draft_head, load_target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -25,7 +28,7 @@ from jetspec_jax.device import memory
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
-from train.prompts import Entry
+from train.data.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -9,18 +9,18 @@ import weakref
 import numpy as np
 import pytest
 
-from bench import exactness
 from bench.__main__ import main
-from bench.exactness_ledger import notes_of, tables_of, total
-from bench.exactness_plot import plot_ledger
-from bench.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
-from bench.prompt_work import Work, make_works
-from bench.prompts import Prompt
+from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
+from bench.common.prompt_work import Work, make_works
+from bench.common.prompts import Prompt
+from bench.exactness import command as exactness
+from bench.exactness.ledger import notes_of, tables_of, total
+from bench.exactness.plot import plot_ledger
 from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.exactness import TIE_GAP
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
-from train.prompts import Entry
+from train.data.prompts import Entry
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import expert_cases, expert_check, expert_speed, expert_tune, experts
 from bench.__main__ import main
-from bench.expert_cases import expert_work, experts_by, random_choices, random_layer, touched
-from bench.floors import Ceilings
+from bench.common.floors import Ceilings
+from bench.experts import cases as expert_cases
+from bench.experts import check as expert_check
+from bench.experts import command as experts
+from bench.experts import speed as expert_speed
+from bench.experts import tune as expert_tune
+from bench.experts.cases import expert_work, experts_by, random_choices, random_layer, touched
 from pallas_kernels.activation import Activation
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.expert_choice import Routing

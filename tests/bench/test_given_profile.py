@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.given_profile import describe_profile, profile_notes
+from bench.common.given_profile import describe_profile, profile_notes
 
 KEPT = Path(__file__).parents[2] / "bench" / "results"
 

@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import kernel, kernel_cases, kernel_check, kernel_programs, kernel_speed
 from bench.__main__ import main
-from bench.kernel_cases import attend_by, chain, layer_call, layer_tables, random_block, random_pool
-from bench.kernel_programs import Program, kernel_micros, split_at_pauses, trace_apart
-from bench.kernel_speed import Case, Time, num_layers, pages_read, work_of
-from bench.kernel_trace import Kernel
-from bench.work import Work
+from bench.common import programs as kernel_programs
+from bench.common.programs import Program, kernel_micros, split_at_pauses, trace_apart
+from bench.common.trace import Kernel
+from bench.common.work import Work
+from bench.kernel import cases as kernel_cases
+from bench.kernel import check as kernel_check
+from bench.kernel import command as kernel
+from bench.kernel import speed as kernel_speed
+from bench.kernel.cases import attend_by, chain, layer_call, layer_tables, random_block, random_pool
+from bench.kernel.speed import Case, Time, num_layers, pages_read, work_of
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import PagedPrefix, api, reference
 from pallas_kernels.tree_attention.reference import unpack_mask

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.methods import choose_algorithms
+from bench.common.methods import choose_algorithms
 from jetspec_jax.tree import algorithm_names, get_algorithm
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.prompt_sets import PROMPT_SETS, Part
-from bench.prompts import load_prompts
+from bench.common.prompt_sets import PROMPT_SETS, Part
+from bench.common.prompts import load_prompts
 
 ROWS = Path(__file__).parent / "prompt_sets"
 #: What the library is asked for: path, config, split.

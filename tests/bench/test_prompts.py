@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from bench.pair import add_pair_arguments, read_prompts
-from bench.prompt_sets import Part
-from bench.prompts import Prompt, encode_prompts, load_prompts, template_arguments
-from bench.report import settings_of
+from bench.common.pair import add_pair_arguments, read_prompts
+from bench.common.prompt_sets import Part
+from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_arguments
+from bench.common.report import settings_of
 from jetspec_jax.checkpoint.loading import Target, load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
-from train.prompts import Entry
+from train.data.prompts import Entry
 
 
 class TestFiles:

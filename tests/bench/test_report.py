@@ -9,11 +9,12 @@ import jax
 import pytest
 from matplotlib.figure import Figure
 
-import bench.round
-from bench import decode, diagnose, exactness, kernel, profile, train_step
+import bench.round.command
+from bench import train_step
 from bench.__main__ import main
-from bench.pair import add_pair_arguments, add_trees_arguments, check_numbers
-from bench.report import (
+from bench.acceptance import diagnose, profile
+from bench.common.pair import add_pair_arguments, add_trees_arguments, check_numbers
+from bench.common.report import (
     add_report_arguments,
     check_report,
     command_of,
@@ -21,6 +22,9 @@ from bench.report import (
     settings_of,
     write_png,
 )
+from bench.decode import command as decode
+from bench.exactness import command as exactness
+from bench.kernel import command as kernel
 
 
 def parsed(*words):
@@ -82,7 +86,7 @@ class TestSettings:
 )
 def test_a_report_names_the_command_that_makes_it_again(words, monkeypatch):
     taken = []
-    for command in (decode, exactness, profile, diagnose, bench.round, kernel, train_step):
+    for command in (decode, exactness, profile, diagnose, bench.round.command, kernel, train_step):
         monkeypatch.setattr(command, "run", lambda arguments: taken.append(arguments) or 0)
     assert main(words) == 0
     opening = opening_of(words[0], taken[0])

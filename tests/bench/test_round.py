@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import bench.round
-from bench import kernel_trace, phases, work
+import bench.round.command
 from bench.__main__ import main
-from bench.floors import Ceilings
-from bench.measure import Case, Measured, Plan
-from bench.methods import fixed_budget_names
-from bench.report import show
-from bench.round import cases_of, groups
-from bench.round_report import host_work, tables_of
-from bench.scene import random_weights
-from bench.shapes import SHAPES
+from bench.common import trace as kernel_trace
+from bench.common import work
+from bench.common.floors import Ceilings
+from bench.common.methods import fixed_budget_names
+from bench.common.report import show
+from bench.common.scene import random_weights
+from bench.common.shapes import SHAPES
+from bench.round import phases
+from bench.round.command import cases_of, groups
+from bench.round.measure import Case, Measured, Plan
+from bench.round.report import host_work, tables_of
 from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
 from jetspec_jax.config import check_head_fits
 from jetspec_jax.decode.state import join
@@ -121,8 +123,8 @@ class TestReport:
             }
 
         # What rounds really take is another test's matter.
-        monkeypatch.setattr(bench.round, "measure", measure)
-        monkeypatch.setattr(bench.round, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
+        monkeypatch.setattr(bench.round.command, "measure", measure)
+        monkeypatch.setattr(bench.round.command, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
         path = tmp_path / "round.json"
         arguments = "--budgets 16 1 --contexts 40 --rounds 1 --repeats 1 --no-phases"
         names = ["chain", "top_nodes", "chain"]

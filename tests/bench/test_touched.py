@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from bench.measure import Case, Plan, measure
-from bench.scene import random_weights
-from bench.shapes import Shape
-from bench.work import EXPERTS, parameters, round_work
+from bench.common.scene import random_weights
+from bench.common.shapes import Shape
+from bench.common.work import EXPERTS, parameters, round_work
+from bench.round.measure import Case, Plan, measure
 from jetspec_jax import SamplingParams
 from jetspec_jax.config import Experts, LayerConfig
 from jetspec_jax.decode.state import DecodeWeights

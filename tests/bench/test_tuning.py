@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from bench import tuning_run
-from bench.floors import Ceilings
-from bench.kernel_speed import Case, work_of
-from bench.tuning import (
+from bench.common.floors import Ceilings
+from bench.kernel import tuning_run
+from bench.kernel.speed import Case, work_of
+from bench.kernel.tuning import (
     STAGES,
     OutOfTime,
     Task,

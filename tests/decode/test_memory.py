@@ -12,11 +12,11 @@ from jetspec_jax import (
     DeviceMemoryError,
     SamplingParams,
     TreeDecoder,
-    checkpoint,
     generate,
     load_draft_head,
     load_target,
 )
+from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.decode.settings import TreeSettings, decoders_of, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET

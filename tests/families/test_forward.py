@@ -13,7 +13,7 @@ from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.families.goldens import IDS, TOLERANCE, golden_logits
-from train.attention import causal_attend
+from train.loss.attention import causal_attend
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 PAGE = 4

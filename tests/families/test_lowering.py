@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.shapes import GEMMA4_26B_A4B
+from bench.common.shapes import GEMMA4_26B_A4B
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import Slots, attend_over, empty_stores
 from jetspec_jax.config import parse_model_config

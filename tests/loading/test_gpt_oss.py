@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import shapes
+from bench.common import shapes
 from jetspec_jax import load_target, logits
 from jetspec_jax.checkpoint.mxfp4 import widen, without_mxfp4
 from jetspec_jax.checkpoint.safetensors_io import save_checkpoint

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from bench import shapes
+from bench.common import shapes
 from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
 from pallas_kernels.expert_choice import Routing

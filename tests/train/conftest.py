@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from train.corpus import build_manifest
-from train.recipes import TINY
+from train.data.corpus import build_manifest
+from train.demo.recipes import TINY
 
 NAMES = ("path", "line", "value", "queue", "item", "name")
 

@@ -29,8 +29,8 @@ def main(settings):
         jax.distributed.initialize(f"localhost:{port}", count, index)
     # Only now: what is imported may look at the devices.
     from tests.train.tiny_head import RECIPE, changed, target
-    from train.head import train_head
-    from train.stages import Deadline
+    from train.head.training import train_head
+    from train.loop.stages import Deadline
 
     for place, call in settings.get("die", {}).items():
         die_in(place, call)
@@ -43,7 +43,7 @@ def main(settings):
 
 def watch_layouts():
     """A mapping that always holds how the arrays of the last step lie."""
-    from train.trainer import Loop
+    from train.loop.trainer import Loop
 
     layouts, real = {}, Loop.advance
 
@@ -68,8 +68,8 @@ def watch_layouts():
 def die_in(place, call):
     """Lets the process be killed at the end of the n-th call of something."""
     from train import log
-    from train.checkpoints import Checkpoints
-    from train.head_evaluation import HeadEvaluator
+    from train.head.evaluation import HeadEvaluator
+    from train.loop.checkpoints import Checkpoints
 
     owner, name = {
         "write": (log._Files, "write"),

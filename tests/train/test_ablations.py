@@ -9,13 +9,14 @@ from flax import nnx
 
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import build, weights_of
-from train import ablations, layout
-from train.ablation_report import judge, table, write_report
-from train.ablations import VARIANTS, Ablations
-from train.corpus import HELDOUT, TRAIN, VALIDATION, Manifest, load_documents
-from train.documents import Documents
-from train.stages import Deadline, OutOfTime
-from train.tokenizer import Tokenizer
+from train.ablations import command as ablations
+from train.ablations.command import VARIANTS, Ablations
+from train.ablations.report import judge, table, write_report
+from train.data.corpus import HELDOUT, TRAIN, VALIDATION, Manifest, load_documents
+from train.data.documents import Documents
+from train.data.tokenizer import Tokenizer
+from train.demo import layout
+from train.loop.stages import Deadline, OutOfTime
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

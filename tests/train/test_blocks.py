@@ -10,8 +10,8 @@ import pytest
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
-from train.attention import block_mask, causal_attend
-from train.blocks import draft_blocks, lessons, sample_anchors
+from train.loss.attention import block_mask, causal_attend
+from train.loss.blocks import draft_blocks, lessons, sample_anchors
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

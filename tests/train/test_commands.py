@@ -13,9 +13,9 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY
 from train.__main__ import main
-from train.documents import Documents
-from train.head_config import decoder_json
-from train.manifest import DocumentsManifest
+from train.data.documents import Documents
+from train.data.manifest import DocumentsManifest
+from train.head.config import decoder_json
 
 RECIPE = """
 window = 16

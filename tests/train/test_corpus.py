@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from train.corpus import (
+from train.data.corpus import (
     HELDOUT,
     LIBRARY,
     TESTS,
@@ -16,7 +16,7 @@ from train.corpus import (
     split_of,
     unit_of,
 )
-from train.recipes import DEMO
+from train.demo.recipes import DEMO
 
 
 def test_a_manifest_survives_writing(corpus, tmp_path):

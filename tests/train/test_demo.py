@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 import train.__main__
-import train.demo
+import train.demo.command
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
-from train.continuations import cut_splits
-from train.corpus import HELDOUT, TRAIN, Manifest, load_documents
-from train.demo import make_pair
-from train.documents import Documents
-from train.evaluate import heldout_prompts, repetition, target_bits
-from train.stages import OutOfTime
-from train.target import token_losses
-from train.tokenizer import Tokenizer
+from train.data.continuations import cut_splits
+from train.data.corpus import HELDOUT, TRAIN, Manifest, load_documents
+from train.data.documents import Documents
+from train.data.tokenizer import Tokenizer
+from train.demo.command import make_pair
+from train.demo.evaluate import heldout_prompts, repetition, target_bits
+from train.demo.target import token_losses
+from train.loop.stages import OutOfTime
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +149,14 @@ def test_a_finished_recipe_does_nothing(work, recipe, corpus, capsys):
 def test_a_time_limit_ends_cleanly_and_says_what_is_left(recipe, corpus, tmp_path, monkeypatch, capsys):
     with pytest.raises(OutOfTime, match="left: corpus, tokenizer, target, regenerate, head, evaluate"):
         make_pair(recipe, tmp_path, corpus, minutes=0.0)
-    monkeypatch.setattr(train.demo, "DEMO", recipe)
+    monkeypatch.setattr(train.demo.command, "DEMO", recipe)
     arguments = ["demo", "--work", str(tmp_path), "--corpus", str(corpus), "--minutes", "0"]
     assert train.__main__.main(arguments) == 0
     assert "stopped" in capsys.readouterr().out
 
 
 def test_a_wrong_corpus_is_one_error(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train.demo, "DEMO", recipe)
+    monkeypatch.setattr(train.demo.command, "DEMO", recipe)
     (tmp_path / "Lib").mkdir()
     arguments = ["demo", "--work", str(tmp_path / "w"), "--corpus", str(tmp_path / "Lib")]
     assert train.__main__.main(arguments) == 2

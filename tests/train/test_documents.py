@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from train import documents as documents_module
-from train.documents import Documents, Writer
-from train.holdout import default_heldout, hold_out
-from train.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, Settings, Shard
-from train.records import Document, decode, encode, learn_spans
+from train.data import documents as documents_module
+from train.data.documents import Documents, Writer
+from train.data.holdout import default_heldout, hold_out
+from train.data.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, Settings, Shard
+from train.data.records import Document, decode, encode, learn_spans
 
 VOCABULARY = 1000
 

@@ -21,13 +21,13 @@ from tests.train.tiny_head import (
     write,
     write_documents,
 )
-from train.documents import Document
-from train.head import train_head
-from train.head_config import decoder_json
-from train.head_evaluation import prompt_of
-from train.head_start import begin_head
-from train.stages import Deadline
-from train.tokenizer import Tokenizer
+from train.data.documents import Document
+from train.data.tokenizer import Tokenizer
+from train.head.config import decoder_json
+from train.head.evaluation import prompt_of
+from train.head.start import begin_head
+from train.head.training import train_head
+from train.loop.stages import Deadline
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -154,7 +154,7 @@ def test_another_recipe_is_refused_and_all_that_differs_is_named(run, data, tmp_
     def train(*arguments, **settings):
         raise Begun
 
-    monkeypatch.setattr("train.head.train", train)
+    monkeypatch.setattr("train.head.training.train", train)
     target = random_target(TINY, 0)
     with pytest.raises(Begun):
         train_head(tmp_path, RECIPE, target, data, Deadline())

@@ -11,8 +11,8 @@ from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.tiny_head import MASK
-from train.head_recipe import HeadShape
-from train.head_start import begin_head
+from train.head.recipe import HeadShape
+from train.head.start import begin_head
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -10,10 +10,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from train.documents import Documents, Writer
-from train.loader import Windows, batches, index_windows
-from train.manifest import Settings
-from train.records import Document, learn_spans
+from train.data.documents import Documents, Writer
+from train.data.loader import Windows, batches, index_windows
+from train.data.manifest import Settings
+from train.data.records import Document, learn_spans
 
 WINDOW = 8
 

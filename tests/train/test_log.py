@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
-import train.log
-from train.log import NonFiniteLoss, TrainingLog, peak_memory_gib, read_log
+import train.loop.log
+from train.loop.log import NonFiniteLoss, TrainingLog, peak_memory_gib, read_log
 
 
 def metrics(loss, **others):
@@ -64,7 +64,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         time = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1.0, time_ns=lambda: 1)
-        monkeypatch.setattr(train.log, "time", time)
+        monkeypatch.setattr(train.loop.log, "time", time)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from train.ngram import NGram
+from train.demo.ngram import NGram
 
 V = 5
 

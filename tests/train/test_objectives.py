@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from train.objectives import (
+from train.loss.objectives import (
     LOSSES,
     Mean,
     accepted_length,

@@ -10,9 +10,9 @@ import pytest
 from matplotlib import image, pyplot
 from matplotlib.figure import Figure
 
-from train import plot
-from train.log import TrainingLog
-from train.plot import plot_ablations, plot_training, smooth
+from train.loop import plot
+from train.loop.log import TrainingLog
+from train.loop.plot import plot_ablations, plot_training, smooth
 
 DEPTH, STEPS = 15, 120
 

@@ -9,8 +9,8 @@ import pytest
 
 from jetspec_jax.checkpoint.loading import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
-from train.prompts import Entry, read_entries
-from train.rendering import Encoder
+from train.data.prompts import Entry, read_entries
+from train.data.rendering import Encoder
 
 USER = {"role": "user", "content": "def read(path):"}
 ANSWER = {"role": "assistant", "content": "    return open(path)"}

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from train.fit import Fit
-from train.head_recipe import HeadRecipe, HeadShape
-from train.mesh import MeshShape
-from train.recipe_file import CONFIGS, read_head_recipe
+from train.head.recipe import HeadRecipe, HeadShape
+from train.head.recipe_file import CONFIGS, read_head_recipe
+from train.loop.fit import Fit
+from train.loop.mesh import MeshShape
 
 SMALL = """
 [fit]

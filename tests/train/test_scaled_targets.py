@@ -10,8 +10,8 @@ import pytest
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
-from train.attention import causal_attend
-from train.blocks import draft_blocks
+from train.loss.attention import causal_attend
+from train.loss.blocks import draft_blocks
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -18,11 +18,11 @@ from jetspec_jax.device.sharding import parameter_shardings
 from flax import nnx
 import jax.numpy as jnp
 from tests.decode.tiny import TINY, head_config
-from train.distillation import distillation_loss
-from train.fit import Fit
-from train.head_recipe import Objective
-from train.mesh import MeshShape, make_mesh, spread
-from train.trainer import Loop
+from train.loss.distillation import distillation_loss
+from train.loop.fit import Fit
+from train.head.recipe import Objective
+from train.loop.mesh import MeshShape, make_mesh, spread
+from train.loop.trainer import Loop
 
 target = dataclasses.replace(TINY, vocab_size=4099)
 head = head_config(target, block_size=4)

@@ -9,10 +9,10 @@ from flax import nnx
 
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import build, weights_of
-from train import layout
-from train.corpus import LIBRARY, TRAIN, Manifest, load_documents
-from train.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
-from train.tokens import concatenate, draw_windows, encode_split, line_starts
+from train.data.corpus import LIBRARY, TRAIN, Manifest, load_documents
+from train.data.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
+from train.data.tokens import concatenate, draw_windows, encode_split, line_starts
+from train.demo import layout
 
 TEXTS = [
     "def f(self, x_1):\n\tif x:\n\t    return  12345 != x  # done\n\n\n",

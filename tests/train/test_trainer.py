@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.train.tiny_head import losses, records
-from train.checkpoints import CheckpointError, Checkpoints
-from train.fit import Fit, make_optimizer, schedule
-from train.log import NonFiniteLoss
-from train.mesh import MeshShape, make_mesh, one_device
-from train.objectives import Mean
-from train.stages import Deadline, OutOfTime, claim
-from train.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
+from train.loop.checkpoints import CheckpointError, Checkpoints
+from train.loop.fit import Fit, make_optimizer, schedule
+from train.loop.log import NonFiniteLoss
+from train.loop.mesh import MeshShape, make_mesh, one_device
+from train.loop.stages import Deadline, OutOfTime, claim
+from train.loop.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
+from train.loss.objectives import Mean
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -6,10 +6,10 @@ import json
 import numpy as np
 
 from tests.decode.tiny import TINY, random_target
-from train.documents import Document, Writer
-from train.fit import Fit
-from train.head_recipe import HeadEvaluation, HeadRecipe, HeadShape, Objective
-from train.manifest import Settings
+from train.data.documents import Document, Writer
+from train.data.manifest import Settings
+from train.head.recipe import HeadEvaluation, HeadRecipe, HeadShape, Objective
+from train.loop.fit import Fit
 
 MASK = TINY.vocab_size - 1
 RECIPE = HeadRecipe(

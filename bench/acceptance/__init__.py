@@ -1,0 +1,1 @@
+"""``python -m bench profile`` and ``diagnose``: what of the head's drafts the target takes."""

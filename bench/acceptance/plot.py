@@ -1,0 +1,116 @@
+"""Pictures of what is accepted: a profile's tables, and a diagnosis of a draft head."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.common.report import write_png
+
+BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#999999"
+
+
+def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:
+    """Writes a PNG with a table of shares for all rounds and for each class.
+
+    Args:
+        profile: As `jetspec_jax.tree.Profile.parse` reads it, with `meta`.
+        title: Above all panels.
+        path: Where to.
+    """
+    meta = profile["meta"]
+    panels = {f"all {meta['rounds']:,} rounds": profile["depth_rank_accept"]}
+    for name, table in profile["per_class_histograms"].items():
+        panels[f"{name}: {meta['rounds_by_class'][name]:,} rounds"] = table
+    figure = Figure(figsize=(1 + 3.6 * len(panels), 5.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, table) in zip(axes, panels.items(), strict=True):
+        _heat_map(axis, table, first_depth=0)
+        axis.set_title(name, fontsize=10)
+        axis.set_ylabel("depth of the node")
+    figure.suptitle(title, fontsize=10)
+    write_png(path, figure)
+
+
+def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path: Path) -> None:
+    """Writes a PNG with a scatter of branches, faithfulness by depth, committed tokens, and accepted ranks.
+
+    Args:
+        report: Of `bench.acceptance.diagnose`.
+        title: Above all panels.
+        faithful: Nats within which a branch is faithful.
+        path: Where to.
+    """
+    figure = Figure(figsize=(11.5, 9), layout="constrained")
+    (scatter, by_depth), (committed, ranks) = figure.subplots(2, 2)
+    _scatter(scatter, report["branches"], faithful)
+    _by_depth(by_depth, report["faithfulness"], faithful)
+    _committed(committed, report["committed_per_round"])
+    accepted = report["accepted_by_depth_and_rank"]
+    shares = np.asarray(accepted["nodes"]) / max(accepted["rounds"], 1)
+    _heat_map(ranks, shares.tolist(), first_depth=1)
+    ranks.set_ylabel("depth of the accepted node")
+    ranks.set_title("share of rounds that accept a node, by its rank", fontsize=10)
+    for axis in (scatter, by_depth, committed):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    write_png(path, figure)
+
+
+def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int) -> None:
+    """Shares by depth (downwards) and rank, with their figures in per cent."""
+    table = np.asarray(shares, float)
+    # Small shares decide about caps: the root spreads them.
+    axis.imshow(np.sqrt(table), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for (depth, rank), share in np.ndenumerate(table):
+        if share > 0:
+            text = f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.1f}"
+            colour = "white" if share > 0.4 else "black"
+            axis.text(rank, depth, text, ha="center", va="center", fontsize=8, color=colour)
+    axis.set_xticks(range(table.shape[1]), [str(rank + 1) for rank in range(table.shape[1])])
+    axis.set_yticks(range(len(table)), [str(first_depth + depth) for depth in range(len(table))])
+    axis.set_xlabel("rank of the head's candidate (figures in %)")
+
+
+def _scatter(axis: Axes, branches: Mapping[str, Sequence[float]], faithful: float) -> None:
+    draft, target = np.asarray(branches["draft"]), np.asarray(branches["target"])
+    low = float(min(draft.min(), target.min()))
+    line = np.array([low, 0.0])
+    axis.fill_between(line, line - faithful, line + faithful, color=GREY, alpha=0.25, linewidth=0)
+    axis.plot(line, line, color="black", linewidth=0.8)
+    axis.scatter(draft, target, s=8, alpha=0.4, color=BLUE, linewidths=0)
+    axis.set_ylim(1.02 * float(target.min()) - 1, 1)
+    axis.set_xlim(1.02 * float(draft.min()) - 1, 1)
+    axis.set_xlabel("head's log-probability of its rank-1 branch, nats")
+    axis.set_ylabel("target's log-probability of the same tokens, nats")
+    within = np.mean(np.abs(draft - target) <= faithful)
+    axis.set_title(f"{within:.0%} of {len(draft):,} branches within {faithful:g} nats (grey)", fontsize=10)
+
+
+def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], faithful: float) -> None:
+    depths = [row["depth"] for row in rows]
+    axis.plot(depths, [100 * row["faithful"] for row in rows], color=BLUE, marker="o", markersize=4)
+    axis.set_ylim(0, 104)
+    axis.set_xticks(depths)
+    axis.set_xlabel("depth down to which the branch is scored")
+    axis.set_ylabel(f"branches within {faithful:g} nats, %")
+    axis.set_title("faithfulness by depth", fontsize=10)
+
+
+def _committed(axis: Axes, histograms: Mapping[str, Sequence[int]]) -> None:
+    most = max(map(len, histograms.values()))
+    for i, (name, counts) in enumerate(histograms.items()):
+        shares = np.zeros(most)
+        shares[: len(counts)] = np.asarray(counts) / max(sum(counts), 1)
+        mean = float(np.arange(most) @ shares)
+        colour = (ORANGE, BLUE)[i % 2]
+        places = np.arange(most)[1:] + 0.4 * (i - 0.5)
+        axis.bar(places, 100 * shares[1:], 0.4, color=colour, label=f"{name}: {mean:.2f} a round")
+    axis.set_xticks(range(1, most))
+    axis.set_xlabel("tokens that a round commits")
+    axis.set_ylabel("rounds, %")
+    axis.set_title("acceptance length", fontsize=10)
+    axis.legend(frameon=False, fontsize=9)

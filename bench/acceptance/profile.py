@@ -1,0 +1,152 @@
+"""``python -m bench profile``: how often the target takes which of the head's candidates, by depth and rank.
+
+The file that it writes is the profile of `depth_rank_histogram` and `class_histogram`
+(`jetspec_jax.tree.Profile`). A share is the probability that the target's choice after a node of a depth is
+the head's candidate of a rank. Counted are the nodes that the target's own tokens reach, because the children
+of others are never accepted; ``--nodes tree`` counts all nodes of the trees, as the reference implementation
+does. A class's table has the rounds that `TaskRouter` would put into it, and its caps are the last ranks with
+a share: those below ``--least-share`` are written as 0 there. Below the last row of its table
+`depth_rank_histogram` takes the full width, and `class_histogram` goes on with its last cap.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bench.acceptance.counts import Followed, count_reached, count_tree, follow, table_of, taken
+from bench.acceptance.plot import plot_profile
+from bench.common.pair import (
+    add_pair_arguments,
+    add_round_arguments,
+    check_numbers,
+    check_round,
+    describe_pair,
+    load_pair,
+    read_prompts,
+)
+from bench.common.prompt_work import make_works
+from bench.common.report import (
+    add_report_arguments,
+    check_report,
+    opening_of,
+    show,
+    write_report,
+)
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.tree import Candidates, Profile, Routing
+from jetspec_jax.tree.profiles import VERSION
+from jetspec_jax.tree.published import TaskRouter
+from jetspec_jax.tree.routing import CLASSES
+
+COUNTS = {"reached": count_reached, "tree": count_tree}
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser(
+        "profile", help="acceptance by depth and rank, for tree algorithms", description=__doc__
+    )
+    parser.set_defaults(run=run)
+    add_pair_arguments(parser, prompts=16, max_tokens=128)
+    add_round_arguments(parser)
+    add = parser.add_argument
+    add("--nodes", choices=tuple(COUNTS), default="reached", help="which are counted (default: reached)")
+    add("--least-nodes", type=int, default=20, help="a table ends where a depth has fewer (default: 20)")
+    add("--least-share", type=float, default=0.02, help="in the classes' tables (default: 0.02)")
+    add_report_arguments(parser, "profile")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the profile and its picture."""
+    check_numbers(arguments, "least_nodes")
+    check_round(arguments)
+    check_report(arguments)
+    if not 0 <= arguments.least_share <= 1:
+        raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
+    settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    pair = load_pair(arguments, arguments.dtype, [settings])
+    [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()
+    rounds = follow(pair, work, settings, implementation=arguments.implementation)
+    if not rounds:
+        raise ValueError("no prompt had a round: all outputs ended with their first token")
+    found = tables(
+        rounds,
+        nodes=arguments.nodes,
+        least_nodes=arguments.least_nodes,
+        least_share=arguments.least_share,
+    )
+    depths = len(found["depth_rank_accept"])
+    if not depths:
+        raise ValueError(
+            f"{len(rounds)} rounds are too few for a table with --least-nodes {arguments.least_nodes}; "
+            "take more prompts or more tokens"
+        )
+    profile = {
+        **found,
+        "meta": {
+            **opening_of("profile", arguments),
+            **describe_pair(pair, [work]),
+            "prompts": len(work.prompts),
+            "rounds": len(rounds),
+            "tau": float(taken(rounds).mean()),
+            "nodes": COUNTS[arguments.nodes](rounds).nodes.tolist(),
+            "rounds_by_class": {name: int(np.sum(classes_of(rounds) == i)) for i, name in enumerate(CLASSES)},
+        },
+    }
+    Profile.parse(profile)
+    meta = profile["meta"]
+    title = (
+        f"{meta['rounds']} rounds of {meta['prompts']} prompts x {arguments.max_tokens} tokens, "
+        f"{arguments.algorithm} {arguments.budget}, T = {arguments.temperature:g}, {meta['dtype']}, "
+        f"{meta['device']}, JAX {meta['jax']}"
+    )
+    counts = COUNTS[arguments.nodes](rounds)
+    classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())
+    notes = [f"Rounds by class: {classes}."]
+    if np.any(counts.nodes[depths:]):
+        notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
+    show(title, table_of(counts), notes)
+    write_report(arguments.json, profile)
+    plot_profile(profile, title, arguments.plot)
+    return 0
+
+
+def tables(
+    rounds: Sequence[Followed], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
+) -> dict[str, Any]:
+    """The tables of a profile: of all rounds, and of each class that has enough of them.
+
+    Args:
+        rounds: What was decoded.
+        nodes: Which are counted, a key of `COUNTS`.
+        least_nodes: A table ends at the first depth with fewer nodes.
+        least_share: Smaller shares are 0 in the classes' tables.
+    """
+    count, classes = COUNTS[nodes], classes_of(rounds)
+    histograms = {}
+    for i, name in enumerate(CLASSES):
+        own = [one for one, kind in zip(rounds, classes, strict=True) if kind == i]
+        if own and (shares := count(own).shares(least_nodes)):
+            histograms[name] = [[x if x >= least_share else 0.0 for x in row] for row in shares]
+    return {
+        "version": VERSION,
+        "depth_rank_accept": count(rounds).shares(least_nodes),
+        "per_class_histograms": histograms,
+    }
+
+
+def classes_of(rounds: Sequence[Followed]) -> np.ndarray:
+    """The class of each round, an index into `CLASSES`: what is said of its prompt, or felt."""
+    tokens = np.stack([one.trace.candidate_tokens for one in rounds])
+    log_probs = np.stack([one.trace.candidate_log_probs for one in rounds])
+    candidates = Candidates(
+        jnp.asarray(tokens), jnp.asarray(log_probs), jnp.zeros(tokens.shape[:2], jnp.float32)
+    )
+    routing = Routing.of([one.routing for one in rounds], len(rounds))
+    return np.asarray(TaskRouter().classes(candidates, routing))

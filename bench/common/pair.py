@@ -1,0 +1,215 @@
+"""A target, its draft head and prompts: what the benchmarks that decode prompts have in common."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.common.methods import check_fixed_budgets, fixed_budget_names
+from bench.common.prompt_sets import PROMPT_SETS, Part
+from bench.common.prompt_work import TASK_OF_SET, Work
+from bench.common.prompts import DEMO, Prompt, load_prompts
+from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
+from pallas_kernels.dispatch import gpu_problem
+
+
+class Pair(NamedTuple):
+    """What decodes.
+
+    Attributes:
+        target: The target.
+        head: Its draft head.
+    """
+
+    target: Target
+    head: Head
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
+    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
+    add = parser.add_argument
+    add("--target", default=DEMO, help="folder or hub id (default: the demo)")
+    add("--draft-head", help="folder or hub id (default: the demo's)")
+    add_ignore_option(parser)
+    add(
+        "--prompts",
+        default=DEMO,
+        help=f'"demo", {", ".join(PROMPT_SETS)}, or JSONL with "messages", "text" or "prompt" in each line',
+    )
+    # A set that has fewer is an error only where somebody asked for so many.
+    parser.set_defaults(usual_prompts=prompts)
+    add("--num-prompts", type=int, help=f"how many (default: {prompts}, or fewer if there are no more)")
+    add("--skip-prompts", type=int, default=0, metavar="N", help="leave out the first N (default: 0)")
+    add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
+    add(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="for chat templates that know it (default: no, as in published evaluations)",
+    )
+    add(
+        "--task",
+        help="what algorithms that route are told of the prompts: math, code, chat, ..., or "
+        f'"{TASK_OF_SET}" for what the prompt set says of each (default: nothing)',
+    )
+    add("--width", type=int, default=7, help="of the trees (default: 7)")
+    # Named in every report, also where nobody chose one.
+    best = "xla" if gpu_problem() else "pallas_triton"
+    add("--implementation", default=best, help=f"of tree attention (default: here {best})")
+    add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+
+
+def add_trees_arguments(
+    parser: argparse.ArgumentParser, *, temperatures: Sequence[float], budgets: Sequence[int]
+) -> None:
+    """Adds what is compared: temperatures, algorithms and budgets, with usual ones."""
+    add = parser.add_argument
+    add(
+        "--temperatures",
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=list(temperatures),
+        metavar="T",
+        help=f"0 is greedy; prompt i has seed i (default: {' '.join(f'{t:g}' for t in temperatures)})",
+    )
+    add(
+        "--algorithms",
+        nargs="+",
+        default=["accum_logp"],
+        metavar="NAME",
+        help=f'of {", ".join(algorithm_names())}, or "all" (default: accum_logp)',
+    )
+    add(
+        "--algorithm-option",
+        action="append",
+        default=[],
+        metavar="[ALGORITHM.]NAME=VALUE",
+        help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
+    )
+    add("--profile", type=Path, help="JSON table of measured acceptance, for the algorithms that take one")
+    usual = " ".join(map(str, budgets))
+    add("--budgets", type=int, nargs="+", default=list(budgets), help=f"of the trees (default: {usual})")
+
+
+def add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how the rounds of a measurement are run: one tree, one temperature, one type."""
+    names = ", ".join(fixed_budget_names())
+    add = parser.add_argument
+    add("--budget", type=int, default=64, help="of the trees (default: 64)")
+    add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
+    add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+
+
+def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
+    """Checks numbers before anything is loaded.
+
+    Args:
+        arguments: With those of `add_pair_arguments`.
+        numbers: Further arguments that must be at least 1.
+
+    Raises:
+        ValueError: A number is less than 1, or less than 0 prompts are skipped.
+    """
+    least = {"skip_prompts": 0} | dict.fromkeys(("num_prompts", "max_tokens", "width", *numbers), 1)
+    for name, smallest in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
+
+
+def check_trees(arguments: argparse.Namespace) -> None:
+    """Checks what `add_trees_arguments` added but for the algorithms, before anything is loaded.
+
+    Raises:
+        ValueError: A budget or a temperature is out of its range.
+    """
+    for budget in arguments.budgets:
+        bucket_for(budget)
+    for temperature in arguments.temperatures:
+        SamplingParams(temperature=temperature)
+
+
+def check_round(arguments: argparse.Namespace) -> None:
+    """Checks what `add_round_arguments` added but for the type, before anything is loaded.
+
+    Raises:
+        ValueError: The algorithm is unknown or chooses budgets, or the temperature or budget is out of its
+            range. A tree of one node drafts nothing, so there is nothing to measure.
+    """
+    get_algorithm(arguments.algorithm)
+    check_fixed_budgets("--algorithm", [arguments.algorithm])
+    SamplingParams(temperature=arguments.temperature)
+    if not 2 <= arguments.budget <= BUCKETS[-1]:
+        raise ValueError(
+            f"--budget must be in 2..{BUCKETS[-1]} (nodes, root and a draft included), not {arguments.budget}"
+        )
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    """The prompts that the arguments name; says how many they are where nobody asked for a number.
+
+    Args:
+        arguments: With those of `add_pair_arguments`; ``num_prompts`` is filled in.
+
+    Raises:
+        FileNotFoundError: There is no such file, or a set cannot be loaded.
+        ValueError: A prompt is not what it should be, or there are fewer than were asked for.
+    """
+    asked = arguments.num_prompts
+    part = Part(arguments.skip_prompts, asked or arguments.usual_prompts, fewer=asked is None)
+    prompts = load_prompts(arguments.prompts, part)
+    arguments.num_prompts = len(prompts)
+    return prompts
+
+
+def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[TreeSettings] = ()) -> Pair:
+    """Loads the models.
+
+    Args:
+        arguments: With ``target``, ``draft_head``, None for the demo's, and ``ignore_config_key``.
+        dtype: Of the weights.
+        settings: Trees that the pair must be able to grow.
+
+    Raises:
+        FileNotFoundError: A checkpoint is not there.
+        ValueError: It is not what it should be, there is no head for the target, or a tree is out of range.
+    """
+    path, head_path = arguments.target, arguments.draft_head
+    if path == DEMO:
+        path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
+    if head_path is None:
+        raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
+    ignored = arguments.ignore_config_key
+    target = load_target(path, dtype=dtype, ignore_config_keys=ignored)
+    head = load_draft_head(head_path, dtype=dtype, target=target, ignore_config_keys=ignored)
+    for own in settings:
+        own.check(target.config, head.config.depth)
+    return Pair(target, head)
+
+
+def describe_pair(pair: Pair, works: Iterable[Work]) -> dict[str, Any]:
+    """Shapes of the models, type of the weights and lengths of the prompts, for a report."""
+    lengths = [len(ids) for work in works for ids in work.ids]
+    return {
+        "shapes": shapes_of(pair.target.config, pair.head.config),
+        "dtype": str(pair.target.weights["embed_tokens"].dtype),
+        "prompt_tokens": [min(lengths), max(lengths)],
+    }
+
+
+def shapes_of(target: ModelConfig, head: DraftHeadConfig) -> dict[str, Any]:
+    """What tells models apart that may have one name, for a report."""
+    return {
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "head_layers": head.layers.num_layers,
+        "block_size": head.block_size,
+        "causal_head": head.causal,
+    }

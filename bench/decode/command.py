@@ -1,0 +1,134 @@
+"""``python -m bench decode``: plain decoding, a chain, and trees of many kinds, on one set of prompts.
+
+Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
+over plain decoding of the same minutes. With ``--together`` all methods are one group, in turns of a few
+prompts instead of all: so short that a slow spell of the machine falls on all alike. The report is written
+whenever all of a group have had a run, and ``--resume`` measures the methods that have had too few or none.
+"""
+
+import argparse
+import itertools
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.common.given_profile import describe_profile
+from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.common.pair import (
+    add_pair_arguments,
+    add_trees_arguments,
+    check_numbers,
+    check_trees,
+    describe_pair,
+    load_pair,
+    read_prompts,
+)
+from bench.common.prompt_work import make_works
+from bench.common.report import add_report_arguments, check_report, show, shown
+from bench.decode.measure import Bench
+from bench.decode.plot import plot_decode
+from bench.decode.record import begin_report, finish_report, finished_methods, with_measured
+from bench.decode.report import Rows, tables_of
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.checkpoint.files import write_json
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser("decode", help="plain decoding, a chain, and trees", description=__doc__)
+    parser.set_defaults(run=run)
+    add_pair_arguments(parser, prompts=8, max_tokens=128)
+    add_trees_arguments(parser, temperatures=[0.0], budgets=[16, 32, 64, 128])
+    add = parser.add_argument
+    add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
+    add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
+    add(
+        "--together",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="all methods take turns of a few prompts, with the stores of all on the device",
+    )
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add_report_arguments(parser, "decode")
+    add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
+    add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the tables, and writes the JSON and the plot.
+
+    Raises:
+        FileNotFoundError: A checkpoint, the prompts or the profile are not to be had.
+        ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
+    """
+    check_numbers(arguments, "repeats", "batch")
+    check_trees(arguments)
+    check_report(arguments)
+    budget = arguments.plot_budget
+    if budget is not None and budget not in arguments.budgets:
+        raise ValueError(f"--plot-budget {budget} is not among --budgets {shown(arguments.budgets)}")
+    algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    target, head = pair = load_pair(arguments, arguments.dtype)
+    groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
+    works = make_works(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
+    about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
+    report = begin_report(arguments, about)
+    bench = Bench(
+        target,
+        head,
+        works,
+        batch=arguments.batch,
+        implementation=arguments.implementation,
+        together=arguments.together,
+    )
+    rows = Rows(target, works, head.config.depth)
+
+    done = finished_methods(report["rows"], arguments.repeats)
+    groups = [[method for method in group if method.name not in done] for group in groups]
+    if arguments.together:
+        groups = [list(itertools.chain.from_iterable(groups))]
+    groups = [[PLAIN_METHOD, *group] for group in groups if group]
+    if groups:
+        bench.check(groups[-1])
+    prompts_of_all = arguments.repeats * sum(len(work.ids) for work in works.values())
+    with tqdm(total=sum(map(len, groups)) * prompts_of_all, unit=" prompts") as bar:
+
+        def step(name: str, prompts: int) -> None:
+            bar.set_description(name)
+            bar.update(prompts)
+
+        for group in groups:
+            for found in bench.measure(group, arguments.repeats, step):
+                bar.set_description("compare")
+                measured = [
+                    rows.row(method, temperature, own, found[PLAIN_METHOD, temperature])
+                    for (method, temperature), own in found.items()
+                    if method.name not in done
+                ]
+                report["rows"] = with_measured(report["rows"], measured)
+                finish_report(report)
+                write_json(arguments.json, report)
+            done.update(method.name for method in group)
+    if groups:
+        print(f"wrote {arguments.json}")
+    finish_report(report)
+    _show(report, arguments)
+    return 0
+
+
+def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
+    rows = report["rows"]
+    budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
+    given = report["arguments"]
+    title = (
+        f"{given['target']}: {given['num_prompts']} prompts of {given['prompts']} x {given['max_tokens']} "
+        f"tokens, batch {given['batch']}, {report['dtype']}, {report['device']}, JAX {report['jax']}"
+    )
+    *tables, (heading, last) = tables_of(rows, budget)
+    print(f"\n{title}")
+    for table in tables:
+        show(*table)
+    show(heading, last, report["notes"])
+    plot_decode(rows, title, budget, arguments.plot)

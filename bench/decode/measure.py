@@ -1,0 +1,187 @@
+"""Runs the methods of `python -m bench decode` in turn, and keeps what they did and how long it took.
+
+A machine has slow spells of seconds. What is compared by the percent takes turns that are shorter than those.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from bench.common.methods import Method
+from bench.common.prompt_work import Work
+from jetspec_jax import Completion, Head, Target
+from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.size import check_engine_memory, default_capacity
+from jetspec_jax.generate import slots_for
+from jetspec_jax.llm import STREAM_ROUNDS
+
+# Enough tokens for one round of every kind to compile.
+WARM_UP_TOKENS = 4
+# Prompts of a turn, for each slot: few, and enough that the slots are seldom idle at its end.
+PROMPTS_PER_TURN = 8
+
+
+@dataclass
+class Measured:
+    """What a method did at one temperature.
+
+    Attributes:
+        completions: Of all prompts, in the first timed run.
+        seconds: Of each timed run of all prompts.
+        tokens: That each of them generated: in low precision two runs of an algorithm that chooses budgets
+            need not agree.
+        first_token_seconds: From the submission of a prompt to its first token, while nothing else runs; of
+            every prompt, in every run. As in a stream, the first dispatch's rounds are in it.
+        peak_bytes: The most that the process had in use on the device by the time the method had first run;
+            None where the device does not say.
+    """
+
+    completions: list[Completion] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+
+
+class Bench:
+    """Target, draft head, and all that the methods have in common."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head,
+        works: Mapping[float, Work],
+        *,
+        batch: int,
+        implementation: str | None,
+        together: bool = False,
+    ):
+        """Compiles nothing yet.
+
+        Args:
+            target: The target.
+            head: The draft head.
+            works: By temperature.
+            batch: Most prompts that decode at the same time.
+            implementation: Of tree attention.
+            together: Whether the device holds the stores of all methods at once, which then take turns of a
+                few prompts; else of one, which has all prompts in its turn.
+        """
+        self._target, self._head, self._works = target, head, works
+        self._implementation, self._together = implementation, together
+        self._slots = slots_for(max(len(work.ids) for work in works.values()), batch)
+        # One for all temperatures: another capacity is another program.
+        need = max(
+            len(ids) + own.max_tokens
+            for work in works.values()
+            for ids, own in zip(work.ids, work.params, strict=True)
+        )
+        self._capacity = default_capacity(target.config, need)
+
+    def check(self, methods: Sequence[Method]) -> None:
+        """Finds out, before anything is compiled, whether the device can hold what it has to hold of methods.
+
+        Raises:
+            DeviceMemoryError: It cannot; the message names the method.
+        """
+        largest = max(methods, key=lambda method: method.settings.budget)
+        held = 0
+        for nth, method in enumerate(methods if self._together else [largest]):
+            try:
+                # One at a time: the most memory in use is to tell of single methods.
+                engine = self._engine(method)
+                own = array_bytes(engine.state)
+                check_engine_memory(engine.decoder, engine.size, engine.dtype, reclaimed=own - held)
+            except DeviceMemoryError as error:
+                beside = f", beside the {nth} before it" if nth else ""
+                raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
+            held += own
+            del engine
+
+    def measure(
+        self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
+    ) -> Iterator[dict[tuple[Method, float], Measured]]:
+        """Measures methods in turn, so that a slow moment of the machine falls on all of them alike.
+
+        Args:
+            methods: The methods.
+            repeats: Timed runs of each at each temperature.
+            step: Called with what comes next, a method's compilation or its turn, and the turn's prompts.
+
+        Yields:
+            What was measured so far: the same each time, with one more timed run of every method.
+        """
+        found = {(method, temperature): Measured() for method in methods for temperature in self._works}
+        for method in methods:
+            step(f"compile {method.name}", 0)
+            peak = self._warm_up(method)
+            for temperature in self._works:
+                found[method, temperature].peak_bytes = peak
+        # Else two sets of stores may not fit the device.
+        groups = [methods] if self._together else [[method] for method in methods]
+        for _ in range(repeats):
+            for group in groups:
+                engines = {method: self._engine(method) for method in group}
+                for temperature in self._works:
+                    self._run(engines, temperature, found, step)
+                del engines
+            yield found
+
+    def _run(
+        self,
+        engines: Mapping[Method, Engine],
+        temperature: float,
+        found: Mapping[tuple[Method, float], Measured],
+        step: Callable[[str, int], None],
+    ) -> None:
+        """One timed run of all prompts with each engine, then the first token of each alone."""
+        work = self._works[temperature]
+        seconds = dict.fromkeys(engines, 0.0)
+        requests: dict[Method, list[Request]] = {method: [] for method in engines}
+        for part in work.parts(PROMPTS_PER_TURN * self._slots if self._together else len(work.ids)):
+            for method, engine in engines.items():
+                step(f"{method.name}, T = {temperature:g}", len(part.ids))
+                started = time.perf_counter()
+                requests[method] += engine.complete(part.ids, part.params, part.routing)
+                seconds[method] += time.perf_counter() - started
+        for method, engine in engines.items():
+            measured = found[method, temperature]
+            measured.seconds.append(seconds[method])
+            measured.tokens.append(sum(len(request.output.token_ids) for request in requests[method]))
+            if not measured.completions:
+                measured.completions = [request.output.completion() for request in requests[method]]
+            measured.first_token_seconds += _first_tokens(engine, work)
+
+    def _engine(self, method: Method) -> Engine:
+        return Engine(
+            self._target,
+            None if method.settings.budget == 1 else self._head,
+            method.settings,
+            slots=self._slots,
+            capacity=self._capacity,
+            implementation=self._implementation,
+        )
+
+    def _warm_up(self, method: Method) -> int | None:
+        """Compiles all that a method runs; the most bytes that have been in use."""
+        engine, work = self._engine(method), next(iter(self._works.values()))
+        # A request of one token, or one that ends with its first, has no round.
+        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
+        params = replace(work.params[0], max_tokens=most, ignore_eos=True)
+        engine.complete(work.ids[:1], [params], work.routing[:1])
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _first_tokens(engine: Engine, work: Work) -> Iterator[float]:
+    """Seconds to the first token of each prompt, one after another."""
+    for ids, params, routing in zip(work.ids, work.params, work.routing, strict=True):
+        started = time.perf_counter()
+        request = engine.submit(ids, params, routing)
+        while not request.output.token_ids:
+            engine.step(STREAM_ROUNDS)
+        yield time.perf_counter() - started
+        engine.cancel(request)

@@ -1,0 +1,86 @@
+"""The report of `python -m bench decode`: its settings, going on with an older one, the order of its rows."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.common.given_profile import profile_notes
+from bench.common.report import command_of, opening_of, shown
+from bench.decode.report import best_of, notes_of
+from jetspec_jax.config import read_json
+from jetspec_jax.tree import algorithm_names
+
+# Settings of which a report that is gone on with may have others: it gains methods.
+_SELECTION = ("algorithms", "budgets")
+# What says nothing of what was measured: a profile is compared by what it holds, not by its name.
+_WORDS = ("command", "ignore_config_key", "profile")
+
+
+def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The report without rows, or with those that are there already.
+
+    Args:
+        arguments: Of the command line.
+        about: The pair, its prompts and the profile, as `describe_pair` and `describe_profile` have them.
+
+    Raises:
+        ValueError: Those were measured with other settings or on another machine.
+    """
+    report: dict[str, Any] = {
+        **opening_of("decode", arguments),
+        **about,
+        "implementation": arguments.implementation,
+        "rows": [],
+    }
+    given = report["arguments"]
+    if not (arguments.resume and arguments.json.is_file()):
+        return report
+    old = read_json(arguments.json)
+    # As JSON has it: a tuple is a list there.
+    for name, ours, theirs in [
+        *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),
+        *((key, value, old.get("arguments", {}).get(key)) for key, value in given.items()),
+    ]:
+        if name not in (*_SELECTION, *_WORDS) and json.loads(json.dumps(ours)) != theirs:
+            raise ValueError(
+                f"{arguments.json} was measured with {name} {shown(theirs)}, and this is {shown(ours)}; "
+                "write to another file, or leave --resume out"
+            )
+    for name in _SELECTION:
+        given[name] = list(dict.fromkeys([*old["arguments"][name], *given[name]]))
+    report["command"] = command_of("decode", given)
+    report["rows"] = old["rows"]
+    return report
+
+
+def finish_report(report: dict[str, Any]) -> None:
+    """Orders the rows by temperature, algorithm and budget, and says what follows from all of them."""
+    order = {name: i for i, name in enumerate([*algorithm_names(), *report["arguments"]["algorithms"]])}
+    report["rows"].sort(
+        key=lambda row: (
+            row["temperature"],
+            -2 if row["method"] == "plain" else -1 if row["algorithm"] is None else order[row["algorithm"]],
+            row["budget"],
+        )
+    )
+    report["best"] = best_of(report["rows"])
+    report["notes"] = [*notes_of(report), *profile_notes(report)]
+
+
+def finished_methods(rows: Sequence[Mapping[str, Any]], repeats: int) -> set[str]:
+    """The methods that have had all their timed runs; where a benchmark was stopped, some have not."""
+    names = {row["method"] for row in rows}
+    return names - {row["method"] for row in rows if len(row["seconds"]) < repeats}
+
+
+def with_measured(
+    rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Rows with others in the place of their like, but for those that have had more timed runs."""
+    found = {(row["method"], row["temperature"]): row for row in rows}
+    for row in measured:
+        own = found.get((row["method"], row["temperature"]))
+        if own is None or len(own["seconds"]) <= len(row["seconds"]):
+            found[row["method"], row["temperature"]] = row
+    return list(found.values())

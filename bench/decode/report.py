@@ -1,0 +1,209 @@
+"""What `python -m bench decode` reports: a row for each method and temperature, tables, notes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from bench.common.methods import Method, takes_profile
+from bench.common.prompt_work import Work
+from bench.common.timing import median
+from bench.decode.measure import Measured
+from jetspec_jax import Completion, Target
+from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
+
+# Columns of the table; the others are for the JSON.
+COLUMNS = ("tau", "nodes/round", "tokens/s", "speed-up", "first token ms", "peak MiB", "exact match")
+# Of these, no fractions.
+WHOLE = ("tokens/s", "peak MiB")
+# Depths of the table of acceptance.
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
+# Above so many methods, a note counts them instead of naming them.
+NAMED = 8
+
+
+class Rows:
+    """Makes rows, comparing outputs with plain decoding's."""
+
+    def __init__(self, target: Target, works: Mapping[float, Work], depth: int):
+        """Nothing is compared yet.
+
+        Args:
+            target: The target.
+            works: By temperature.
+            depth: The largest depth of a tree.
+        """
+        self._target, self._works, self._depth = target, works, depth
+        # Methods that part from plain decoding with one token at one place share what is found there.
+        self._firsts: dict[tuple[Any, ...], Divergence] = {}
+
+    def row(self, method: Method, temperature: float, found: Measured, plain: Measured) -> dict[str, Any]:
+        """All about a method at one temperature.
+
+        Args:
+            method: The method.
+            temperature: Of the sampling.
+            found: What was measured.
+            plain: What was measured of plain decoding beside it.
+        """
+        completions = found.completions
+        rounds = max(sum(c.rounds for c in completions), 1)
+        drafted = [length - 1 for c in completions for length in c.accept_lengths]
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(completions, plain.completions, strict=True))
+        speed, base = _tokens_per_second(found), _tokens_per_second(plain)
+        return {
+            "temperature": temperature,
+            "method": method.name,
+            "algorithm": method.algorithm,
+            "budget": method.settings.budget,
+            # tau: tokens committed per round, over all rounds, before any cut.
+            "tau": sum(sum(c.accept_lengths) for c in completions) / rounds,
+            # The prompts' own forwards count too: each yields a token.
+            "tokens/forward": _tokens(completions) / (rounds + len(completions)),
+            # The share of rounds that accepted at least 1, 2, ... drafted tokens.
+            "acceptance": [sum(n >= d for n in drafted) / rounds for d in range(1, self._depth + 1)],
+            "nodes/round": sum(sum(c.tree_sizes) for c in completions) / rounds,
+            "tokens/s": speed,
+            "speed-up": speed / base,
+            "plain tokens/s": base,
+            "first token ms": 1e3 * median(found.first_token_seconds),
+            "peak MiB": None if found.peak_bytes is None else found.peak_bytes / 2**20,
+            "exact match": equal / len(completions),
+            "seconds": found.seconds,
+            "tokens": found.tokens,
+            # Every output that is not plain decoding's: where, and how far apart the two likeliest were.
+            "divergences": self._divergences(temperature, completions, plain.completions),
+        }
+
+    def _divergences(
+        self, temperature: float, completions: Sequence[Completion], plain: Sequence[Completion]
+    ) -> list[dict[str, Any]]:
+        found = []
+        for i, (ours, theirs) in enumerate(zip(completions, plain, strict=True)):
+            if ours.token_ids != theirs.token_ids:
+                divergence = self._first(temperature, i, ours.token_ids, theirs.token_ids)
+                found.append({"prompt": self._works[temperature].prompts[i].id, **asdict(divergence)})
+        return found
+
+    def _first(self, temperature: float, i: int, ours: list[int], theirs: list[int]) -> Divergence:
+        both = min(len(ours), len(theirs))
+        position = next((k for k in range(both) if ours[k] != theirs[k]), both)
+        key = temperature, i, *(tuple(own[: position + 1]) for own in (ours, theirs))
+        if key not in self._firsts:
+            work = self._works[temperature]
+            divergence = first_divergence(self._target, work.ids[i], work.params[i], ours, theirs)
+            assert divergence is not None, "they differ"
+            self._firsts[key] = divergence
+        return self._firsts[key]
+
+
+def tables_of(rows: Sequence[Mapping[str, Any]], budget: int) -> list[tuple[str, list[dict[str, Any]]]]:
+    """A table of all methods for each temperature, and one of acceptance by depth at one budget, titled."""
+    tables = []
+    for temperature in temperatures_of(rows):
+        own = [row for row in rows if row["temperature"] == temperature]
+        shown = [
+            {
+                "method": row["method"],
+                **{key: round(row[key]) if key in WHOLE and row[key] else row[key] for key in COLUMNS},
+            }
+            for row in own
+        ]
+        tables.append((f"T = {temperature:g}", shown))
+        depths = [d for d in DEPTHS if d <= len(own[0]["acceptance"])]
+        by_depth = [
+            {"method": row["method"], **{str(d): row["acceptance"][d - 1] for d in depths}}
+            for row in at_budget(own, budget)
+        ]
+        title = f"T = {temperature:g}: share of rounds that accepted at least so many drafted tokens"
+        tables.append((title, by_depth))
+    return tables
+
+
+def at_budget(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
+    """The rows of the algorithms with one budget, and the chain's."""
+    return [row for row in rows if row["method"] == "chain" or (row["algorithm"] and row["budget"] == budget)]
+
+
+def temperatures_of(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """All temperatures, in order."""
+    return sorted({row["temperature"] for row in rows})
+
+
+def best_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each temperature the methods that are the fastest, and that commit the most tokens in a round."""
+    found = []
+    for temperature in temperatures_of(rows):
+        own = [row for row in rows if row["temperature"] == temperature]
+        entry: dict[str, Any] = {"temperature": temperature}
+        for figure in ("speed-up", "tau"):
+            best = max(own, key=lambda row: row[figure])
+            entry[figure] = {key: best[key] for key in ("method", "tau", "tokens/s", "speed-up")}
+        found.append(entry)
+    return found
+
+
+def notes_of(report: Mapping[str, Any]) -> list[str]:
+    """What the table does not say by itself."""
+    rows, notes = report["rows"], []
+    for best in report["best"]:
+        fast, deep = best["speed-up"], best["tau"]
+        notes.append(
+            f"T = {best['temperature']:g}: fastest is {fast['method']} ({fast['speed-up']:.2f} times plain "
+            f"decoding); most tokens a round: {deep['method']} ({deep['tau']:.2f})."
+        )
+    if len({row["plain tokens/s"] for row in rows}) > len(temperatures_of(rows)):
+        notes.append(
+            "Each budget's speed-up is over plain decoding measured beside it, not over the row shown."
+        )
+    repeats = report["arguments"]["repeats"]
+    runs = {row["method"]: len(row["seconds"]) for row in rows if len(row["seconds"]) < repeats}
+    if runs:
+        stopped = ", ".join(f"{name} ({count} of {repeats})" for name, count in runs.items())
+        notes.append(f"Stopped before all timed runs; --resume measures anew: {stopped}.")
+    slower = []
+    for temperature in temperatures_of(rows):
+        others = [row for row in rows if row["temperature"] == temperature and row["method"] != "plain"]
+        names = [row["method"] for row in others if row["speed-up"] < 1]
+        if names:
+            few = ", ".join(names) if len(names) <= NAMED else f"{len(names)} of {len(others)} methods"
+            slower.append(f"{few} at T = {temperature:g}")
+    if slower:
+        notes.append(
+            f"Slower than plain decoding: {'; '.join(slower)}. A tree trades arithmetic for forwards; where "
+            "arithmetic is scarce, as on a CPU, or where few drafts are accepted, that can lose."
+        )
+    parted = [Divergence(**_divergence(found)) for row in rows for found in row["divergences"]]
+    if parted:
+        note = (
+            f"Outputs that differ from plain decoding's: {len(parted)}; the two likeliest choices were at "
+            f"most {max(found.gap for found in parted):.1e} apart where they part."
+        )
+        if report["dtype"] == "float32":
+            mistakes = sum(not found.is_tie for found in parted)
+            note += f" Mistakes among them: {mistakes}; the others are ties (within {TIE_GAP:.0e})."
+        notes.append(note)
+    unread = sorted(
+        {row["algorithm"] for row in rows if row["algorithm"] and takes_profile(row["algorithm"])}
+    )
+    if unread and report["arguments"]["profile"] is None:
+        notes.append(f"No profile was given, so these do without their tables: {', '.join(unread)}.")
+    if any(row["peak MiB"] is None for row in rows):
+        notes.append("This device does not say how much memory was in use.")
+    else:
+        notes.append(
+            "Peak memory is the process's so far: what ran before, smaller budgets first, counts too."
+        )
+    return notes
+
+
+def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {own.name: entry[own.name] for own in fields(Divergence)}
+
+
+def _tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(c.token_ids) for c in completions)
+
+
+def _tokens_per_second(measured: Measured) -> float:
+    speeds = [tokens / seconds for tokens, seconds in zip(measured.tokens, measured.seconds, strict=True)]
+    return median(speeds)

@@ -1,0 +1,150 @@
+"""``python -m bench exactness``: a ledger of every token at which a tree and plain decoding part.
+
+All prompts are decoded plainly and with trees, from the same seeds and in as many slots, at every type of the
+weights and every temperature. Outputs are compared up to their first difference: behind it the contexts
+differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
+listed, and any other is a mistake: the exit code is 1 then. In bfloat16, where near-ties are frequent, all
+are listed with their gaps, and nothing is judged.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.common.given_profile import describe_profile, profile_notes
+from bench.common.methods import choose_algorithms
+from bench.common.pair import (
+    Pair,
+    add_pair_arguments,
+    add_trees_arguments,
+    check_numbers,
+    check_trees,
+    describe_pair,
+    load_pair,
+    read_prompts,
+)
+from bench.common.prompt_work import Work, make_works
+from bench.common.prompts import Prompt
+from bench.common.report import (
+    add_report_arguments,
+    check_report,
+    opening_of,
+    show,
+    write_report,
+)
+from bench.exactness.ledger import compare, notes_of, tables_of, total
+from bench.exactness.plot import plot_ledger
+from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.exactness import TIE_GAP
+
+DTYPES = ("float32", "bfloat16")
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser(
+        "exactness", help="every token where a tree and plain decoding part", description=__doc__
+    )
+    parser.set_defaults(run=run)
+    add_pair_arguments(parser, prompts=8, max_tokens=128)
+    add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
+    add = parser.add_argument
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of weights (default: both)")
+    add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
+    add_report_arguments(parser, "exactness")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
+    check_numbers(arguments, "batch")
+    check_trees(arguments)
+    check_report(arguments)
+    algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
+    trees = {
+        f"{name} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
+        for name, algorithm in algorithms.items()
+        for budget in dict.fromkeys(arguments.budgets)
+    }
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    dtypes, temperatures = dict.fromkeys(arguments.dtypes), set(arguments.temperatures)
+    rows, entries, about = [], [], {}
+    with tqdm(total=len(dtypes) * len(temperatures) * (1 + len(trees)), desc="decode", unit="run") as bar:
+        for dtype in dtypes:
+            about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, bar)
+            rows += own_rows
+            entries += own_entries
+    about = {**about, "dtype": list(dtypes), **describe_profile(arguments.profile)}
+    report = {
+        **opening_of("exactness", arguments),
+        **about,
+        "tie_gap": TIE_GAP,
+        "rows": rows,
+        "divergences": entries,
+    }
+    title = (
+        f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, batch {arguments.batch}, "
+        f"attention {arguments.implementation}, {report['device']}, JAX {report['jax']}"
+    )
+    notes = [*notes_of(rows), *profile_notes(report)]
+    *tables, (heading, table) = tables_of(title, rows, entries)
+    for others in tables:
+        show(*others)
+    show(heading, table, notes)
+    write_report(arguments.json, {**report, "notes": notes})
+    plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
+    return 1 if any(row["mistakes"] for row in rows) else 0
+
+
+def _ledger(
+    arguments: argparse.Namespace,
+    dtype: str,
+    prompts: Sequence[Prompt],
+    trees: Mapping[str, TreeSettings],
+    bar: Any,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """A description of the pair at one type of the weights, totals, and differences.
+
+    The pair is a local of this function alone, so that the device is free for the next type's.
+    """
+    pair = load_pair(arguments, dtype, trees.values())
+    works = make_works(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
+    rows, entries = [], []
+    for temperature, work in works.items():
+        case = {"dtype": dtype, "T": temperature}
+        judged = dtype == "float32"
+        for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
+            found = compare(pair.target, work, outputs, plain, judged=judged)
+            entries += [{**case, "method": name, **entry} for entry in found]
+            rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
+    return describe_pair(pair, works.values()), rows, entries
+
+
+def _decode(
+    arguments: argparse.Namespace,
+    pair: Pair,
+    work: Work,
+    trees: Mapping[str, TreeSettings],
+    bar: Any,
+) -> Iterator[tuple[str, list[Completion], list[Completion]]]:
+    """For every kind of tree its name, its completions, and those of plain decoding."""
+    served = {"max_slots": arguments.batch, "implementation": arguments.implementation}
+    plain = generate(pair.target, work.ids, work.params, **served)
+    bar.update()
+    for name, own in trees.items():
+        outputs = generate_tree(
+            pair.target,
+            pair.head,
+            work.ids,
+            work.params,
+            budget=own.budget,
+            width=own.width,
+            algorithm=own.algorithm,
+            routing=work.routing,
+            **served,
+        )
+        bar.update()
+        yield name, outputs, plain

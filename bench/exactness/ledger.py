@@ -1,0 +1,128 @@
+"""The entries of the ledger, their totals, and how both are shown."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.common.prompt_work import Work
+from jetspec_jax import Completion, Target
+from jetspec_jax.inspect.exactness import TIE_GAP, first_divergence
+
+# Rows of divergences that the screen shows; the JSON has all.
+SHOWN = 20
+VERDICTS = ("mistake", "tie", None)
+
+Row = Mapping[str, Any]
+
+
+def compare(
+    target: Target,
+    work: Work,
+    outputs: Sequence[Completion],
+    plain: Sequence[Completion],
+    *,
+    judged: bool,
+) -> list[dict[str, Any]]:
+    """An entry for the first difference of each output that is not plain decoding's.
+
+    Args:
+        target: The target, which is asked for the gap there.
+        work: What was decoded.
+        outputs: What trees gave.
+        plain: What plain decoding gave.
+        judged: Whether a difference is called a tie or a mistake; else the verdict is None.
+    """
+    entries = []
+    pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
+    for prompt, ids, params, ours, theirs in tqdm(
+        pairs, total=len(outputs), desc="compare", unit="prompt", leave=False, delay=2
+    ):
+        found = first_divergence(target, ids, params, ours.token_ids, theirs.token_ids)
+        if found is not None:
+            texts = {
+                f"{name}_text": None if token is None else target.tokenizer.decode([token])
+                for name, token in (("token", found.token), ("expected", found.expected))
+            }
+            verdict = ("tie" if found.is_tie else "mistake") if judged else None
+            entries.append({"prompt": prompt.id, **asdict(found), **texts, "verdict": verdict})
+    return entries
+
+
+def total(
+    work: Work, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
+) -> dict[str, Any]:
+    """What a ledger comes to.
+
+    Args:
+        work: What was decoded.
+        outputs: All completions of a tree.
+        entries: Their differences from plain decoding.
+        judged: Whether differences were judged; else ties and mistakes are None.
+    """
+    parted = {entry["prompt"]: entry["position"] for entry in entries}
+    ties = sum(entry["verdict"] == "tie" for entry in entries)
+    rounds = sum(output.rounds for output in outputs)
+    return {
+        "prompts": len(outputs),
+        # Each up to its first difference.
+        "tokens": sum(
+            parted.get(prompt.id, len(output.token_ids))
+            for prompt, output in zip(work.prompts, outputs, strict=True)
+        ),
+        "tau": sum(sum(output.accept_lengths) for output in outputs) / max(rounds, 1),
+        "divergences": len(entries),
+        "ties": ties if judged else None,
+        "mistakes": len(entries) - ties if judged else None,
+        "largest_gap": max((entry["gap"] for entry in entries), default=None),
+    }
+
+
+def notes_of(rows: Sequence[Row]) -> list[str]:
+    """What the totals say."""
+    notes = []
+    judged = [row for row in rows if row["mistakes"] is not None]
+    if judged:
+        ties, mistakes = (sum(row[key] for row in judged) for key in ("ties", "mistakes"))
+        notes.append(
+            f"float32: {sum(row['tokens'] for row in judged):,} tokens compared, {ties} ties (both tokens "
+            f"within {TIE_GAP:.0e} of the best), {mistakes} mistakes."
+        )
+    listed = [row for row in rows if row["mistakes"] is None]
+    if listed:
+        count, outputs = (sum(row[key] for row in listed) for key in ("divergences", "prompts"))
+        notes.append(
+            f"bfloat16: {count} of {outputs:,} outputs part from plain decoding's; its rounding makes "
+            "near-ties frequent, so they are listed and not judged."
+        )
+    return notes
+
+
+def tables_of(
+    title: str, rows: Sequence[Row], entries: Sequence[Row]
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Heading and rows of each table, the totals last."""
+    # Mistakes first, then ties, then what is not judged; and where the choice was firmest.
+    worst = sorted(entries, key=lambda entry: (VERDICTS.index(entry["verdict"]), -entry["gap"]))
+    parted = [
+        {
+            **{key: entry[key] for key in ("dtype", "T", "method", "prompt", "position")},
+            "token": _token(entry, "token"),
+            "plain": _token(entry, "expected"),
+            "top-2 gap": f"{entry['gap']:.1e}",
+            "": (entry["verdict"] or "").upper(),
+        }
+        for entry in worst[:SHOWN]
+    ]
+    totals = []
+    for row in rows:
+        gap = None if row["largest_gap"] is None else f"{row['largest_gap']:.1e}"
+        shown = {key: value for key, value in row.items() if key != "largest_gap"}
+        totals.append({**shown, "largest gap": gap})
+    heading = f"Where they part: {len(parted)} of {len(worst)}"
+    return [*([(heading, parted)] if parted else []), (title, totals)]
+
+
+def _token(entry: Row, key: str) -> str:
+    return "nothing" if entry[key] is None else f"{entry[key]} {entry[key + '_text']!r}"

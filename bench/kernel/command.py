@@ -1,0 +1,189 @@
+"""``python -m bench kernel``: one layer's tree attention: first whether it is right, then how fast it is.
+
+`--operation experts` does the same for a mixture of experts (`experts.py`).
+
+Every registered shape is compared with the XLA reference in float32: many block sizes, prefixes of many
+lengths, random trees, and NaN wherever nobody may read. Nothing is timed unless all of it agrees. Then a
+layer is timed beside the reference and its floor: the bytes that it must move at the bandwidth that this very
+device reaches, or the operations that it must compute at its matmul rate, whichever takes longer.
+"""
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common.floors import measure_ceilings
+from bench.common.report import check_report, opening_of, show, write_report
+from bench.experts import command as experts
+from bench.kernel.cases import attend_by, ragged_call
+from bench.kernel.check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
+from bench.kernel.plot import plot_kernels
+from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
+from bench.kernel.speed import Case, time_shape
+from bench.kernel.tuning_run import TUNED, tune
+from pallas_kernels.tree_attention import implementations
+from pallas_kernels.tree_attention.shapes import SHAPES, Shape
+
+# Committed lengths that a configuration is tuned for.
+TUNING_PREFIXES = (1024, 8192, 32768)
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line of this benchmark."""
+    parser = commands.add_parser(
+        "kernel", help="one layer's tree attention, and its floor", description=__doc__
+    )
+    parser.set_defaults(run=run)
+    names = ", ".join(shape.name for shape in SHAPES)
+    add = parser.add_argument
+    add(
+        "--operation", default="tree_attention", choices=["tree_attention", "experts"], help="what to measure"
+    )
+    others = ", ".join(shape.name for shape in experts.SHAPES)
+    add("--shapes", nargs="+", help=f"of {names} (default: all); of experts: {others}")
+    add("--rows", type=int, nargs="+", help="of a block (default: each shape's, and some more to compare)")
+    add("--prefixes", type=int, nargs="+", help="committed tokens (default: each shape's)")
+    add("--batch", type=int, default=1, help="sequences of a timed call (default: 1)")
+    add(
+        "--dtypes", nargs="+", default=list(TOLERANCES), help="to compare; the first is timed (default: both)"
+    )
+    add("--implementation", default="pallas_triton", help=f"of {', '.join(implementations())}")
+    beside = f"of {', '.join(experts.BASELINES)}: what experts are timed beside (default: the first two)"
+    add("--baselines", nargs="*", help=beside)
+    add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
+    add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
+    add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
+    add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+    add(
+        "--tune",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="search for the best configurations instead, on a GPU",
+    )
+    add("--limit-seconds", type=float, default=480, help="of --tune: stop then, keep what is found")
+    add(
+        "--again",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="with --tune: also what has an entry already",
+    )
+    add("--table", type=Path, default=TUNED, help="of --tune: the entries (default: the package's)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compares, measures, prints the table, and writes the JSON and the plot; or tunes."""
+    if arguments.operation == "experts":
+        return experts.run(arguments)
+    shapes = _shapes(arguments)
+    arguments.json = arguments.json or Path(f"results/{'tuning' if arguments.tune else 'kernel'}.json")
+    check_report(arguments)
+    if arguments.tune:
+        return tune(
+            shapes,
+            arguments.dtypes,
+            arguments.rows,
+            arguments.prefixes or TUNING_PREFIXES,
+            limit_seconds=arguments.limit_seconds,
+            again=arguments.again,
+            table_path=arguments.table,
+            json_path=arguments.json,
+            opening=opening_of("kernel", arguments),
+        )
+    seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    outcomes = _compare(arguments, shapes, seed)
+    wrong = [outcome for outcome in outcomes if outcome.problem is not None]
+    if wrong:
+        for outcome in wrong:
+            message = f"{arguments.implementation} is wrong: {outcome.check}: {outcome.problem}"
+            print(f"bench: {message}", file=sys.stderr)
+        failed = f"{len(wrong)} of {len(outcomes)} comparisons failed, with --seed {seed}"
+        print(f"bench: {failed}; nothing was timed", file=sys.stderr)
+        return 1
+
+    dtype = arguments.dtypes[0]
+    ceilings = measure_ceilings(jnp.dtype(dtype), arguments.repeats)
+    rows, names = [], list(dict.fromkeys([arguments.implementation, "xla"]))
+    for shape in shapes:
+        cases = [
+            Case(shape, count, prefix, arguments.batch, dtype)
+            for count in arguments.rows or shape.rows
+            for prefix in arguments.prefixes or shape.prefixes
+        ]
+        times = time_shape(cases, names, arguments.repeats)
+        for case in cases:
+            own, reference = times[case, names[0]], times.get((case, "xla")) if len(names) > 1 else None
+            rows.append(row_of(case, names[0], own, reference, ceilings))
+    report = {
+        **opening_of("kernel", arguments),
+        "dtype": dtype,
+        "implementation": arguments.implementation,
+        "clock": "GPU" if rows[0]["kernels"] else "host",
+        "seed": seed,
+        "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
+        "checks": [check_row(outcome) for outcome in outcomes],
+        "rows": rows,
+    }
+    notes, title = notes_of(report), title_of(report)
+    print(f"\n{title}")
+    *tables, (heading, table) = tables_of(rows)
+    for others in tables:
+        show(*others)
+    show(heading, table, notes)
+    write_report(arguments.json, {**report, "notes": notes})
+    plot_kernels(rows, title, arguments.plot)
+    return 0
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """The shapes that are asked for, once the arguments are checked.
+
+    Raises:
+        ValueError: An argument is out of its range, or the implementation does not run here.
+    """
+    known = {shape.name: shape for shape in SHAPES}
+    arguments.shapes = arguments.shapes or list(known)
+    if arguments.baselines is not None:
+        raise ValueError("--baselines is for --operation experts: tree attention is timed beside xla")
+    for option, given, names in (
+        ("shapes", arguments.shapes, known),
+        ("dtypes", arguments.dtypes, TOLERANCES),
+        ("implementation", [arguments.implementation], implementations()),
+    ):
+        for name in given:
+            if name not in names:
+                raise ValueError(f"--{option} must be one of {', '.join(names)}, not {name!r}")
+    for option in ("rows", "prefixes", "batch", "repeats"):
+        given = getattr(arguments, option)
+        least = min(given) if isinstance(given, list) else given
+        if least is not None and least < 1:
+            raise ValueError(f"--{option} must be at least 1, not {least}")
+    for option in ("shapes", "rows", "prefixes", "dtypes"):
+        # Each once, in the order that was given.
+        if getattr(arguments, option):
+            setattr(arguments, option, list(dict.fromkeys(getattr(arguments, option))))
+    shapes = [known[name] for name in arguments.shapes]
+    name = "pallas_triton" if arguments.tune else arguments.implementation
+    for shape in shapes:
+        call = ragged_call(np.random.default_rng(0), shape, 1, (1,), np.dtype(np.float32))
+        try:
+            # Traced, not run: an implementation refuses what it cannot do before it computes anything.
+            jax.eval_shape(attend_by(shape, name), call)
+        except NotImplementedError as error:
+            raise ValueError(f"--implementation {name}: {error}") from None
+    return shapes
+
+
+def _compare(arguments: argparse.Namespace, shapes: Sequence[Shape], seed: int) -> list[Outcome]:
+    outcomes = []
+    for i, shape in enumerate(shapes):
+        prefixes = arguments.prefixes or shape.prefixes
+        checks = list(checks_of(shape, arguments.dtypes, arguments.rows or ROWS, prefixes))
+        outcomes += run_checks(checks, arguments.implementation, seed + i, f"check {shape.name}")
+    return outcomes

@@ -1,0 +1,63 @@
+"""Which implementation of tree attention a case runs on: a report names it, also where nobody chose one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from bench.common.scene import Scene
+from jetspec_jax.cache.stores import PAGE_SIZE
+from jetspec_jax.config import ModelConfig
+from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
+
+
+def implementation_of(
+    config: ModelConfig, scene: Scene, rows: int, dtype: jnp.dtype, name: str | None
+) -> str:
+    """The implementation called ``name``, or without a name the first that takes the case.
+
+    Args:
+        config: The target, of which the first layer is asked for.
+        scene: Its slots.
+        rows: Of a slot's block.
+        dtype: Of the stores.
+        name: One of `implementations()`, or None.
+
+    Raises:
+        ValueError: There is none of that name, or it does not take the case on this device.
+    """
+    if name is not None and name not in implementations():
+        raise ValueError(f"--implementation must be one of {', '.join(implementations())}, not {name!r}")
+    batch, array, layer = scene.batch, jax.ShapeDtypeStruct, config.layers[0]
+    q = array((batch, rows, layer.num_heads, layer.head_dim), dtype)
+    kv = array((batch, rows, layer.num_kv_heads, layer.head_dim), dtype)
+    pages = array((batch * scene.pages_per_slot, PAGE_SIZE, layer.num_kv_heads, layer.head_dim), dtype)
+    tables = array((batch, scene.pages_per_slot), jnp.int32)
+    lengths = array((batch,), jnp.int32)
+    mask = array((batch, rows, -(-rows // 32)), jnp.uint32)
+
+    def attend(q: Array, kv: Array, mask: Array, *prefix: Array, implementation: str) -> Array:
+        pages, tables, lengths = prefix
+        return tree_attention(
+            q,
+            kv,
+            kv,
+            mask,
+            PagedPrefix(pages, pages, tables, lengths),
+            scale=1.0,
+            window=layer.window,
+            implementation=implementation,
+        )
+
+    reasons = []
+    for candidate in implementations() if name is None else (name,):
+        try:
+            # Traced, not run: an implementation refuses what it cannot do before it computes anything.
+            named = functools.partial(attend, implementation=candidate)
+            jax.eval_shape(named, q, kv, mask, pages, tables, lengths)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+        else:
+            return candidate
+    raise ValueError("; ".join(reasons))

@@ -1,0 +1,261 @@
+"""Times rounds: every case's program runs in turn with all others', on stores that the budgets share."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common.scene import Scene
+from bench.common.shapes import Shape
+from bench.common.timing import compile_seconds, median, seconds_of
+from bench.common.trace import Kernel, trace_kernels
+from bench.round.phases import PHASES, repeat
+from bench.round.touched import experts_touched
+from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
+from jetspec_jax.decode.state import Stores, join, split
+from jetspec_jax.tree import bucket_for
+
+# A phase is repeated until its program takes this long, so that dispatching it (about 0.1 ms) does not show.
+PHASE_SECONDS = 0.05
+
+
+class Case(NamedTuple):
+    """What is timed: slots, the tokens that each holds, the nodes of its trees, and how these are built.
+
+    A budget of 1 is a plain step, which has no tree for an algorithm to build.
+    """
+
+    batch: int
+    context: int
+    budget: int
+    algorithm: str = "accum_logp"
+
+    @property
+    def plain(self) -> "Case":
+        """The plain step of the same slots."""
+        return Case(self.batch, self.context, 1)
+
+    @property
+    def tree(self) -> str:
+        """The algorithm, or "plain" where there is no tree."""
+        return "plain" if self.budget == 1 else self.algorithm
+
+    def __str__(self) -> str:
+        """For progress bars and messages."""
+        return f"batch {self.batch}, context {self.context}, budget {self.budget}, {self.tree}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all cases have in common.
+
+    Attributes:
+        params: How tokens are chosen.
+        width: Of the trees.
+        rounds: Rounds of one dispatch.
+        repeats: Timed dispatches of each program.
+        implementation: Of tree attention.
+        phases: Whether to time the phases one by one.
+        profile: Whether to record what runs on a GPU.
+    """
+
+    params: SamplingParams
+    width: int
+    rounds: int
+    repeats: int
+    implementation: str | None
+    phases: bool
+    profile: bool
+
+    def steps(self, cases: int) -> int:
+        """How often `measure` says what comes next."""
+        return cases * (1 + self.repeats + (len(PHASES) if self.phases else 0) + self.profile)
+
+    def scene(self, case: Case, shape: Shape) -> Scene:
+        """The slots of a case, with room for all that a dispatch may commit."""
+        return Scene(case.batch, case.context, self.rounds * shape.head.block_size)
+
+    def decoder(self, case: Case, shape: Shape) -> TreeDecoder:
+        """The decoder that an engine would use: budget 1 decodes without the head."""
+        return TreeDecoder(
+            shape.target,
+            None if case.budget == 1 else DraftHeadProposer(shape.head, self.implementation),
+            bucket=bucket_for(case.budget),
+            width=self.width,
+            algorithm=case.algorithm,
+            max_rounds=self.rounds,
+            implementation=self.implementation,
+        )
+
+
+@dataclass
+class Measured:
+    """What was found out about a case.
+
+    Attributes:
+        seconds: Of each timed dispatch.
+        tokens_per_round: Mean tokens committed, over slots and rounds.
+        phase_seconds: Of one run of each phase.
+        compile_seconds: Of each program, tracing included.
+        experts_touched: Different experts that a round reads, on average over a dispatch, of each layer that
+            has any.
+        temporary_bytes: What the rounds' program allocates beside its arguments and results.
+        kernels: What ran on a GPU during a dispatch; None unless it was recorded.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    tokens_per_round: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    compile_seconds: dict[str, float] = field(default_factory=dict)
+    experts_touched: dict[int, float] = field(default_factory=dict)
+    temporary_bytes: int | None = None
+    kernels: list[Kernel] | None = None
+
+
+@dataclass(eq=False)
+class Shelf:
+    """Where the stores of a scene lie between two programs: each takes them and puts back what it returns."""
+
+    stores: Stores
+
+
+class Runner:
+    """Runs one case."""
+
+    def __init__(self, case: Case, shape: Shape, weights: DecodeWeights, plan: Plan, shelf: Shelf):
+        """Makes the state; compiles nothing yet."""
+        self.case, self.plan, self.measured = case, plan, Measured()
+        self._shelf = shelf
+        self._decoder = plan.decoder(case, shape)
+        self._weights = weights._replace(proposer=None) if self._decoder.proposer is None else weights
+        self._state = plan.scene(case, shape).slots(
+            self._decoder, dtype_of(weights), case.budget, plan.params
+        )
+        self._rounds = np.int32(plan.rounds)
+        self._program: Any = None
+
+    def compile(self) -> None:
+        """Compiles the rounds, and runs them once."""
+        seconds, program = compile_seconds(
+            self._decoder.program, self._decoder, self._weights, self._start(), self._rounds
+        )
+        self.measured.compile_seconds["decode"] = seconds
+        memory = program.memory_analysis()
+        self.measured.temporary_bytes = None if memory is None else int(memory.temp_size_in_bytes)
+        self._program = program
+        if any(layer.experts is not None for layer in self._decoder.target.layers):
+            self.measured.experts_touched = self._experts_touched()
+        self.decode()
+
+    def decode(self) -> float:
+        """Seconds of one dispatch, from the same state as every other.
+
+        Raises:
+            RuntimeError: Not every round ran, so the seconds are not those of that many rounds.
+        """
+        seconds, (state, records) = seconds_of(self._program, self._weights, self._start(), self._rounds)
+        self._put_back(split(state)[0])
+        counts = np.asarray(records.counts)[: self.plan.rounds]
+        if not counts.all():
+            raise RuntimeError(f"{self.case}: {int((counts == 0).sum())} of {counts.size} rounds did not run")
+        self.measured.tokens_per_round = float(counts.mean())
+        return seconds
+
+    def time_phase(self, phase: str, made: dict[str, Any]) -> None:
+        """Times one phase, and adds what it makes to what the phases before have made."""
+        if self.case.budget == 1 and phase in ("draft", "build"):
+            # Plain decoding drafts nothing, and its tree is the anchor.
+            made[phase] = PHASES[phase](self._decoder, self._weights, self._start(), made)
+            self.measured.phase_seconds[phase] = 0.0
+            return
+        inputs = self._state, dict(made)
+        self.measured.compile_seconds[phase], program = compile_seconds(
+            repeat(self._decoder), self._decoder, phase, self._weights, self._stores(), inputs, self._rounds
+        )
+
+        def seconds_per_turn(turns: int) -> float:
+            arguments = self._weights, self._stores(), inputs, np.int32(turns)
+            seconds, (stores, made[phase]) = seconds_of(program, *arguments)
+            self._put_back(stores)
+            return seconds / turns
+
+        seconds_per_turn(1)
+        guess = seconds_per_turn(self.plan.rounds)
+        turns = max(self.plan.rounds, math.ceil(PHASE_SECONDS / guess))
+        timed = [seconds_per_turn(turns) for _ in range(self.plan.repeats)]
+        self.measured.phase_seconds[phase] = median(timed)
+
+    def _experts_touched(self) -> dict[int, float]:
+        """Of the rounds that are timed, one by one: each goes on from other tokens than the first."""
+        state, rounds = self._start(), []
+        for _ in range(self.plan.rounds):
+            rounds.append(experts_touched(self._decoder, self._weights, state))
+            state, _ = self._program(self._weights, state, np.int32(1))
+        self._put_back(split(state)[0])
+        return jax.tree.map(lambda *counts: float(np.mean(counts)), *jax.device_get(rounds))
+
+    def record(self) -> None:
+        """Runs one dispatch under the profiler."""
+        self.measured.kernels = trace_kernels(self.decode)
+
+    def _start(self) -> DecodeState:
+        """The state at the start; a copy, because a dispatch takes over the buffers that it is given."""
+        return join(self._stores(), jax.tree.map(jnp.copy, self._state))
+
+    def _stores(self) -> Stores:
+        if self._decoder.proposer is None:
+            return self._shelf.stores[0], None, None
+        return self._shelf.stores
+
+    def _put_back(self, stores: Stores) -> None:
+        # Plain decoding leaves what is the head's where it is.
+        own = self._shelf.stores if self._decoder.proposer is None else stores
+        self._shelf.stores = stores[0], own[1], own[2]
+
+
+def dtype_of(weights: DecodeWeights) -> jnp.dtype:
+    """Of the parameters, and so of the stores."""
+    return weights.target["embed_tokens"].dtype
+
+
+def measure(
+    cases: Sequence[Case], shape: Shape, weights: DecodeWeights, plan: Plan, step: Callable[[str], None]
+) -> dict[Case, Measured]:
+    """Measures cases in turn, so that a slow moment of the machine falls on all of them alike.
+
+    Args:
+        cases: The cases; the stores of all their scenes are in memory at the same time.
+        shape: The target and the draft head.
+        weights: Their parameters.
+        plan: What the cases have in common.
+        step: Called with what comes next.
+    """
+    shelves: dict[Scene, Shelf] = {}
+    runners = []
+    for case in cases:
+        scene = plan.scene(case, shape)
+        if scene not in shelves:
+            # Every decoder but the plain one knows the head's stores, and they are the same for all.
+            decoder = plan.decoder(case._replace(budget=2), shape)
+            shelves[scene] = Shelf(scene.stores(decoder, dtype_of(weights)))
+        runners.append(Runner(case, shape, weights, plan, shelves[scene]))
+    for runner in runners:
+        step(f"compile: {runner.case}")
+        runner.compile()
+    for _ in range(plan.repeats):
+        for runner in runners:
+            step(f"rounds: {runner.case}")
+            runner.measured.seconds.append(runner.decode())
+    for runner in runners:
+        made: dict[str, Any] = {}
+        for phase in PHASES if plan.phases else ():
+            step(f"{phase}: {runner.case}")
+            runner.time_phase(phase, made)
+        if plan.profile:
+            step(f"profile: {runner.case}")
+            runner.record()
+    return {runner.case: runner.measured for runner in runners}

@@ -1,0 +1,168 @@
+"""What ``python -m bench round`` reports: a row for each case, tables, notes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from bench.common.floors import Ceilings
+from bench.common.shapes import Shape
+from bench.common.timing import median
+from bench.common.trace import summarise
+from bench.common.work import round_work
+from bench.round.measure import Case, Measured, Plan
+from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.tree import bucket_for
+
+# Tokens that the number of waits is given for: the default length of an output.
+TOKENS = 256
+
+
+def row_of(
+    case: Case,
+    found: Measured,
+    plain: Measured,
+    shape: Shape,
+    itemsize: int,
+    plan: Plan,
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """All about one case; times in milliseconds.
+
+    Args:
+        case: The case.
+        found: What was measured.
+        plain: What was measured of the same slots with budget 1.
+        shape: The target and the draft head.
+        itemsize: Bytes of a parameter.
+        plan: What all cases have in common.
+        ceilings: What the device reaches.
+    """
+    milliseconds = 1e3 * median(found.seconds) / plan.rounds
+    works = round_work(
+        shape.target,
+        None if case.budget == 1 else shape.head,
+        batch=case.batch,
+        context=case.context,
+        budget=case.budget,
+        itemsize=itemsize,
+        touched=found.experts_touched,
+    )
+    floors = {
+        phase: {**work._asdict(), "ms": 1e3 * work.seconds(ceilings.bandwidth, ceilings.matmul)}
+        for phase, work in works.items()
+    }
+    floor = sum(part["ms"] for part in floors.values())
+    phases = {phase: 1e3 * seconds for phase, seconds in found.phase_seconds.items()}
+    profile = None
+    if found.kernels is not None:
+        profile = summarise(found.kernels, plan.rounds) if found.kernels else {}
+    return {
+        **case._asdict(),
+        "algorithm": case.tree,
+        "bucket": bucket_for(case.budget),
+        "capacity": plan.scene(case, shape).capacity,
+        "round_ms": milliseconds,
+        "phases_ms": phases,
+        "phases_sum_ms": sum(phases.values()),
+        "floor_ms": floor,
+        "floors": floors,
+        "times_floor": milliseconds / floor,
+        # The acceptance length from which on a tree beats plain decoding.
+        "times_plain": median(found.seconds) / median(plain.seconds),
+        "tokens_per_round": found.tokens_per_round,
+        "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
+        **host_work(found.tokens_per_round),
+        "compile_seconds": found.compile_seconds,
+        "temporary_bytes": found.temporary_bytes,
+        "dispatch_seconds": found.seconds,
+        "profile": profile,
+    }
+
+
+def host_work(tokens_per_round: float) -> dict[str, float]:
+    """What the engine asks of the host: a dispatch for so many rounds, and one wait for each dispatch."""
+    return {
+        "dispatches_per_round": 1 / ROUNDS_PER_DISPATCH,
+        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * ROUNDS_PER_DISPATCH)),
+    }
+
+
+def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Titled tables of rounds, of phases where they were timed, and of kernels where they were recorded."""
+    names = [{name: row[name] for name in ("batch", "context", "budget", "algorithm")} for row in rows]
+    yield (
+        "Whole rounds",
+        [
+            {
+                **name,
+                "ms": row["round_ms"],
+                "floor ms": row["floor_ms"],
+                "x floor": row["times_floor"],
+                "x plain": row["times_plain"],
+                "tokens": row["tokens_per_round"],
+                f"waits/{TOKENS} tokens": row[f"waits_per_{TOKENS}_tokens"],
+                "compile s": row["compile_seconds"]["decode"],
+            }
+            for name, row in zip(names, rows, strict=True)
+        ],
+    )
+    if rows[0]["phases_ms"]:
+        yield (
+            "Phases, each alone, in ms",
+            [
+                {**name, **row["phases_ms"], "sum": row["phases_sum_ms"], "whole round": row["round_ms"]}
+                for name, row in zip(names, rows, strict=True)
+            ],
+        )
+    for row in rows:
+        if row["profile"]:
+            yield from _kernel_tables(row)
+
+
+def notes_of(report: Mapping[str, Any]) -> list[str]:
+    """What the figures mean, and what was not measured."""
+    ceilings = report["ceilings"]
+    notes = [
+        f"Floor: parameters and context read once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s (sum "
+        f"{ceilings['reduction'] / 1e9:,.0f}, copy {ceilings['copy'] / 1e9:,.0f}), or computed at "
+        f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
+        f"Host: one dispatch and one wait for {ROUNDS_PER_DISPATCH} rounds, as in the engine: "
+        f"{1 / ROUNDS_PER_DISPATCH:g} dispatches a round, and for {TOKENS} tokens {TOKENS} / (tokens of a "
+        f"round x {ROUNDS_PER_DISPATCH}) waits, rounded up.",
+        "Compile: the program of the rounds, traced and compiled, "
+        + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
+    ]
+    if report["peak_memory_bytes"] is not None:
+        notes.append(f"Peak device memory: {report['peak_memory_bytes'] / 2**30:.2f} GiB.")
+    if any(row["profile"] == {} for row in report["rows"]):
+        notes.append(f"No profile: a trace of this device ({report['platform']}) has no GPU streams.")
+    return notes
+
+
+def _kernel_tables(row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A case's kernels by class, and the longest of them."""
+    profile = row["profile"]
+    name = f"batch {row['batch']}, context {row['context']}, budget {row['budget']}, {row['algorithm']}"
+    classes = {
+        **profile["classes"],
+        "(busy)": {"us": profile["busy_us"], "launches": profile["launches"]},
+        "(idle)": {"us": profile["idle_us"], "launches": 0.0},
+    }
+    yield (
+        f"A round's kernels by class: {name}",
+        [{"class": kind, "us": part["us"], "launches": part["launches"]} for kind, part in classes.items()],
+    )
+    yield (
+        f"The longest of them: {name}",
+        [
+            {
+                "kernel": part["kernel"][:60],
+                "class": part["class"],
+                "us": part["us"],
+                "launches": part["launches"],
+                "mean us": part["mean_us"],
+            }
+            for part in profile["top"]
+        ],
+    )

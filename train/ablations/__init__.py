@@ -1,0 +1,1 @@
+"""The paper's comparisons at the scale of the demo pair."""

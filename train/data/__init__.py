@@ -1,0 +1,1 @@
+"""Documents that models learn from: made, kept, read."""

@@ -1,0 +1,129 @@
+"""``python -m train data``: documents for training a draft head, from prompts or conversations."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jetspec_jax.cli.options import add_ignore_option
+from train.data.make_data import Made, make_data
+from train.data.manifest import MODES, REGENERATE
+from train.loop.stages import Deadline
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line."""
+    parser = commands.add_parser("data", help="make documents for training a draft head", description=__doc__)
+    parser.set_defaults(run=run)
+    parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        help='JSONL with "messages", "text" or "prompt" in each line, or a data set: "owner/name:split"',
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of documents, begun or new")
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default=REGENERATE,
+        help="let the target write the answers, or take the texts as they are (default: regenerate)",
+    )
+    parser.add_argument("--draft-head", help='for speed: folder, hub id or "demo" (default: none)')
+    add_ignore_option(parser)
+    add_generation_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--minutes", type=float, help="begin no shard after this; run again to go on")
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that all commands have in which a target answers prompts."""
+    parser.add_argument("--budget", type=int, default=64, help="nodes of the head's trees (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
+    parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a continuation (default: 1024)")
+    parser.add_argument(
+        "--heldout",
+        type=int,
+        help="about how many documents for validation, equal prompts together (default: 1 in 8, at most 64)",
+    )
+    parser.add_argument("--slots", type=int, default=32, help="documents generated at a time (default: 32)")
+    parser.add_argument("--limit", type=int, help="take only the first so many prompts")
+    parser.add_argument("--skip-too-long", action="store_true", help="drop what does not fit the context")
+    parser.add_argument("--template-arguments", metavar="JSON", help="object passed to the chat template")
+
+
+def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `add_generation_arguments` added, as keyword arguments of `make_data`.
+
+    Raises:
+        ValueError: The template's arguments are not a JSON object.
+    """
+    return {
+        "budget": arguments.budget,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "top_k": arguments.top_k,
+        "max_tokens": arguments.max_tokens,
+        "heldout": arguments.heldout,
+        "slots": arguments.slots,
+        "limit": arguments.limit,
+        "skip_too_long": arguments.skip_too_long,
+        "template_arguments": _object(arguments.template_arguments),
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Makes the folder and prints what it holds.
+
+    Raises:
+        OutOfTime: The limit was reached.
+        FileNotFoundError: As for `make_data`.
+        ValueError: As for `make_data`.
+    """
+    made = make_data(
+        arguments.target,
+        arguments.prompts,
+        arguments.out,
+        mode=arguments.mode,
+        draft_head=arguments.draft_head,
+        ignore_config_keys=arguments.ignore_config_key,
+        seed=arguments.seed,
+        shard_documents=arguments.shard_documents,
+        dtype=arguments.dtype,
+        deadline=Deadline(arguments.minutes),
+        **generation_settings(arguments),
+    )
+    print(summary(made))
+    print("to train a draft head on them: python -m train head --help")
+    return 0
+
+
+def summary(made: Made) -> str:
+    """A few lines on what a folder holds."""
+    lines = [
+        f"{made.folder} is finished{' already' if made.was_finished else ''}: {made.documents:,} documents, "
+        f"{made.documents - made.heldout:,} to train on and {made.heldout:,} held out",
+        f"  {made.tokens:,} tokens, of which {made.learn_tokens / made.tokens:.0%} are to be learnt",
+        f"  duplicates: {made.duplicates:,} documents repeat the prompt or text of an earlier one",
+    ]
+    if made.ended is not None:
+        share = made.ended / made.documents
+        lines.append(f"  {share:.0%} ended by an end-of-sequence token, {1 - share:.0%} by their length")
+    if made.skipped:
+        lines.append(f"  dropped because they are too long: {made.skipped:,}")
+    return "\n".join(lines)
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--template-arguments is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--template-arguments must be a JSON object, not {text}")
+    return value

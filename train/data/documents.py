@@ -1,0 +1,240 @@
+"""Documents on disk: what draft heads learn from, in shards that are written whole or not at all.
+
+A folder holds ``documents.json`` (see `train.data.manifest`) and ArrayRecord files,
+``train-00000.array_record``, each with a ``train-00000.json`` that says how long its documents are and which of their tokens are to be
+learnt, so that no shard is read before training asks for a document. `train.data.records` says what one is.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
+from jaxtyping import Int
+
+from jetspec_jax.checkpoint.files import replacing
+from train.data.manifest import (
+    HELDOUT,
+    MANIFEST,
+    TRAIN,
+    DocumentsManifest,
+    Settings,
+    Shard,
+    ShardPlan,
+    description,
+)
+from train.data.records import Document, decode, encode, learn_spans
+
+# One record a chunk, as random access wants it; the compression is the library's usual one, named.
+WRITER_OPTIONS = "group_size:1,zstd:3"
+READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+
+
+class Writer:
+    """A folder of documents in the making.
+
+    Attributes:
+        folder: Where.
+        settings: What it is made with.
+        plans: All shards, finished or not.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, held: Sequence[int] | None = None):
+        """Begins a folder, or takes up one that was begun with the same settings.
+
+        Shards that are lost or damaged count as missing again, which is printed.
+
+        Args:
+            folder: Where.
+            settings: What it is made with.
+            held: Indices of the documents held out; None for evenly spaced ones, where none are equal.
+
+        Raises:
+            ValueError: It was begun with other settings, which are listed, or its manifest is missing or
+                damaged; or the held-out documents are not those that the settings count.
+        """
+        manifest = DocumentsManifest.of(settings, held)
+        self.folder, self.settings, self.plans = folder, settings, manifest.plans()
+        self._done: dict[str, Shard] = {}
+        if (folder / MANIFEST).exists():
+            DocumentsManifest.read(folder).refuse_other(folder, manifest)
+            self._take_up()
+        elif any(folder.glob("*.array_record")):
+            raise ValueError(f"{folder} has shards and no {MANIFEST}; name another folder, or bring it back")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            manifest.write(folder)
+
+    def _take_up(self) -> None:
+        lost = []
+        for plan in self.plans:
+            try:
+                shard = Shard.read(self.folder, plan)
+            except ValueError:
+                # Or else it would describe the new shard, if that has the same size, before it is finished.
+                description(self.folder, plan.file).unlink()
+                lost.append(plan.file)
+            else:
+                if shard is not None:
+                    self._done[plan.file] = shard
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            listed = ", ".join(lost[:3]) + more
+            print(f"{self.folder}: missing or damaged, to be written again: {listed}", flush=True)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What is finished, in the order of the plans, whatever the order of writing was."""
+        return [self._done[plan.file] for plan in self.plans if plan.file in self._done]
+
+    @property
+    def missing(self) -> list[ShardPlan]:
+        """Shards that are not there yet."""
+        return [plan for plan in self.plans if plan.file not in self._done]
+
+    @property
+    def progress(self) -> str:
+        """How far the folder is, in words."""
+        return f"{self.folder}: {len(self._done)} of {len(self.plans)} shards are written"
+
+    def write(self, plan: ShardPlan, documents: Sequence[Document], ended: int | None) -> None:
+        """Writes a shard, whole or not at all, and then its description.
+
+        Args:
+            plan: Which.
+            documents: Those of its indices, in order.
+            ended: How many of them end with an end-of-sequence token; None where nothing was generated.
+
+        Raises:
+            ValueError: A token id is outside the target's vocabulary.
+            OSError: The file cannot be written.
+        """
+        path = self.folder / plan.file
+        for index, document in zip(plan.indices, documents, strict=True):
+            _check_ids(document, self.settings.vocab_size, f"{path}: document {index}")
+        try:
+            with replacing(path) as partial:
+                writer = array_record_module.ArrayRecordWriter(str(partial), WRITER_OPTIONS)
+                for document in documents:
+                    writer.write(encode(document))
+                writer.close()
+        except RuntimeError as error:  # what the library makes of a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
+        index = [(len(document.tokens), learn_spans(document.learn)) for document in documents]
+        shard = Shard(
+            plan.split,
+            plan.file,
+            path.stat().st_size,
+            len(documents),
+            sum(len(document.tokens) for document in documents),
+            sum(int(document.learn.sum()) for document in documents),
+            ended,
+            index,
+        )
+        shard.write(self.folder)
+        self._done[plan.file] = shard
+
+
+class Documents:
+    """The documents of one split of a finished folder, by index; several threads may read.
+
+    Attributes:
+        folder: Where they are.
+        settings: What they were made with.
+        split: "train" or "heldout".
+        numbers: Each document's place among all documents of the folder.
+        lengths: Tokens of each document.
+        spans: The runs of tokens to be learnt, each as document, start, stop.
+    """
+
+    folder: Path
+    settings: Settings
+    split: str
+    numbers: Int[np.ndarray, "n"]
+    lengths: Int[np.ndarray, "n"]
+    spans: Int[np.ndarray, "m 3"]
+
+    def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
+        """Takes the shards of a split; `open` finds out about them first."""
+        self.folder, self.settings, self.split = folder, manifest.settings, split
+        self._shards = [shard for shard in shards if shard.split == split]
+        self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
+        self.numbers = manifest.split()[split]
+        index = [document for shard in self._shards for document in shard.index]
+        self.lengths = np.array([length for length, _ in index], np.int64)
+        spans = [(i, *span) for i, (_, own) in enumerate(index) for span in own]
+        self.spans = np.array(spans, np.int64).reshape(-1, 3)
+        self._readers: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, folder: Path, split: str = TRAIN) -> "Documents":
+        """The documents of a split; none are read yet.
+
+        Raises:
+            FileNotFoundError: The folder holds no documents.
+            ValueError: It is not finished or damaged, or there is no such split.
+        """
+        if split not in (TRAIN, HELDOUT):
+            raise ValueError(f"the splits are {TRAIN} and {HELDOUT}, not {split!r}")
+        manifest = DocumentsManifest.read(folder)
+        shards = [Shard.read(folder, plan) for plan in manifest.plans()]
+        finished = [shard for shard in shards if shard is not None]
+        if missing := len(shards) - len(finished):
+            raise ValueError(
+                f"{folder} is not finished: {missing} shards are missing; run what made it again"
+            )
+        return cls(folder, manifest, finished, split)
+
+    def __len__(self) -> int:
+        """How many documents there are."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Document:
+        """A document by its index.
+
+        Raises:
+            IndexError: There is none.
+            ValueError: Its shard is damaged.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.folder}: {self.split} has {len(self)} documents, asked for {index}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        path = self.folder / self._shards[number].file
+        try:
+            [record] = self._reader(number).read([int(index - self._starts[number])])
+            document = decode(record)
+            if len(document.tokens) != self.lengths[index]:
+                raise ValueError(f"{len(document.tokens)} tokens instead of {self.lengths[index]}")
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        _check_ids(document, self.settings.vocab_size, str(path))
+        return document
+
+    def __iter__(self) -> Iterator[Document]:
+        """All documents in order."""
+        return (self[index] for index in range(len(self)))
+
+    def _reader(self, number: int) -> Any:
+        with self._lock:
+            if number not in self._readers:
+                path, shard = self.folder / self._shards[number].file, self._shards[number]
+                reader = array_record_module.ArrayRecordReader(
+                    str(path), options=READER_OPTIONS, file_reader_buffer_size=32768
+                )
+                # A file that cannot be opened says so only when something is read; until then it is empty.
+                if reader.ok() and reader.num_records() != shard.documents:
+                    raise ValueError(f"{reader.num_records()} documents instead of {shard.documents}")
+                self._readers[number] = reader
+            return self._readers[number]
+
+
+def _check_ids(document: Document, vocab_size: int, where: str) -> None:
+    tokens = document.tokens
+    if not len(tokens):
+        raise ValueError(f"{where} has no tokens")
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.size:
+        raise ValueError(f"{where} has token id {outside[0]}, outside the vocabulary 0..{vocab_size - 1}")

@@ -1,0 +1,256 @@
+"""A folder of documents from prompts or conversations: what ``python -m train data`` does."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jetspec_jax.checkpoint.loading import (
+    HUB_PATTERNS,
+    load_draft_head,
+    load_target,
+    load_tokenizer,
+    read_draft_head_config,
+    read_target_config,
+    resolve,
+    resolve_dtype,
+)
+from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.sampling.params import SamplingParams
+from train.data.documents import Writer
+from train.data.given import write_given
+from train.data.holdout import default_heldout, hold_out
+from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
+from train.data.prompts import Entry, read_entries
+from train.data.records import Document
+from train.data.regenerate import Prompts, regenerate, regeneration_settings
+from train.data.rendering import Encoder
+from train.loop.stages import Deadline
+
+# Of a hub id: all but the weights, which wait until the prompts are known to be good.
+TOKENIZER_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a folder of documents holds.
+
+    Attributes:
+        folder: Where it is.
+        documents: How many, those held out included.
+        heldout: How many of them are held out.
+        duplicates: How many have the prompt, or in mode corpus the text, of an earlier one.
+        tokens: Of all documents.
+        learn_tokens: Those of them that are to be learnt.
+        ended: Documents that end with an end-of-sequence token; None where nothing was generated.
+        skipped: Prompts that were dropped because they are too long.
+        was_finished: Nothing was left to do.
+    """
+
+    folder: Path
+    documents: int
+    heldout: int
+    duplicates: int
+    tokens: int
+    learn_tokens: int
+    ended: int | None
+    skipped: int
+    was_finished: bool
+
+
+def make_data(
+    target: str | Path,
+    prompts: str | Path,
+    out: Path,
+    *,
+    mode: str = REGENERATE,
+    draft_head: str | Path | None = None,
+    budget: int = 64,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    max_tokens: int = 1024,
+    seed: int = 0,
+    heldout: int | None = None,
+    need_heldout: bool = False,
+    shard_documents: int = 256,
+    slots: int = 32,
+    dtype: str = "auto",
+    limit: int | None = None,
+    skip_too_long: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+    ignore_config_keys: Collection[str] = (),
+    deadline: Deadline | None = None,
+) -> Made:
+    """Makes a folder of documents, or goes on with one; a finished one is left alone.
+
+    All prompts are read and checked before the target's weights are.
+
+    Args:
+        target: A folder, a hub id, or "demo": the embedded target.
+        prompts: A JSONL file or a data set, see `train.data.prompts`.
+        out: The folder of documents.
+        mode: "regenerate": the target answers or continues each prompt. "corpus": the texts as they are.
+        draft_head: Makes regeneration faster and changes nothing: a folder, a hub id, or "demo".
+        budget: Of the draft head's trees.
+        temperature: Of the sampling; 0 is greedy.
+        top_p: Of the sampling.
+        top_k: Of the sampling.
+        max_tokens: Most tokens of a continuation; fewer where the target's context ends.
+        seed: Of the sampling; every document has its own that follows from it.
+        heldout: About how many documents are kept for validation, with all that have the same prompt (in mode
+            corpus, the same text); None is an eighth, at most 64.
+        need_heldout: Refuse prompts of which none would be held out.
+        shard_documents: Documents of a shard, which is written at a time.
+        slots: Documents generated at a time.
+        dtype: Of the target.
+        limit: Take only the first so many prompts.
+        skip_too_long: Drop what does not fit the target's context instead of refusing it.
+        template_arguments: Passed to the chat template.
+        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
+        deadline: No shard is begun behind it.
+
+    Raises:
+        OutOfTime: The deadline passed; the same call goes on.
+        FileNotFoundError: Target, draft head or prompts are not to be had.
+        ValueError: A setting or a prompt is not valid, or the folder was begun with other settings.
+        DeviceMemoryError: The device cannot hold the models with so many slots.
+    """
+    if mode not in MODES:
+        raise ValueError(f"the mode is one of {', '.join(MODES)}, not {mode!r}")
+    if mode == CORPUS and draft_head is not None:
+        raise ValueError("a draft head has nothing to do in mode corpus, where nothing is generated")
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, not {slots}")
+    deadline = Deadline() if deadline is None else deadline
+    path = DEMO_TARGET if target == "demo" else target
+    head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
+    ignored = {"ignore_config_keys": ignore_config_keys}
+    config = read_target_config(path, **ignored)
+    resolved = resolve_dtype(dtype)
+    tree = PLAIN if head_path is None else TreeSettings(budget=budget)
+    if head_path is not None:
+        head_config = read_draft_head_config(head_path, **ignored)
+        check_head_fits(head_config, config)
+        tree.check(config, head_config.depth)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
+    )
+    encoder = _encoder(path, template_arguments or {})
+    entries = read_entries(prompts, limit)
+    source = Path(prompts).name if Path(prompts).is_file() else str(prompts)
+    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": source}
+
+    if mode == CORPUS:
+        documents, skipped = _documents(encoder, entries, config, skip_too_long)
+        keys = [document.tokens.tobytes() for document in documents]
+        held = _held(keys, heldout, need_heldout)
+        finished = not write_given(
+            out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
+        )
+    else:
+        asked, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
+        keys = [np.asarray(tokens, np.int32).tobytes() for tokens in asked.tokens]
+        held = _held(keys, heldout, need_heldout)
+        settings = regeneration_settings(
+            asked,
+            **common,
+            dtype=str(resolved),
+            seed=(seed,),
+            heldout=len(held),
+            shard_documents=shard_documents,
+        )
+        writer = Writer(out, settings, held)
+        finished = not writer.missing
+        if not finished:
+            deadline.check(writer.progress)
+            loaded, head = load_target(path, dtype=dtype, **ignored), None
+            if head_path is not None:
+                head = load_draft_head(head_path, dtype=dtype, target=loaded, **ignored)
+            regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
+    return _made(out, len(keys) - len(set(keys)), skipped, finished)
+
+
+def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
+    """Which documents are held out; the default is as many as make sense."""
+    if need and len(set(keys)) < 2:
+        raise ValueError("at least 2 different prompts are needed, one of them to measure the head on")
+    asked = default_heldout(len(keys)) if heldout is None else heldout
+    if need and not asked:
+        raise ValueError("at least 1 document must be held out, to measure the head on, not 0")
+    return hold_out(keys, asked)
+
+
+def name_of(target: str | Path) -> str:
+    """What a manifest calls a target: its hub id, or its folder's name."""
+    folder = Path(target).expanduser()
+    return folder.resolve().name if target != "demo" and folder.is_dir() else str(target)
+
+
+def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder:
+    folder = resolve(path, TOKENIZER_PATTERNS)
+    end_ids = read_eos_token_ids(folder)
+    return Encoder(load_tokenizer(folder), end_ids, template_arguments)
+
+
+def _prompts(
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, sampling: SamplingParams, skip: bool
+) -> tuple[Prompts, int]:
+    """The prompts with their sampling, and how many were dropped."""
+    context, tokens, params = config.max_position_embeddings, [], []
+    for entry in _bar(entries):
+        ids = encoder.prompt(entry)
+        room = context - len(ids)
+        if room > 0:
+            tokens.append(ids)
+            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens)))
+        elif not skip:
+            raise ValueError(
+                f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
+                f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with --skip-too-long"
+            )
+    return Prompts(tokens, params), len(entries) - len(tokens)
+
+
+def _documents(
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool
+) -> tuple[list[Document], int]:
+    """The texts as they are, and how many were dropped."""
+    context, documents = config.max_position_embeddings, []
+    for entry in _bar(entries):
+        document = encoder.document(entry)
+        if len(document.tokens) <= context:
+            documents.append(document)
+        elif not skip:
+            raise ValueError(
+                f"{entry.where}: the document has {len(document.tokens)} tokens, beyond the target's context "
+                f"of {context}; shorten it, or drop such documents with --skip-too-long"
+            )
+    return documents, len(entries) - len(documents)
+
+
+def _bar(entries: list[Entry]) -> "tqdm[Entry]":
+    return tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False)
+
+
+def _made(folder: Path, duplicates: int, skipped: int, was_finished: bool) -> Made:
+    manifest = DocumentsManifest.read(folder)
+    found = (Shard.read(folder, plan) for plan in manifest.plans())
+    shards = [shard for shard in found if shard is not None]
+    ended = [shard.ended for shard in shards if shard.ended is not None]
+    return Made(
+        folder,
+        manifest.settings.count,
+        manifest.settings.heldout,
+        duplicates,
+        sum(shard.tokens for shard in shards),
+        sum(shard.learn_tokens for shard in shards),
+        sum(ended) if ended else None,
+        skipped,
+        was_finished,
+    )

@@ -1,0 +1,218 @@
+"""The manifest of a folder of documents: what it is made with, which are held out, and what its shards hold.
+
+Settings and held-out documents stand in ``documents.json``. Each shard has a JSON file beside it, written
+after it: the shard is finished when that is there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jetspec_jax.checkpoint.files import write_text
+from train.data.corpus import HELDOUT, TRAIN
+from train.data.holdout import check_heldout, evenly_spaced
+
+FORMAT, VERSION = "jetspec-documents", 1
+MANIFEST = "documents.json"
+REGENERATE, CORPUS = MODES = ("regenerate", "corpus")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a folder is made with: all that its documents depend on.
+
+    Attributes:
+        mode: "regenerate" or "corpus".
+        target: The target's name; its folder's name where it is local.
+        vocab_size: The target's; all token ids are below it.
+        dtype: What the target computed in; None where it computed nothing.
+        temperatures: Those that occur.
+        sampling: The other sampling settings: the values that occur.
+        seed: Of the sampling.
+        source: Where the prompts come from.
+        sha256: Of all prompts with their parameters, or of all documents.
+        count: How many documents.
+        heldout: How many of them are not for training.
+        shard_documents: Most documents of a shard.
+    """
+
+    mode: str
+    target: str
+    vocab_size: int
+    dtype: str | None
+    temperatures: tuple[float, ...]
+    sampling: Mapping[str, Any]
+    seed: tuple[int, ...]
+    source: str
+    sha256: str
+    count: int
+    heldout: int
+    shard_documents: int
+
+    def __post_init__(self) -> None:
+        """Checks the counts."""
+        if self.count < 1:
+            raise ValueError("there are no documents to make: at least one prompt is needed")
+        check_heldout(self.count, self.heldout)
+        if self.shard_documents < 1:
+            raise ValueError(f"a shard needs at least one document, not {self.shard_documents}")
+
+    def plain(self) -> dict[str, Any]:
+        """The settings as JSON has them."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+class ShardPlan(NamedTuple):
+    """A shard that is to be: its split, its file's name, and the documents' indices."""
+
+    split: str
+    file: str
+    indices: list[int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A finished file of documents, as the JSON file beside it describes it.
+
+    Attributes:
+        split: "train" or "heldout".
+        file: Its name.
+        bytes: Its size.
+        documents: How many it holds.
+        tokens: Of all of them.
+        learn_tokens: Those of them that are to be learnt.
+        ended: Documents that end with an end-of-sequence token; None where nothing was generated.
+        index: For each document its length and the ``[start, stop]`` runs of tokens to be learnt.
+    """
+
+    split: str
+    file: str
+    bytes: int
+    documents: int
+    tokens: int
+    learn_tokens: int
+    ended: int | None
+    index: list[tuple[int, list[list[int]]]]
+
+    @classmethod
+    def read(cls, folder: Path, plan: ShardPlan) -> "Shard | None":
+        """What a folder has of a planned shard, which itself is not read; None if it is not finished.
+
+        Raises:
+            ValueError: The shard is missing or not as long as it was, or its description is damaged.
+        """
+        path, described = folder / plan.file, description(folder, plan.file)
+        if not described.is_file():
+            return None
+        try:
+            raw = json.loads(described.read_text(encoding="utf-8"))
+            shard = cls(**{**raw, "index": [(int(length), spans) for length, spans in raw["index"]]})
+            if (shard.split, shard.file) != (plan.split, plan.file):
+                raise ValueError(f"it describes {shard.file}")
+            if not shard.documents == len(shard.index) == len(plan.indices):
+                raise ValueError(f"{len(shard.index)} documents instead of {len(plan.indices)}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{described} is damaged: {type(error).__name__}: {error}") from error
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard.bytes:
+            state = "is missing" if size is None else f"is damaged: {size} bytes instead of {shard.bytes}"
+            raise ValueError(f"{path} {state}; bring it back, or run what made the folder again")
+        return shard
+
+    def write(self, folder: Path) -> None:
+        """Writes the description, which says that the shard is finished."""
+        write_text(description(folder, self.file), json.dumps(vars(self)) + "\n")
+
+
+def description(folder: Path, file: str) -> Path:
+    """The JSON file that belongs to a shard."""
+    return (folder / file).with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class DocumentsManifest:
+    """What ``documents.json`` says; it is written once, before the first shard.
+
+    Attributes:
+        settings: What the folder is made with.
+        held: Indices of the documents that are held out, in order.
+    """
+
+    settings: Settings
+    held: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Checks that the held-out documents are so many, in order and there."""
+        held, settings = self.held, self.settings
+        if len(held) != settings.heldout:
+            raise ValueError(f"{len(held)} documents are listed as held out instead of {settings.heldout}")
+        if list(held) != sorted({*held}) or (held and not 0 <= held[0] <= held[-1] < settings.count):
+            raise ValueError(f"the held-out documents are not indices in 0..{settings.count - 1} in order")
+
+    @classmethod
+    def of(cls, settings: Settings, held: Sequence[int] | None) -> "DocumentsManifest":
+        """A folder's that is to be; None holds out evenly spaced documents."""
+        if held is None:
+            held = evenly_spaced(settings.count, settings.heldout)
+        return cls(settings, tuple(held))
+
+    @classmethod
+    def read(cls, folder: Path) -> "DocumentsManifest":
+        """Reads a folder's manifest.
+
+        Raises:
+            FileNotFoundError: The folder has none.
+            ValueError: It is of another version or damaged.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} has no {MANIFEST}; `python -m train data` makes such a folder")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            found = raw["format"], raw["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        if found != (FORMAT, VERSION):
+            raise ValueError(f"{path} is {found[0]} {found[1]}, and this reads {FORMAT} {VERSION}")
+        try:
+            settings: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in raw["settings"].items()
+            }
+            return cls(Settings(**settings), tuple(map(int, raw["held"])))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a folder."""
+        head = {"format": FORMAT, "version": VERSION, "settings": self.settings.plain()}
+        write_text(folder / MANIFEST, json.dumps({**head, "held": self.held}) + "\n")
+
+    def split(self) -> dict[str, Int[np.ndarray, "n"]]:
+        """The indices of the documents of each split."""
+        held = np.array(self.held, np.int64)
+        return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
+
+    def plans(self) -> list[ShardPlan]:
+        """All shards of the folder, in order."""
+        plans, most = [], self.settings.shard_documents
+        for split, indices in self.split().items():
+            for number, start in enumerate(range(0, len(indices), most)):
+                part = indices[start : start + most].tolist()
+                plans.append(ShardPlan(split, f"{split}-{number:05d}.array_record", part))
+        return plans
+
+    def refuse_other(self, folder: Path, mine: "DocumentsManifest") -> None:
+        """Raises ValueError listing the settings in which a folder differs from mine."""
+        theirs, ours = self.settings.plain(), mine.settings.plain()
+        differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
+        if not differing and self.held != mine.held:
+            differing = ["other documents are held out"]
+        if differing:
+            listed = "; ".join(differing)
+            raise ValueError(f"{folder} was begun with other settings ({listed}); name another folder")

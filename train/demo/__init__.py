@@ -1,0 +1,1 @@
+"""The embedded demo pair, from its corpus to its figures."""

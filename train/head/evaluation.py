@@ -1,0 +1,177 @@
+"""A draft head on held-out documents while it is trained: its loss, and what decoding makes of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Int
+
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.device.sharding import on_one_device
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.generate import generate_tree
+from jetspec_jax.models import Weights
+from jetspec_jax.sampling.params import SamplingParams
+from train.data.documents import Document, Documents
+from train.data.loader import Windows
+from train.head.recipe import HeadEvaluation, HeadRecipe
+from train.loop.mesh import put_batch
+from train.loop.trainer import Evaluated, Loss, mean_of
+from train.loss.precision import as_shipped
+
+
+class HeldOut(NamedTuple):
+    """What a head is measured on.
+
+    Attributes:
+        tokens: Windows of the validation loss.
+        learn: Which of their tokens are to be learnt.
+        prompts: For tau.
+    """
+
+    tokens: Int[np.ndarray, "N T"]
+    learn: Bool[np.ndarray, "N T"]
+    prompts: list[list[int]]
+
+    @classmethod
+    def of(cls, documents: Documents, recipe: HeadRecipe, limit: int) -> "HeldOut":
+        """Windows and prompts of held-out documents, evenly spread over them.
+
+        Args:
+            documents: The held-out ones.
+            recipe: How many, and how long.
+            limit: Most tokens of a prompt and its completion together.
+
+        Raises:
+            ValueError: There are no documents, or no prompt leaves room for a completion.
+        """
+        settings, windows = recipe.evaluation, Windows(documents, recipe.window)
+        chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
+        room = limit - settings.new_tokens
+        prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
+        fitting = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+        if settings.prompts and not fitting:
+            raise ValueError(
+                f"none of {len(prompts)} held-out prompts leaves room for evaluation.new_tokens "
+                f"{settings.new_tokens} in a context of {limit}; the shortest has {min(map(len, prompts))} "
+                "tokens. Ask for fewer new tokens, or set evaluation.prompts to 0 to measure the loss alone"
+            )
+        return cls(
+            np.stack([window["tokens"] for window in chosen]),
+            np.stack([window["learn"] for window in chosen]),
+            [fitting[i] for i in _spread(len(fitting), settings.prompts)],
+        )
+
+
+class HeadEvaluator:
+    """Looks at a head's weights as they would ship: rounded to bfloat16."""
+
+    def __init__(
+        self,
+        config: DraftHeadConfig,
+        target: Target,
+        frozen: Weights,
+        loss: Loss,
+        settings: HeadEvaluation,
+        held: HeldOut,
+        *,
+        batch: int,
+        dtype: jnp.dtype,
+        mesh: Mesh,
+        seed: int,
+    ):
+        """Prepares the validation batches; compiles nothing yet.
+
+        Args:
+            config: The head's.
+            target: The target, whole, which decodes.
+            frozen: Its weights on the mesh.
+            loss: The training loss, with its own fixed anchors.
+            settings: What to measure.
+            held: On what.
+            batch: Windows at a time.
+            dtype: Of both forward passes.
+            mesh: The devices.
+            seed: Of the anchors.
+        """
+        self.config, self.target, self.frozen = config, target, frozen
+        self.settings, self.held = settings, held
+        self.batch, self.dtype, self.mesh = batch, dtype, mesh
+        self.key = jax.random.key(seed)
+
+        def rounded(weights: Weights, frozen: Weights, batch: Any, key: jax.Array) -> Any:
+            return loss(as_shipped(weights, dtype), frozen, batch, key)
+
+        self._loss = jax.jit(rounded)
+        self._as_shipped = jax.jit(partial(as_shipped, dtype=dtype))
+
+    def __call__(self, weights: Weights) -> Evaluated:
+        """Validation loss, and tau at every budget; the score is the largest budget's, if there is one."""
+        with jax.set_mesh(self.mesh):
+            means = mean_of(self._loss, weights, self.frozen, self._batches())
+        record = {f"validation_{name}": value for name, value in means.items()}
+        if not self.held.prompts:
+            return Evaluated(record, -means["loss"])
+        completions = self.decode(Head(self.config, on_one_device(self._as_shipped(weights))))
+        record["tau"] = {str(budget): mean_tau(own) for budget, own in completions.items()}
+        return Evaluated(record, record["tau"][str(max(self.settings.budgets))])
+
+    def decode(self, head: Head) -> dict[int, list[Completion]]:
+        """Greedy completions of the held-out prompts by the trees of every budget; none without prompts."""
+        if not self.held.prompts:
+            return {}
+        # On one and the same device, so that one program decodes for all evaluations.
+        device = jax.local_devices()[0]
+        target = replace(self.target, weights=jax.device_put(self.target.weights, device))
+        head = replace(head, weights=jax.device_put(head.weights, device))
+        params = SamplingParams(max_tokens=self.settings.new_tokens)
+        return {
+            budget: generate_tree(
+                target,
+                head,
+                self.held.prompts,
+                params,
+                budget=budget,
+                width=self.settings.width,
+                max_slots=len(self.held.prompts),
+            )
+            for budget in self.settings.budgets
+        }
+
+    def _batches(self) -> Any:
+        """Batches of one shape; the last is filled up with windows that have nothing to learn."""
+        count, processes = len(self.held.tokens), jax.process_count()
+        for i in range(0, count, self.batch):
+            parts = {}
+            for name in ("tokens", "learn"):
+                part = getattr(self.held, name)[i : i + self.batch]
+                part = np.pad(part, ((0, self.batch - len(part)), (0, 0)))
+                own = np.split(part, processes)[jax.process_index()]
+                parts[name] = put_batch(own, self.mesh, axis=0)
+            yield parts, jax.random.fold_in(self.key, i)
+
+
+def mean_tau(completions: Sequence[Completion]) -> float:
+    """Mean tokens committed per round, over all rounds of all completions."""
+    lengths = [length for completion in completions for length in completion.accept_lengths]
+    return round(float(np.mean(lengths)), 4) if lengths else 1.0
+
+
+def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
+    """What stands before a document's first token to learn, or its first tokens where nothing does."""
+    first = int(np.argmax(document.learn))
+    if first < 2:
+        first = min(prompt_tokens, len(document.tokens) - 1)
+    return document.tokens[:first].tolist()
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Indices of at most so many of ``count`` things, evenly spaced."""
+    chosen = min(count, most)
+    return [i * count // chosen for i in range(chosen)]

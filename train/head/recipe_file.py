@@ -1,0 +1,122 @@
+"""Recipes as TOML files: a table for each record of a recipe, a key for each of its attributes.
+
+Every key must be known and of its type; all that is wrong is said at once.
+"""
+
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from train.head.recipe import HeadRecipe
+
+#: The recipes that come with this program.
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> HeadRecipe:
+    """Reads a recipe.
+
+    Args:
+        name_or_path: One of those in ``configs/`` by its name, or a TOML file.
+        changes: Settings that replace the file's, as ``fit.steps=100``; the value is TOML.
+
+    Raises:
+        FileNotFoundError: There is no such recipe.
+        ValueError: It is no TOML, a key is unknown or missing, or a value is not of its type.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = CONFIGS / f"{name_or_path}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
+        raise FileNotFoundError(f"no recipe {name_or_path}: name a TOML file or one of {known}")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    for change in changes:
+        _change(table, change)
+    wrong: list[str] = []
+    recipe = _record(HeadRecipe, table, "", wrong)
+    if wrong:
+        raise ValueError(f"{path}: " + "; ".join(wrong))
+    return recipe
+
+
+def _change(table: dict[str, Any], change: str) -> None:
+    name, equals, text = change.partition("=")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"] if equals else None
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    if value is None or not name:
+        raise ValueError(f"a change is KEY=VALUE, as fit.steps=100, not {change!r}")
+    *tables, key = name.split(".")
+    for part in tables:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{part} in {change!r} is no table")
+    table[key] = value
+
+
+def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -> Any:
+    """A frozen record from a table; what is wrong is added to the list, and None returned."""
+    hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
+    before = len(wrong)
+    unknown = sorted(table.keys() - known.keys())
+    wrong += [f"unknown key {where}{key}; there are {', '.join(known)}" for key in unknown]
+    values = {}
+    for name, own in known.items():
+        if name in table:
+            values[name] = _value(hints[name], table[name], where + name, wrong)
+        elif _required(own):
+            if is_dataclass(hints[name]):
+                values[name] = _record(hints[name], {}, f"{where}{name}.", wrong)
+            else:
+                wrong.append(f"missing key {where}{name}")
+    return kind(**values) if len(wrong) == before else None
+
+
+def _value(hint: Any, value: Any, where: str, wrong: list[str]) -> Any:
+    if is_dataclass(hint):
+        if isinstance(value, dict):
+            return _record(hint, value, f"{where}.", wrong)
+    else:
+        for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+            if _is(kind, value):
+                return tuple(value) if isinstance(value, list) else value
+    wrong.append(f"{where} must be {_name(hint)}, not {value!r}")
+    return None
+
+
+def _is(kind: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is tuple:
+        return isinstance(value, list) and all(_is(arguments[0], item) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _name(hint: Any) -> str:
+    if is_dataclass(hint):
+        return "a table"
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_name(kind) for kind in typing.get_args(hint) if kind is not types.NoneType)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return f"a list of {_name(arguments[0])}"
+    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[hint]
+
+
+def _required(own: Field[Any]) -> bool:
+    return own.default is MISSING and own.default_factory is MISSING

@@ -1,0 +1,258 @@
+"""Training of a draft head from a recipe, a target and a folder of documents, to a checkpoint that decodes.
+
+The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``, and
+at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``training.png``.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, resolve_dtype
+from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.sharding import on_one_device, parameter_shardings
+from jetspec_jax.models import Weights, abstract, weights_of
+from train.data.documents import Documents
+from train.data.loader import batches
+from train.data.manifest import HELDOUT, TRAIN
+from train.head.evaluation import HeadEvaluator, HeldOut, mean_tau
+from train.head.recipe import HeadRecipe
+from train.head.start import Beginning, begin_head
+from train.loop.checkpoints import Best, Checkpoints
+from train.loop.mesh import in_turn, make_mesh, one_device, replicated, spread
+from train.loop.plot import plot_training
+from train.loop.stages import Deadline, claim, fresh
+from train.loop.trainer import Trained, train
+from train.loss.distillation import distillation_loss
+
+
+def train_head(
+    work: Path,
+    recipe: HeadRecipe,
+    target: Target,
+    data: Path,
+    deadline: Deadline,
+    *,
+    checkpoint: str | Path | None = None,
+    ignore_config_keys: Collection[str] = (),
+    label: str = "head",
+) -> Path:
+    """Trains a draft head, or goes on with what the folder holds, and returns the finished head's folder.
+
+    Args:
+        work: Everything made goes here.
+        recipe: How to train.
+        target: The target, loaded in the recipe's dtype.
+        data: A finished folder of documents.
+        deadline: When to stop, after saving.
+        checkpoint: The head to begin with, for recipes that do.
+        ignore_config_keys: Unknown keys of its ``config.json`` that the caller vouches for. The trained head
+            keeps them.
+        label: For the progress bar.
+
+    Raises:
+        OutOfTime: The deadline passed; calling again goes on.
+        FileNotFoundError: Documents or checkpoint are not there.
+        ValueError: The folder was begun with other settings; or recipe, target, documents and devices do not
+            go together.
+        NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
+        CheckpointError: A checkpoint could not be written; the one before it stays.
+    """
+    recipe.check()
+    documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
+    check_documents(documents, target)
+    beginning = begin_head(
+        target, recipe.head, checkpoint, recipe.seed, ignore_config_keys=ignore_config_keys
+    )
+    check_head_fits(beginning.config, target.config)
+    if beginning.config.block_size > recipe.window:
+        raise ValueError(
+            f"a block of {beginning.config.block_size} slots does not fit a window of {recipe.window} tokens"
+        )
+    if recipe.evaluation.prompts:
+        for budget in recipe.evaluation.budgets:
+            trees = TreeSettings(budget, recipe.evaluation.width, None)
+            trees.check(target.config, beginning.config.depth)
+    run = _Run(work, recipe, target, beginning, held)
+    # Only now, when all is known to go together: a folder that was claimed takes no other recipe.
+    with in_turn():
+        claim(
+            work,
+            {
+                **asdict(recipe),
+                "begins_as": beginning.raw,
+                "begins_with": fingerprint(beginning.weights),
+                "data": documents.settings.plain(),
+                "target": asdict(target.config),
+                "target_weights": fingerprint(target.weights),
+            },
+        )
+    folder, mark = work / "draft_head", work / "evaluation.json"
+    if mark.exists() and folder.is_dir():
+        return folder
+    trained = run.train(documents, deadline, label)
+    weights = on_one_device(trained.weights)
+    with in_turn() as first:
+        if first:
+            save_checkpoint(fresh(folder), beginning.raw, weights, ignore_config_keys=ignore_config_keys)
+            plot_training(work / "log.jsonl", work / "training.png", label)
+            # Last, because it says that all is done.
+            head = load_draft_head(
+                folder, dtype=recipe.dtype, target=target, ignore_config_keys=ignore_config_keys
+            )
+            write_json(mark, run.final_evaluation(head, trained))
+    return folder
+
+
+def check_documents(documents: Documents, target: Target) -> None:
+    """Raises ValueError if documents hold ids that the target does not have."""
+    if documents.settings.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
+            f"has {target.config.vocab_size}"
+        )
+
+
+def fingerprint(weights: Weights) -> str:
+    """A hash of a few numbers of every parameter: other weights of the same shapes are noticed."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(weights):
+        digest.update(np.asarray(leaf.ravel()[:64].astype(jnp.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = ()) -> int:
+    """Writes the best head so far of a run, finished or not, and returns the step that it is from.
+
+    Args:
+        work: The run's folder.
+        out: Where to.
+        ignore_config_keys: As they were given to the run.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
+        FileExistsError: ``out`` exists.
+    """
+    if not (work / "recipe.json").exists():
+        raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
+    raw = read_json(work / "recipe.json")["begins_as"]
+    sharding = replicated(one_device())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
+        weights_of(abstract(parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys))),
+    )
+    with Checkpoints(work) as checkpoints:
+        best = checkpoints.best()
+        if best == Best():
+            raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
+        weights = checkpoints.restore_best(shapes)
+        save_checkpoint(out, raw, weights, ignore_config_keys=ignore_config_keys)
+    return best.step
+
+
+def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) -> Mapping[str, Any]:
+    """A head's loss and accuracy on held-out documents, as a run of the recipe would log them."""
+    recipe = replace(recipe, evaluation=replace(recipe.evaluation, prompts=0))
+    mesh, dtype = one_device(), target.weights["embed_tokens"].dtype
+    loss = distillation_loss(head.config, target.config, recipe.objective, dtype)
+    look = HeadEvaluator(
+        head.config,
+        target,
+        target.weights,
+        loss,
+        recipe.evaluation,
+        HeldOut.of(held, recipe, target.config.max_position_embeddings),
+        batch=recipe.fit.batch,
+        dtype=dtype,
+        mesh=mesh,
+        seed=recipe.seed + 1,
+    )
+    return look(head.weights).record
+
+
+class _Run:
+    """The parts of a training run, placed on its mesh."""
+
+    def __init__(self, work: Path, recipe: HeadRecipe, target: Target, beginning: Beginning, held: Documents):
+        self.work, self.recipe, self.target, self.beginning = work, recipe, target, beginning
+        dtype = resolve_dtype(recipe.dtype)
+        self.mesh = make_mesh(recipe.mesh)
+        parts = recipe.fit.parts(self.mesh.size)
+        self.shardings = parameter_shardings(beginning.config, self.mesh)
+        self.frozen: Weights = spread(target.weights, parameter_shardings(target.config, self.mesh))
+        self.loss = distillation_loss(
+            beginning.config, target.config, recipe.objective, dtype, remat=recipe.remat
+        )
+        self.evaluator = HeadEvaluator(
+            beginning.config,
+            target,
+            self.frozen,
+            self.loss,
+            recipe.evaluation,
+            HeldOut.of(held, recipe, target.config.max_position_embeddings),
+            batch=recipe.fit.batch // parts,
+            dtype=dtype,
+            mesh=self.mesh,
+            seed=recipe.seed + 1,
+        )
+
+    def train(self, documents: Documents, deadline: Deadline, label: str) -> Trained:
+        recipe, processes = self.recipe, jax.process_count()
+        if recipe.fit.batch % processes:
+            raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")
+        source = batches(
+            documents,
+            recipe.window,
+            recipe.fit.batch // processes,
+            recipe.seed,
+            process_index=jax.process_index(),
+            process_count=processes,
+        )
+        try:
+            return train(
+                self.work,
+                recipe.fit,
+                self.loss,
+                self.beginning.weights,
+                frozen=self.frozen,
+                batches=source,
+                evaluate=self.evaluator,
+                seed=recipe.seed,
+                deadline=deadline,
+                label=label,
+                mesh=self.mesh,
+                shardings=self.shardings,
+                deterministic=recipe.deterministic,
+                tokens_per_step=recipe.fit.batch * recipe.window,
+                # What is fine-tuned must not come back worse than it was.
+                evaluate_first=recipe.head.start != "random",
+            )
+        finally:
+            source.close()
+
+    def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
+        """What the written head does with the held-out prompts, loaded as others will load it."""
+        completions = self.evaluator.decode(head)
+        return {
+            "best_step": trained.step,
+            "score": trained.score,
+            "tau": {str(budget): mean_tau(own) for budget, own in completions.items()},
+            "new_tokens": self.recipe.evaluation.new_tokens,
+            "width": self.recipe.evaluation.width,
+            "prompts": [
+                {
+                    "token_ids": prompt,
+                    "tau": {str(budget): mean_tau([own[i]]) for budget, own in completions.items()},
+                }
+                for i, prompt in enumerate(self.evaluator.held.prompts)
+            ],
+        }

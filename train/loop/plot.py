@@ -1,0 +1,269 @@
+"""Pictures of training: the log of a run, and ablations side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
+
+from jetspec_jax.checkpoint.files import replacing
+from train.loop.log import Record, read_log
+
+DPI = 100
+TRAINING_INCHES, ABLATIONS_INCHES = (16.0, 8.0), (14.0, 6.0)
+# Of Okabe and Ito's colours, which most kinds of colour vision tell apart, those that show as lines on white.
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+TRAIN, VALIDATION = "#0072b2", "#d55e00"
+DEPTHS = (1, 2, 4, 8)
+SMOOTHED = 0.02  # of a run's steps: as many are averaged for a point of a smoothed curve
+TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
+ACCURACY = "drafts equal to the target's choice"
+LEGEND: dict[str, Any] = {"framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9}
+# Where curves may leave no room for it inside.
+ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
+
+Panel = Callable[[Axes, Sequence[Record]], None]
+
+
+def plot_training(log: Path, picture: Path, title: str) -> None:
+    """Writes a PNG of 1600 x 800: losses, accuracies, accepted lengths, and small panels for rates and speed.
+
+    Args:
+        log: A ``log.jsonl``. Panels for which it has nothing are left out.
+        picture: Where to; written whole or not at all.
+        title: Above all panels.
+
+    Raises:
+        FileNotFoundError: There is no such log.
+        ValueError: The log is damaged or has no step.
+    """
+    records = read_log(log)
+    if not any("loss" in record for record in records):
+        raise ValueError(f"{log} has no training step yet, so there is nothing to draw")
+    keys = {key for record in records for key in record}
+    panels = [_losses]
+    if keys & {TRAIN_ACCURACY, VALIDATION_ACCURACY}:
+        panels += [_accuracies, _last_accuracies]
+    if keys & {"accepted_length", "validation_accepted_length", "tau"}:
+        panels.append(_lengths)
+    small = [draw for key, draw in SMALL.items() if key in keys]
+    # Without pyplot there is no global state, and no window system is asked for.
+    figure = Figure(figsize=TRAINING_INCHES, layout="constrained")
+    rows = [panels, small] if small else [panels]
+    parts = figure.subfigures(len(rows), 1, height_ratios=(2.4, 1)[: len(rows)], squeeze=False).flat
+    for part, row in zip(parts, rows, strict=True):
+        for axis, draw in zip(part.subplots(1, len(row), squeeze=False).flat, row, strict=True):
+            draw(axis, records)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, picture)
+
+
+def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
+    """Writes a PNG of 1400 x 600: acceptance lengths by budget, and accuracies by depth, of all variants.
+
+    Args:
+        results: "variants" by name, each with "label", "tau" (by budget), "accepted_length" and
+            "accuracy_by_depth", drawn in their order; "budgets"; and "device".
+        picture: Where to; written whole or not at all.
+
+    Raises:
+        ValueError: The results lack something; all of it is listed.
+    """
+    _check_ablations(results)
+    figure = Figure(figsize=ABLATIONS_INCHES, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    variants, budgets = list(results["variants"].values()), results["budgets"]
+
+    height = 0.84 / len(budgets)
+    for i, (budget, shade) in enumerate(zip(budgets, _shades("Blues", 0.35, 0.9, len(budgets)), strict=True)):
+        places = [place + (i - (len(budgets) - 1) / 2) * height for place in range(len(variants))]
+        lengths = [variant["tau"][str(budget)] for variant in variants]
+        bars = left.barh(places, lengths, height=0.92 * height, color=shade, label=f"{budget} nodes")
+        left.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    left.set_yticks(range(len(variants)), [variant["label"] for variant in variants])
+    left.invert_yaxis()
+    left.margins(x=0.1, y=0.02)
+    left.set_xlabel("acceptance length τ (tokens a round)")
+    left.legend(ncols=len(budgets), **LEGEND, **ABOVE)
+
+    for i, variant in enumerate(variants):
+        accuracies = variant["accuracy_by_depth"]
+        right.plot(
+            range(1, len(accuracies) + 1),
+            accuracies,
+            color=COLOURS[i % len(COLOURS)],
+            linestyle=("solid", "dashed")[i // len(COLOURS) % 2],
+            marker="os^vDP*"[i % 7],
+            markersize=4,
+            label=f"{variant['label']}: {variant['accepted_length']:.2f}",
+        )
+    _depth_axis(right)
+    right.legend(title="accepted tokens of a greedy chain", **LEGEND)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Draft heads trained in different ways, measured on {results['device']}", fontsize=11)
+    _save(figure, picture)
+
+
+def smooth(values: Float[np.ndarray, "n *columns"], window: int) -> Float[np.ndarray, "n *columns"]:
+    """Means of each row and ``window // 2`` rows to either side; what is not a number is passed over."""
+    reach, count = window // 2, len(values)
+    ends, starts = np.minimum(np.arange(count) + reach + 1, count), np.maximum(np.arange(count) - reach, 0)
+
+    def windows(x: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([np.zeros((1, *x.shape[1:])), np.cumsum(x, axis=0)])
+        return sums[ends] - sums[starts]
+
+    known = np.isfinite(values)
+    total, present = windows(np.where(known, values, 0.0)), windows(known.astype(float))
+    return np.where(present > 0, total / np.maximum(present, 1), np.nan)
+
+
+def _series(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the records that have the key; null is not a number."""
+    own = [record for record in records if key in record]
+    return np.array([record["step"] for record in own], float), np.array([x[key] for x in own], float)
+
+
+def _smoothed(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+    steps, values = _series(records, key)
+    return steps, smooth(values, round(SMOOTHED * len(values)))
+
+
+def _losses(axis: Axes, records: Sequence[Record]) -> None:
+    steps, losses = _series(records, "loss")
+    means = _smoothed(records, "loss")[1]
+    axis.plot(steps, losses, color=TRAIN, alpha=0.3, linewidth=0.6)
+    axis.plot(steps, means, color=TRAIN, linewidth=1.6, label="train, smoothed")
+    _points(axis, records, "validation_loss", "validation")
+    if np.nanmin(losses) > 0 and np.nanmax(means) > 4 * np.nanmin(means):
+        _log_axis(axis)
+    axis.set_ylabel("loss (nats)")
+    _step_axis(axis)
+    axis.legend(**LEGEND)
+
+
+def _points(axis: Axes, records: Sequence[Record], key: str, label: str) -> None:
+    steps, values = _series(records, key)
+    if len(steps):
+        axis.plot(steps, values, "o-", color=VALIDATION, markersize=4, linewidth=1.2, label=label)
+
+
+def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
+    train, validation = _smoothed(records, TRAIN_ACCURACY), _series(records, VALIDATION_ACCURACY)
+    last = max(values.shape[1] for _, values in (train, validation) if len(values))
+    depths = [*(depth for depth in DEPTHS if depth < last), last]
+    for depth, colour in zip(depths, _shades("viridis", 0, 0.85, len(depths)), strict=True):
+        label = f"{depth}"
+        for (steps, values), style in ((train, "-"), (validation, "o:")):
+            if len(values):
+                axis.plot(steps, values[:, depth - 1], style, color=colour, markersize=4, label=label)
+                label = None
+    axis.set_ylabel(ACCURACY)
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
+    _step_axis(axis)
+    axis.legend(title="train (lines) and validation (dots) at depth", ncols=len(depths), **LEGEND, **ABOVE)
+
+
+def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
+    """Of the newest validation as bars, of the newest training steps as dots."""
+    _, validation = _series(records, VALIDATION_ACCURACY)
+    if len(validation):
+        axis.bar(range(1, validation.shape[1] + 1), validation[-1], color="#f2b48c", label="validation")
+    _, train = _smoothed(records, TRAIN_ACCURACY)
+    if len(train):
+        axis.plot(
+            range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
+        )
+    _depth_axis(axis)
+    axis.legend(title="at the end", ncols=2, **LEGEND, **ABOVE)
+
+
+def _lengths(axis: Axes, records: Sequence[Record]) -> None:
+    steps, lengths = _smoothed(records, "accepted_length")
+    if len(steps):
+        axis.plot(steps, lengths, color=TRAIN, linewidth=1.6, label="accepted of a greedy chain: train")
+    _points(axis, records, "validation_accepted_length", "the same: validation")
+    measured = [record for record in records if "tau" in record]
+    budgets = sorted({int(budget) for record in measured for budget in record["tau"]})
+    for budget, colour in zip(budgets, _shades("Greens", 0.45, 0.95, len(budgets)), strict=True):
+        own = [(x["step"], x["tau"][str(budget)]) for x in measured if str(budget) in x["tau"]]
+        axis.plot(*np.array(own, float).T, "s--", color=colour, markersize=4, label=f"τ, tree of {budget}")
+    axis.set_ylabel("tokens a round")
+    axis.set_ylim(bottom=0)
+    _step_axis(axis)
+    axis.legend(**LEGEND)
+
+
+def _small(key: str, label: str, tick: str = "{x:g}", *, log: bool = False) -> Panel:
+    def draw(axis: Axes, records: Sequence[Record]) -> None:
+        steps, values = _series(records, key)
+        axis.plot(steps, values, color="#404040", linewidth=0.6)
+        axis.set_ylabel(label, fontsize=9)
+        axis.tick_params(labelsize=8)
+        if log and (values[np.isfinite(values)] > 0).all():
+            _log_axis(axis)
+        else:
+            axis.set_ylim(bottom=0)
+            axis.yaxis.set_major_formatter(StrMethodFormatter(tick))
+        _step_axis(axis)
+
+    return draw
+
+
+# The small panels, by the key of the records that each draws.
+SMALL = {
+    "learning_rate": _small("learning_rate", "learning rate"),
+    "gradient_norm": _small("gradient_norm", "norm of the gradient", log=True),
+    "tokens_per_second": _small("tokens_per_second", "tokens/s", "{x:,.0f}"),
+    "memory_gib": _small("memory_gib", "peak memory (GiB)"),
+}
+
+
+def _log_axis(axis: Axes) -> None:
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _step_axis(axis: Axes) -> None:
+    axis.set_xlabel("optimiser step", fontsize=9)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _depth_axis(axis: Axes) -> None:
+    axis.set_xlabel("draft depth")
+    axis.set_ylabel(ACCURACY)
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(0.4, axis.get_xlim()[1])
+    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def _shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, "n 4"]:
+    return matplotlib.colormaps[name](np.linspace(low, high, count))
+
+
+def _check_ablations(results: Mapping[str, Any]) -> None:
+    missing = [key for key in ("variants", "budgets", "device") if not results.get(key)]
+    for name, variant in results.get("variants", {}).items():
+        wanted = ("label", "tau", "accepted_length", "accuracy_by_depth")
+        missing += [f"{name}: {key}" for key in wanted if key not in variant]
+        taus = variant.get("tau", {})
+        missing += [f"{name}: tau of {b}" for b in results.get("budgets", ()) if str(b) not in taus]
+    if missing:
+        raise ValueError(f"the results of the ablations lack {'; '.join(missing)}")
+
+
+def _save(figure: Figure, picture: Path) -> None:
+    with replacing(picture) as partial:
+        figure.savefig(partial, format="png", dpi=DPI)

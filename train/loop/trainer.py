@@ -1,0 +1,299 @@
+"""The training loop: a jitted step over a mesh, checkpoints, a log, a progress bar.
+
+A step is a function of the state and of a batch: its randomness comes from the state's key and the step's
+number. A checkpoint is the state and the position in the data, so a run that was stopped at any point goes
+on exactly as if it had not been.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key, UInt32
+from tqdm import tqdm
+
+from jetspec_jax.models import Weights
+from train.loop.checkpoints import Best, Checkpoints
+from train.loop.fit import Fit, make_optimizer, schedule
+from train.loop.log import TrainingLog
+from train.loop.mesh import agreed, one_device, put_batch, replicated, spread
+from train.loop.stages import Deadline
+from train.loss.objectives import Mean
+
+#: Means by name; "loss" is what is minimised.
+Means = dict[str, Mean]
+
+# The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
+DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """What is minimised. A mean comes in two parts, so that parts of a batch add up to the whole batch."""
+
+    def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
+        """The loss of some weights on a batch, and what else to log."""
+        ...
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """An endless source of batches with a position that JSON can hold; grain's iterators are such sources."""
+
+    def __next__(self) -> Any:
+        """This process's part of the next batch: NumPy arrays, sequences first."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position after the last batch."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes to a position."""
+        ...
+
+
+class DrawnOnDevice:
+    """For losses that draw their sequences from frozen arrays by the step's key: there is nothing to feed."""
+
+    def __next__(self) -> dict[str, Any]:
+        """No arrays."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """No position: the step's number is all."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+class TrainState(NamedTuple):
+    """All arrays that a run is at some step.
+
+    Attributes:
+        step: Steps done.
+        key: Of everything random in the steps, as data that a checkpoint can hold.
+        weights: float32 masters.
+        optimizer: The optimiser's state.
+    """
+
+    step: Int[Array, ""]
+    key: UInt32[Array, "_"]
+    weights: Weights
+    optimizer: Any
+
+
+class Evaluated(NamedTuple):
+    """A look at weights on held-out data.
+
+    Attributes:
+        record: What to log.
+        score: What decides which weights are best; higher is better.
+    """
+
+    record: Mapping[str, Any]
+    score: float
+
+
+class Trained(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        weights: Those of the best evaluation.
+        step: When that was.
+        score: What it gave.
+    """
+
+    weights: Weights
+    step: int
+    score: float
+
+
+def train(
+    folder: Path,
+    fit: Fit,
+    loss: Loss,
+    weights: Weights,
+    *,
+    frozen: Any,
+    batches: Batches,
+    evaluate: Callable[[Weights], Evaluated],
+    seed: int,
+    deadline: Deadline,
+    label: str,
+    mesh: Mesh | None = None,
+    shardings: Any = None,
+    deterministic: bool = False,
+    tokens_per_step: int = 0,
+    evaluate_first: bool = False,
+) -> Trained:
+    """Trains, or goes on with what the folder holds.
+
+    Args:
+        folder: For checkpoints, the log and its TensorBoard files.
+        fit: Steps and rates.
+        loss: The objective.
+        weights: Initial float32 weights; they are used up.
+        frozen: Arrays that the objective reads beside the batch; where a mesh is given, spread over it.
+        batches: Feeds the objective.
+        evaluate: Looks at some weights.
+        seed: Of everything random in the steps.
+        deadline: When to stop, after saving.
+        label: For the progress bar.
+        mesh: The devices; None is one.
+        shardings: How the weights lie on the mesh; None is whole on every device.
+        deterministic: Whether a GPU must give the same bits again.
+        tokens_per_step: For the log: those of the windows, padding included.
+        evaluate_first: Whether the initial weights are looked at too, and may stay the best.
+
+    Raises:
+        OutOfTime: The deadline passed; the folder holds where to go on.
+        NonFiniteLoss: A loss is not finite; the last checkpoint before it stays.
+        CheckpointError: A checkpoint could not be written; the one before it stays.
+        ValueError: The fit does not suit the devices.
+    """
+    mesh = mesh or one_device()
+    loop = Loop(fit, loss, mesh, deterministic)
+    main = jax.process_index() == 0
+    shardings = jax.tree.map(lambda _: replicated(mesh), weights) if shardings is None else shardings
+    state = loop.begin(weights, shardings, seed)
+    with Checkpoints(folder) as checkpoints:
+        first, best = checkpoints.latest() or 0, checkpoints.best()
+        if first:
+            state, host = checkpoints.restore(state)
+            batches.set_state(host["data"])
+        bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
+        with TrainingLog(folder, kept_steps=first, main=main) as log, bar:
+
+            def look(step: int, best: Best) -> Best:
+                """The best so far, once these weights have been looked at too."""
+                log.flush()
+                with log.paused():
+                    record, score = evaluate(state.weights)
+                    log.write("evaluation", step, record)
+                    if not agreed(score > best.score):
+                        return best
+                    checkpoints.save_best(Best(step, score), state.weights)
+                    return Best(step, score)
+
+            if evaluate_first and not first and best == Best():
+                best = look(0, best)
+            for done in range(first + 1, fit.steps + 1):
+                state, metrics = loop.advance(state, frozen, next(batches))
+                log.add(done, metrics, tokens_per_step)
+                at_end = done == fit.steps
+                if at_end or done % fit.log_every == 0:
+                    bar.set_postfix(loss=f"{log.flush():.3f}")
+                    bar.update(done - bar.n)
+                if at_end or done % fit.evaluate_every == 0:
+                    best = look(done, best)
+                # Asking the other processes waits for the devices, as writing the log does.
+                looks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
+                stop = looks and agreed(deadline.passed())
+                if at_end or stop or done % fit.save_every == 0:
+                    log.flush()
+                    checkpoints.save(done, state, {"data": batches.get_state()})
+                if stop:
+                    deadline.stop(f"{label}: step {done} of {fit.steps}")
+        return Trained(checkpoints.restore_best(state.weights), best.step, best.score)
+
+
+class Loop:
+    """The jitted step of a run, and how state and batches lie on its mesh.
+
+    Attributes:
+        step: Takes state, frozen arrays and a placed batch; the state is donated. It is there after `begin`.
+    """
+
+    step: Any
+
+    def __init__(self, fit: Fit, loss: Loss, mesh: Mesh, deterministic: bool):
+        """Compiles nothing yet; ValueError if the batch does not divide over the mesh."""
+        self.fit, self.loss, self.mesh, self.parts = fit, loss, mesh, fit.parts(mesh.size)
+        self.optimizer = make_optimizer(fit)
+        self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
+
+    def begin(self, weights: Weights, shardings: Any, seed: int) -> TrainState:
+        """The state before the first step; the optimiser's moments lie as the weights do.
+
+        The weights become part of the state, which the first step takes over: they are used up.
+        """
+        whole = replicated(self.mesh)
+        weights = spread(weights, shardings)
+        shapes = jax.eval_shape(self.optimizer.init, weights)
+        placed = optax.tree_map_params(
+            self.optimizer, lambda _, s: s, shapes, shardings, transform_non_params=lambda _: whole
+        )
+        optimizer = jax.jit(self.optimizer.init, out_shardings=placed)(weights)
+        step, key = jax.device_put((np.int32(0), jax.random.key_data(jax.random.key(seed))), whole)
+        state = TrainState(step, key, weights, optimizer)
+        # The next state lies as this one, or the second step would be another program than the first.
+        self.step = jax.jit(
+            self._step,
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, state), whole),
+            compiler_options=self.options,
+        )
+        return state
+
+    def advance(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        """One step over this process's part of a batch; the state is donated."""
+        # Kernels that cannot be split over devices are left out of programs that are.
+        with jax.set_mesh(self.mesh):
+            return self.step(state, frozen, self.place(batch))
+
+    def place(self, batch: Any) -> Any:
+        """A batch in its parts, ``[parts, B, ...]``, each spread over the mesh."""
+
+        def put(x: np.ndarray) -> jax.Array:
+            count = x.shape[0] // self.parts
+            return put_batch(x.reshape(self.parts, count, *x.shape[1:]), self.mesh, axis=1)
+
+        return jax.tree.map(put, batch)
+
+    def _step(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        keys = jax.random.split(key, self.parts)
+
+        def total(weights: Weights, batch: Any, key: Key[Array, ""]) -> tuple[Float[Array, ""], Means]:
+            means = self.loss(weights, frozen, batch, key)
+            return means["loss"].total, means
+
+        def part(batch: Any, key: Key[Array, ""]) -> tuple[Means, Weights]:
+            (_, means), gradient = jax.value_and_grad(total, has_aux=True)(state.weights, batch, key)
+            return means, gradient
+
+        first = jax.tree.map(lambda x: x[0], (batch, keys))
+        if self.parts == 1:
+            means, gradient = part(*first)
+        else:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, *first))
+            added = jax.lax.scan(lambda sums, x: (_add(sums, part(*x)), None), zeros, (batch, keys))
+            means, gradient = added[0]
+        weight = jnp.maximum(means["loss"].weight, jnp.finfo(jnp.float32).tiny)
+        gradient = jax.tree.map(lambda g: g / weight, gradient)
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.weights)
+        metrics = {name: mean.value() for name, mean in means.items()}
+        metrics["gradient_norm"] = optax.tree.norm(gradient)
+        metrics["learning_rate"] = schedule(self.fit)(state.step)
+        weights: Any = optax.apply_updates(state.weights, updates)
+        return TrainState(state.step + 1, state.key, weights, optimizer), metrics
+
+
+def mean_of(loss: Loss, weights: Weights, frozen: Any, batches: Iterator[tuple[Any, Any]]) -> dict[str, Any]:
+    """Means of a loss over (batch, key) pairs, as plain numbers and lists."""
+    sums: Any = None
+    for batch, key in batches:
+        means = loss(weights, frozen, batch, key)
+        sums = means if sums is None else _add(sums, means)
+    return {name: np.asarray(mean.value(), np.float64).tolist() for name, mean in sums.items()}
+
+
+def _add(left: Any, right: Any) -> Any:
+    return jax.tree.map(jnp.add, left, right)

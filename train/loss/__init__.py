@@ -1,0 +1,1 @@
+"""What is minimised. Shapes as in `train.loss.attention`."""

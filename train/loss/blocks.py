@@ -1,0 +1,103 @@
+"""Training blocks of a draft head: anchors, slots, what each learns. Shapes as in `train.loss.attention`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jetspec_jax.models.draft_head import DraftHead
+from jetspec_jax.models.transformer import Transformer
+from train.loss.attention import block_attend
+
+
+class Lessons(NamedTuple):
+    """What the slots after the anchors learn; slot k of the block at anchor a drafts the token at a + k.
+
+    Attributes:
+        rows: Index of the target's row that predicts the same token: a + k - 1.
+        labels: The text's own token at a + k.
+        learn: Whether a slot's token, and every one between it and the anchor, is to be learnt. A draft
+            behind a token that somebody else wrote is never asked for.
+    """
+
+    rows: Int[Array, "B A D"]
+    labels: Int[Array, "B A D"]
+    learn: Bool[Array, "B A D"]
+
+
+def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
+    """Random anchors among the tokens that stand before one to learn, evenly spread, in order.
+
+    One comes from each of ``count`` equal parts of them. Where ``count`` exceeds their number, anchors
+    repeat, all about as often; a sequence with nothing to learn has all its anchors at 0.
+    """
+    before = jnp.pad(learn[:, 1:], ((0, 0), (0, 1)))
+    ends = jnp.cumsum(before.astype(jnp.int32), axis=1)
+    number = ends[:, -1:]
+    part = jnp.arange(count)[None, :] + jax.random.uniform(key, (learn.shape[0], count))
+    rank = jnp.minimum(jnp.floor(part / count * number).astype(jnp.int32), number - 1)
+    anchors = jax.vmap(lambda ends, rank: jnp.searchsorted(ends, rank, side="right"))(ends, rank)
+    return jnp.where(number > 0, anchors, 0).astype(jnp.int32)
+
+
+def lessons(
+    tokens: Int[Array, "B T"], learn: Bool[Array, "B T"], anchors: Int[Array, "B A"], block_size: int
+) -> Lessons:
+    """What the slots of blocks at some anchors learn.
+
+    Tokens ``a b C D e F``, capitals to learn, and blocks of 4 slots::
+
+        anchor   slot 1    slot 2    slot 3
+        b        C yes     D yes     e no
+        D        e no      F no      (end)
+    """
+    b, a = anchors.shape
+    length = tokens.shape[1]
+    places = block_positions(anchors, block_size)[:, :, 1:]
+    inside = jnp.minimum(places, length - 1)
+
+    def at(x: Array) -> Array:
+        return jnp.take_along_axis(x, inside.reshape(b, -1), axis=1).reshape(b, a, -1)
+
+    taught = jnp.cumprod((at(learn) & (places < length)).astype(jnp.int32), axis=-1).astype(bool)
+    return Lessons(jnp.minimum(places - 1, length - 1), at(tokens), taught)
+
+
+def block_positions(anchors: Int[Array, "B A"], block_size: int) -> Int[Array, "B A K"]:
+    """Absolute positions of the slots; slot 0 is the anchor itself."""
+    return anchors[:, :, None] + jnp.arange(block_size)[None, None, :]
+
+
+def draft_blocks(
+    head: DraftHead,
+    target: Transformer,
+    tokens: Int[Array, "B T"],
+    taps: Float[Array, "B T F"],
+    anchors: Int[Array, "B A"],
+    *,
+    remat: bool = False,
+) -> Float[Array, "B A K M"]:
+    """Final-normed hidden states of the head's slots at every anchor.
+
+    Args:
+        head: The draft head.
+        target: Embeds the anchor and the masks.
+        tokens: The sequences.
+        taps: The target's taps of all their tokens.
+        anchors: Indices of the anchors.
+        remat: Whether a backward pass computes each layer again.
+    """
+    config = head.config
+    b, a = anchors.shape
+    length, slots = tokens.shape[1], config.block_size
+    places = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
+    context = head.context(taps, places, head.context_projection())
+    anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1)
+    masks = jnp.full((b, a, slots - 1), config.mask_token_id, tokens.dtype)
+    block = jnp.concatenate([anchor_tokens[:, :, None], masks], axis=-1).reshape(b, a * slots)
+    positions = block_positions(anchors, slots).reshape(b, a * slots)
+    attend = block_attend(context, anchors, slots, causal=config.causal)
+    embedded = target.embed(block, scaled=config.scaled_embeddings).astype(taps.dtype)
+    hidden = head(embedded, positions, attend, remat=remat)
+    return hidden.reshape(b, a, slots, -1)

@@ -1,0 +1,78 @@
+"""Distillation of a draft head from its frozen target. Shapes as in `train.loss.attention`."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import Weights, bind
+from train.head.recipe import Objective
+from train.loop.trainer import Loss, Means
+from train.loss.attention import causal_attend
+from train.loss.blocks import draft_blocks, lessons, sample_anchors
+from train.loss.objectives import Mean, accepted_length, depth_weights, draft_losses
+from train.loss.precision import cast, whole
+
+
+def distillation_loss(
+    head_config: DraftHeadConfig,
+    target_config: ModelConfig,
+    objective: Objective,
+    dtype: jnp.dtype,
+    *,
+    remat: bool = False,
+) -> Loss:
+    """The loss of a draft head over random blocks of the sequences of a batch.
+
+    The target runs once over each sequence; its taps are the head's context and its rows the teacher. The
+    loss is the mean over draft slots, weighted by depth, of what `draft_losses` gives; slots that have
+    nothing to learn do not count. Beside it: loss and accuracy by depth, and the expected accepted length
+    against the target's likeliest tokens: what a greedy chain would be accepted of, the bonus token not
+    counted.
+
+    Args:
+        head_config: The head.
+        target_config: The target, whose weights are the loss's ``frozen`` argument.
+        objective: Which loss, and over how many blocks.
+        dtype: Of both forward passes.
+        remat: Whether the backward pass computes the head's layers again.
+    """
+    slots = head_config.block_size
+
+    def loss(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
+        tokens, learn = batch["tokens"], batch["learn"]
+        anchors = sample_anchors(key, learn, objective.anchors)
+        target = bind(target_config, whole(cast(frozen, dtype)))
+        head = bind(head_config, whole(cast(weights, dtype)))
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        out = target(tokens, positions, causal_attend(), taps=head_config.tap_layers)
+        student = draft_blocks(head, target, tokens, out.taps, anchors, remat=remat)[:, :, 1:]
+        task = lessons(tokens, learn, anchors, slots)
+        b, a, d = task.rows.shape
+        rows = draft_losses(
+            student.reshape(b, a * d, -1),
+            out.hidden,
+            task.rows.reshape(b, a * d),
+            task.labels.reshape(b, a * d),
+            target.logits,
+            loss=objective.loss,
+            temperature=objective.temperature,
+            chunk=objective.chunk,
+            draft_logits=partial(target.logits, capped=head_config.capped_logits),
+        )
+        value, matches = rows.loss.reshape(b, a, d), rows.matches.reshape(b, a, d)
+        counted = task.learn.astype(jnp.float32)
+        weight = counted * depth_weights(d, objective.gamma)[None, None, :]
+
+        def by_depth(x: Array) -> Mean:
+            return Mean(jnp.sum(counted * x, axis=(0, 1)), jnp.sum(counted, axis=(0, 1)))
+
+        return {
+            "loss": Mean(jnp.sum(weight * value), jnp.sum(weight)),
+            "loss_by_depth": by_depth(value),
+            "accuracy_by_depth": by_depth(matches.astype(jnp.float32)),
+            "accepted_length": accepted_length(matches, task.learn),
+        }
+
+    return loss
