@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from bench.common.scene import Scene
-from jetspec_jax.cache.stores import PAGE_SIZE
+from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import ModelConfig
 from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
 
