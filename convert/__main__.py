@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
 from convert.folders import locate
 from convert.verification import Verification, check_target, verify
-from jetspec_jax.checkpoint.safetensors_io import MAX_SHARD_BYTES
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
 from jetspec_jax.cli.options import add_ignore_option
 
 # Names that are shown of the tensors left out for one reason; the rest are counted.

@@ -10,15 +10,10 @@ from flax import nnx
 
 from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import check_manifest, read_orbax, write_orbax
-from jetspec_jax.checkpoint.safetensors_io import (
-    MAX_SHARD_BYTES,
-    put,
-    read_parameters,
-    refuse_existing,
-    save_checkpoint,
-    unused_tensors,
-)
+from jetspec_jax.checkpoint.files import refuse_existing
+from jetspec_jax.checkpoint.reading import put, read_parameters, unused_tensors
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.models import Weights
 
 #: The word for leaving each parameter in the type that it is stored in.
@@ -126,7 +121,7 @@ def to_huggingface(
         dtype=None,
         extra_files=files,
         max_shard_bytes=max_shard_bytes,
-        ignore_config_keys=ignore_config_keys,
+        config=checkpoint.config,
     )
     return _conversion(checkpoint, destination, "huggingface", weights)
 

@@ -7,16 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.loading import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
 from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    ModelConfig,
-    is_draft_head,
-    parse_draft_head_config,
-    parse_model_config,
-    read_json,
-)
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_json
 
 Layout = Literal["huggingface", "orbax"]
 
@@ -69,8 +62,7 @@ def locate(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) 
     layout = _layout(folder)
     path = folder / "config.json"
     raw = read_json(path)
-    parse = parse_draft_head_config if is_draft_head(raw) else parse_model_config
-    config = parse(raw, ignore_config_keys=ignore_config_keys, where=str(path))
+    config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
     return Checkpoint(folder, layout, raw, config)
 
 

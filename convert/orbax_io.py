@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from convert.folders import MANIFEST, Checkpoint, locate
 from jetspec_jax import __version__
-from jetspec_jax.checkpoint.safetensors_io import new_folder, put, write_files
+from jetspec_jax.checkpoint.files import new_folder, write_files
+from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
 from jetspec_jax.models import Weights

@@ -17,7 +17,7 @@ from convert.folders import Checkpoint
 from convert.orbax_io import read_orbax
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import Slots, Store, attend_over, empty_stores
-from jetspec_jax.checkpoint.safetensors_io import put, read_parameters
+from jetspec_jax.checkpoint.reading import put, read_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind

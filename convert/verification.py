@@ -18,7 +18,7 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
-from jetspec_jax.checkpoint.safetensors_io import read_parameters
+from jetspec_jax.checkpoint.reading import read_parameters
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
 from jetspec_jax.config import DraftHeadConfig, check_head_fits
 from jetspec_jax.models import Weights
