@@ -45,17 +45,19 @@ class Checkpoint:
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
 
-def locate(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
+def locate(path_or_id: str | Path | Checkpoint, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
 
     Args:
-        path_or_id: The folder or the hub id.
+        path_or_id: The folder or the hub id; what has been found already is returned as it is.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: There is no such folder and no such hub id.
         ValueError: The folder is neither layout or both, or its config is not a supported one.
     """
+    if isinstance(path_or_id, Checkpoint):
+        return path_or_id
     folder = Path(path_or_id).expanduser()
     if not folder.is_dir():
         folder = resolve(path_or_id)

@@ -76,7 +76,7 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
         ValueError: It is no Orbax folder, or one of another version, or its parameters are not its config's
             (all that differ are listed), or they cannot be read.
     """
-    checkpoint = folder if isinstance(folder, Checkpoint) else locate(Path(folder))
+    checkpoint = locate(folder)
     folder = checkpoint.folder
     if checkpoint.layout != "orbax":
         raise ValueError(f"{folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}")
