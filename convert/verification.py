@@ -74,7 +74,7 @@ def verify(
 
     The parameters must be the source's bit for bit, or, with a type named, the source's rounded to it. The
     outputs are a target's logits of random tokens; a draft head's draft logits with a target; or, without
-    one, its hidden states of random slots behind random taps. They are computed in float32 on the CPU.
+    one, its hidden states of random slots after random taps. They are computed in float32 on the CPU.
 
     Args:
         source: What was converted: a folder of either layout, a hub id, or what `locate` found.

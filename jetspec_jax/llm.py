@@ -83,22 +83,23 @@ class LLM:
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        if not isinstance(target, Target):
-            target = Source(target, dtype, ignore_config_keys)
-        if draft_head is not None and not isinstance(draft_head, Head):
-            draft_head = Source(draft_head, dtype, ignore_config_keys)
+        ours = target if isinstance(target, Target) else Source(target, dtype, ignore_config_keys)
+        head: Head | Source | None = None
+        if draft_head is not None:
+            loaded = isinstance(draft_head, Head)
+            head = draft_head if loaded else Source(draft_head, dtype, ignore_config_keys)
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
-        if isinstance(target, Target):
-            config, stores_dtype = target.config, target.weights["embed_tokens"].dtype
+        if isinstance(ours, Target):
+            config, stores_dtype = ours.config, ours.weights["embed_tokens"].dtype
         else:
-            config, stores_dtype = target.target_config, resolved
+            config, stores_dtype = ours.target_config, resolved
             unread[TARGET_WEIGHTS] = config
         head_config = None
-        if isinstance(draft_head, Head):
-            head_config = draft_head.config
-        elif draft_head is not None:
-            head_config = unread[HEAD_WEIGHTS] = draft_head.head_config
+        if isinstance(head, Head):
+            head_config = head.config
+        elif head is not None:
+            head_config = unread[HEAD_WEIGHTS] = head.head_config
         settings = TreeSettings(budget, width, depth, algorithm)
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
@@ -112,10 +113,8 @@ class LLM:
             weights=lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()},
         )
         enable_compilation_cache(compilation_cache)
-        self.target = read_target(target) if isinstance(target, Source) else target
-        if isinstance(draft_head, Source):
-            draft_head = read_draft_head(draft_head, self.target)
-        self.draft_head = draft_head
+        self.target = read_target(ours) if isinstance(ours, Source) else ours
+        self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
         self._engine = Engine(
             self.target,
             self.draft_head,

@@ -181,7 +181,7 @@ def stored_dtypes(sources: Iterable[Source], stored: Mapping[str, Stored], where
 
 
 def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
-    """The prefix that most of the stored names have in front of what the key table has behind its first."""
+    """The prefix of `PREFIXES` that most of the stored names begin with, before a root of the key table."""
     first = module.PREFIXES[0]
     roots = {
         key.name.removeprefix(first).partition(".")[0] for key in module.KEYS if key.name.startswith(first)
