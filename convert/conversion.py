@@ -55,7 +55,7 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
 
     Raises:
         FileExistsError: The destination exists.
-        FileNotFoundError: The source is not to be had.
+        FileNotFoundError: The source cannot be found or fetched.
         ValueError: It is no Hugging Face checkpoint, its tensors are not its config's, those of one parameter
             are of different types and none is named, or a value has no counterpart in the type that is.
         OSError: The destination cannot be written; nothing is left of it.

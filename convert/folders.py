@@ -13,7 +13,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_
 
 Layout = Literal["huggingface", "orbax"]
 
-#: The file that makes a folder one of ours, and says which.
+#: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
 
 #: Weights that are read here only to say why they are not.

@@ -39,7 +39,7 @@ def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weig
 
 
 def _on_device(weights: Weights) -> Weights:
-    """Moves arrays to JAX one by one, so that only one is there twice; NumPy's are let go."""
+    """Moves arrays to JAX one by one and drops NumPy's, so that memory holds only one of them twice."""
     flat = nnx.traversals.flatten_mapping(weights)
     for path in list(flat):
         put(weights, path, jnp.asarray(flat.pop(path)))

@@ -83,7 +83,7 @@ def verify(
         dtype: As it was given to the conversion.
 
     Raises:
-        FileNotFoundError: One of them is not to be had.
+        FileNotFoundError: One of them cannot be found or fetched.
         ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
             differ; or ``target`` is given for something that is no head, or does not fit.
     """
@@ -130,7 +130,7 @@ def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None)
         target: A folder of either layout, a hub id, or what `locate` found.
 
     Raises:
-        FileNotFoundError: It is not to be had.
+        FileNotFoundError: It cannot be found or fetched.
         ValueError: It is no target or the head does not fit it, or the checkpoint is no head.
     """
     if target is None:

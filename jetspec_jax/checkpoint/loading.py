@@ -46,7 +46,7 @@ class Head:
 def load_target(
     path_or_id: str | Path, *, dtype: str = "auto", ignore_config_keys: Collection[str] = ()
 ) -> Target:
-    """Loads a target from a local folder or from the Hugging Face hub; the arguments are those of `Source`.
+    """Loads a target from a local folder or from the Hugging Face hub; the arguments are `Source`'s.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -66,10 +66,10 @@ def load_draft_head(
     """Loads a draft head from a local folder or from the Hugging Face hub.
 
     Args:
-        path_or_id: As `Source` has it, and so are the others.
-        dtype: Of the weights.
+        path_or_id: A folder, or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
+        dtype: As in `Source`.
         target: When given, a head that does not fit it is refused before its weights are read.
-        ignore_config_keys: Unknown keys that the caller vouches for.
+        ignore_config_keys: As in `Source`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.

@@ -30,7 +30,7 @@ from jetspec_jax.models import Weights
 
 INDEX = "model.safetensors.index.json"
 
-# Of each of two tensors that are compared, so much is held at a time.
+# Tensors are compared in parts of this size.
 _COMPARED_BYTES = 64 * 2**20
 
 _log = logging.getLogger("jetspec_jax")
@@ -58,7 +58,7 @@ def read_weights(
     weights: Weights = {}
     with contextlib.ExitStack() as stack:
         tensors, plan = _open(folder, config, stack)
-        # A second copy of the embedding is compared with it: of that nothing is lost.
+        # A second copy of the embedding is compared with it, so it does not count as unread.
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
@@ -89,7 +89,7 @@ class Headers:
         where: What errors call the checkpoint.
         tensors: By name.
         wrong: What is wrong with the files.
-        file_bytes: Of all files.
+        file_bytes: Sum over all files.
     """
 
     where: str

@@ -22,10 +22,10 @@ from jetspec_jax.config import (
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint is and how it is read. Nothing is fetched or read before it is asked for, or twice.
+    """Where a checkpoint is and how it is read.
 
-    All that asks for files raises FileNotFoundError where they are not to be had, and all that asks for the
-    config raises ValueError where it is not valid.
+    Files are fetched and the config is parsed at first use, once. Properties that need files raise
+    FileNotFoundError where there are none; those that need the config raise ValueError where it is not valid.
 
     Attributes:
         path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def weights_dtype(self) -> jnp.dtype:
-        """See `resolve_dtype`."""
+        """The type that `dtype` stands for on this machine; as `resolve_dtype`."""
         return resolve_dtype(self.dtype)
 
     @cached_property

@@ -32,7 +32,7 @@ def describe(
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
 
     Raises:
-        FileNotFoundError: The checkpoint is not to be had.
+        FileNotFoundError: The checkpoint cannot be found or fetched.
         ValueError: It is not valid, or ``target`` was given for something that is no head.
     """
     source = Source(path_or_id, ignore_config_keys=ignore_config_keys)
@@ -69,7 +69,7 @@ def _head(config: DraftHeadConfig) -> dict[str, Any]:
 def _fit(head: DraftHeadConfig, target: Source) -> dict[str, Any]:
     """Whether a head fits a target, and why not."""
     problem = None
-    target.raw_config  # noqa: B018 (a target that is not there is no misfit)
+    target.raw_config  # noqa: B018 (a file that cannot be read is an error, no misfit)
     try:
         check_head_fits(head, target.target_config)
     except ValueError as error:
