@@ -23,7 +23,7 @@ from bench.common.trace import summarise, trace_kernels
 from bench.common.work import FEATURES, parameters
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
-from jetspec_jax.checkpoint.loading import resolve_dtype
+from jetspec_jax.checkpoint.source import resolve_dtype
 from train.head.recipe import Objective
 from train.loop.fit import Fit
 from train.loop.mesh import one_device, replicated

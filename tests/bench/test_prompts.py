@@ -9,7 +9,8 @@ from bench.common.pair import add_pair_arguments, read_prompts
 from bench.common.prompt_sets import Part
 from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_arguments
 from bench.common.report import settings_of
-from jetspec_jax.checkpoint.loading import Target, load_tokenizer
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
 from train.data.prompts import Entry
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jetspec_jax import load_draft_head, load_target
-from jetspec_jax.checkpoint import safetensors_io
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint import reading, writing
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.inspect.describe import describe
 from tests.loading.published import (
     HEAD,
@@ -49,7 +49,7 @@ def head_folder(tmp_path):
 def fetched(monkeypatch):
     """Names of the tensors that were read from any file, in order."""
     names = []
-    real = safetensors_io.safe_open
+    real = reading.safe_open
 
     class Spy:
         def __init__(self, file):
@@ -67,7 +67,7 @@ def fetched(monkeypatch):
         with real(path, framework=framework) as file:
             yield Spy(file)
 
-    monkeypatch.setattr(safetensors_io, "safe_open", spying)
+    monkeypatch.setattr(reading, "safe_open", spying)
     return names
 
 
@@ -261,7 +261,7 @@ class TestTensors:
     @pytest.mark.parametrize("row", [0, 18])
     @pytest.mark.parametrize("part", [2**20, 4 * 12 * 4, 1])
     def test_tied_and_another_head_stored(self, tmp_path, monkeypatch, row, part):
-        monkeypatch.setattr(safetensors_io, "_COMPARED_BYTES", part)
+        monkeypatch.setattr(reading, "_COMPARED_BYTES", part)
         tensors = random_tensors(target_shapes(TIED))
         head = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
         load_target(write(tmp_path / "tied", TIED, tensors, head))
@@ -505,7 +505,7 @@ class TestSave:
             Path(path).write_bytes(b"half")
             raise error
 
-        monkeypatch.setattr(safetensors_io, "save_file", half_a_file)
+        monkeypatch.setattr(writing, "save_file", half_a_file)
         before = sorted(tmp_path.iterdir())
         with pytest.raises(type(error)):
             save_checkpoint(tmp_path / "new", V4, weights)
@@ -561,6 +561,6 @@ class TestStreaming:
             bars.append((len(items), settings["desc"]))
             return items
 
-        monkeypatch.setattr(safetensors_io, "tqdm", bar)
+        monkeypatch.setattr(reading, "tqdm", bar)
         target = load_target(folder)
         assert bars == [(len(jax.tree.leaves(target.weights)), "loading target")]

@@ -5,7 +5,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from bench.common import shapes
-from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
+from jetspec_jax.checkpoint.reading import read_weights
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
 from pallas_kernels.expert_choice import Routing
 from tests.loading.families import EXPERTS, fused, one_by_one, random_experts

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jetspec_jax import load_draft_head, load_target
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.models import build, weights_of

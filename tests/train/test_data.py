@@ -283,7 +283,7 @@ def weightless(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("weights were loaded")
 
-    for name in ("load_target", "load_draft_head"):
+    for name in ("read_target", "read_draft_head"):
         monkeypatch.setattr(make_data, name, refuse)
 
 
@@ -319,7 +319,7 @@ def test_the_command_answers_with_the_demo_pair(lines, tmp_path, capsys, monkeyp
 
     # Once more: it is finished, so nothing is loaded and nothing changes.
     before = contents(out)
-    monkeypatch.setattr(make_data, "load_target", None)
+    monkeypatch.setattr(make_data, "read_target", None)
     assert run(*command) == 0
     assert "is finished already" in capsys.readouterr().out
     assert contents(out) == before
@@ -420,7 +420,7 @@ def test_settings_are_checked_before_weights_are_loaded(lines, tmp_path, weightl
 
 @pytest.mark.parametrize("mode", ["regenerate", "corpus"])
 def test_equal_prompts_are_on_one_side(lines, tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(make_data, "load_target", lambda *_, **__: None)
+    monkeypatch.setattr(make_data, "read_target", lambda *_, **__: None)
     monkeypatch.setattr(make_data, "regenerate", answer)
     names = [*"abababab", *"cdefghij"]
     path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"

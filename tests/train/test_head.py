@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, load_target
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp

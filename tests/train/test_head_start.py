@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax import Head, draft_logits, load_draft_head
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.tiny_head import MASK
 from train.head.recipe import HeadShape
@@ -115,26 +116,26 @@ def test_a_target_that_does_not_fit_the_head_is_refused(target):
 def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
     made = begin_head(target, SHAPE, None, 5)
     save_checkpoint(tmp_path / "head", made.raw, made.weights)
-    begun = begin_head(target, HeadShape("checkpoint"), tmp_path / "head", 0)
+    begun = begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
     assert (begun.raw, begun.config) == (made.raw, made.config)
     same(begun.weights, load_draft_head(tmp_path / "head", dtype="float32").weights)
     assert {leaf.dtype for leaf in jax.tree.leaves(begun.weights)} == {jnp.dtype(jnp.float32)}
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=4e-3), begun.weights, made.weights)
 
     with pytest.raises(ValueError, match=r"is what that is; unset layers, block_size, taps, mask_token"):
-        begin_head(target, shape(start="checkpoint"), tmp_path / "head", 0)
+        begin_head(target, shape(start="checkpoint"), Source(tmp_path / "head"), 0)
     with pytest.raises(ValueError, match=r"begins with a checkpoint: name a head with --draft-head"):
         begin_head(target, HeadShape("checkpoint"), None, 0)
     for start in ("random", "target"):
         with pytest.raises(
             ValueError, match=f"begins '{start}', not as .*head; set head.start to 'checkpoint'"
         ):
-            begin_head(target, shape(start=start), tmp_path / "head", 0)
+            begin_head(target, shape(start=start), Source(tmp_path / "head"), 0)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        begin_head(target, HeadShape("checkpoint"), tmp_path / "nowhere", 0)
+        begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "nowhere"), 0)
     other = dataclasses.replace(target, config=dataclasses.replace(TINY, vocab_size=65))
     with pytest.raises(ValueError, match="does not fit the target"):
-        begin_head(other, HeadShape("checkpoint"), tmp_path / "head", 0)
+        begin_head(other, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
 
 
 def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
@@ -142,10 +143,12 @@ def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
     raw = {**made.raw, "zoom": 2}
     with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
         save_checkpoint(tmp_path / "head", raw, made.weights)
-    save_checkpoint(tmp_path / "head", raw, made.weights, ignore_config_keys=["zoom"])
+    save_checkpoint(tmp_path / "head", raw, made.weights, config=made.config)
     with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
-        begin_head(target, HeadShape("checkpoint"), tmp_path / "head", 0)
-    begun = begin_head(target, HeadShape("checkpoint"), tmp_path / "head", 0, ignore_config_keys=["zoom"])
+        begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
+    begun = begin_head(
+        target, HeadShape("checkpoint"), Source(tmp_path / "head", ignore_config_keys=["zoom"]), 0
+    )
     assert (begun.raw, begun.config) == (raw, made.config)
 
 

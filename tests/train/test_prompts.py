@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jetspec_jax.checkpoint.loading import load_tokenizer
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
 from train.data.prompts import Entry, read_entries
 from train.data.rendering import Encoder

@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.loading import (
-    HUB_PATTERNS,
-    load_draft_head,
-    load_target,
-    load_tokenizer,
-    read_draft_head_config,
-    read_target_config,
-    resolve,
-    resolve_dtype,
-)
+from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.loading import read_draft_head, read_target
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -128,23 +122,24 @@ def make_data(
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
     deadline = Deadline() if deadline is None else deadline
-    path = DEMO_TARGET if target == "demo" else target
-    head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
-    ignored = {"ignore_config_keys": ignore_config_keys}
-    config = read_target_config(path, **ignored)
-    resolved = resolve_dtype(dtype)
-    tree = PLAIN if head_path is None else TreeSettings(budget=budget)
-    if head_path is not None:
-        head_config = read_draft_head_config(head_path, **ignored)
-        check_head_fits(head_config, config)
-        tree.check(config, head_config.depth)
+    source = Source(DEMO_TARGET if target == "demo" else target, dtype, ignore_config_keys)
+    head_source = None
+    if draft_head is not None:
+        head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
+        head_source = Source(head_path, dtype, ignore_config_keys)
+    config, resolved = source.target_config, source.weights_dtype
+    tree = PLAIN
+    if head_source is not None:
+        check_head_fits(head_source.head_config, config)
+        tree = TreeSettings(budget=budget)
+        tree.check(config, head_source.head_config.depth)
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
-    encoder = _encoder(path, template_arguments or {})
+    encoder = _encoder(source, template_arguments or {})
     entries = read_entries(prompts, limit)
-    source = Path(prompts).name if Path(prompts).is_file() else str(prompts)
-    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": source}
+    prompts_name = Path(prompts).name if Path(prompts).is_file() else str(prompts)
+    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": prompts_name}
 
     if mode == CORPUS:
         documents, skipped = _documents(encoder, entries, config, skip_too_long)
@@ -169,9 +164,8 @@ def make_data(
         finished = not writer.missing
         if not finished:
             deadline.check(writer.progress)
-            loaded, head = load_target(path, dtype=dtype, **ignored), None
-            if head_path is not None:
-                head = load_draft_head(head_path, dtype=dtype, target=loaded, **ignored)
+            loaded = read_target(source)
+            head = None if head_source is None else read_draft_head(head_source, loaded)
             regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
     return _made(out, len(keys) - len(set(keys)), skipped, finished)
 
@@ -192,8 +186,8 @@ def name_of(target: str | Path) -> str:
     return folder.resolve().name if target != "demo" and folder.is_dir() else str(target)
 
 
-def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder:
-    folder = resolve(path, TOKENIZER_PATTERNS)
+def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
+    folder = resolve(source.path_or_id, TOKENIZER_PATTERNS)
     end_ids = read_eos_token_ids(folder)
     return Encoder(load_tokenizer(folder), end_ids, template_arguments)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import ModelConfig, Rope
 from jetspec_jax.models import Weights
 from train.data.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key, UInt16
 
-from jetspec_jax.checkpoint.loading import resolve_dtype
+from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights, bind, build, weights_of
 from train.data.tokens import Stream, draw_windows

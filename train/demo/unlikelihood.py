@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key, UInt16
 
-from jetspec_jax.checkpoint.loading import Target, resolve_dtype
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights
 from train.data.continuations import continue_corpus, cut_corpus, read_rows

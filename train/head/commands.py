@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.checkpoint.loading import load_target
+from jetspec_jax.checkpoint.loading import read_target
+from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -106,10 +107,9 @@ def _train(
     path = DEMO_TARGET if arguments.target == "demo" else arguments.target
     checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
     ignored = arguments.ignore_config_key
-    target = load_target(path, dtype=recipe.dtype, ignore_config_keys=ignored)
-    folder = train_head(
-        work, recipe, target, data, deadline, checkpoint=checkpoint, ignore_config_keys=ignored
-    )
+    target = read_target(Source(path, recipe.dtype, ignored))
+    begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
+    folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
     if jax.process_index() == 0:
         print(f"the head is in {folder}: {_measured(work)}")
         print(f"curves: {work / 'training.png'}")

@@ -1,15 +1,15 @@
 """How a draft head begins: its ``config.json`` and its first weights."""
 
-from collections.abc import Collection
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetspec_jax.checkpoint.loading import Target, load_draft_head, resolve
-from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config, read_json
+from jetspec_jax.checkpoint.loading import Target, read_draft_head
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config
 from jetspec_jax.models import Weights, build, weights_of
 from train.head.config import head_json
 from train.head.recipe import HeadShape
@@ -29,23 +29,14 @@ class Beginning(NamedTuple):
     weights: Weights
 
 
-def begin_head(
-    target: Target,
-    shape: HeadShape,
-    checkpoint: str | Path | None,
-    seed: int,
-    *,
-    ignore_config_keys: Collection[str] = (),
-) -> Beginning:
+def begin_head(target: Target, shape: HeadShape, checkpoint: Source | None, seed: int) -> Beginning:
     """A new head, or the one of a checkpoint.
 
     Args:
         target: Whose head it is.
         shape: What it is, and where it begins.
-        checkpoint: A folder or hub id, for a head that begins as one.
+        checkpoint: For a head that begins as one, which keeps its config, ignored keys too; read in float32.
         seed: Of random weights.
-        ignore_config_keys: Unknown keys of the checkpoint's config that the caller vouches for. The head
-            keeps them.
 
     Raises:
         FileNotFoundError: The checkpoint is not to be had.
@@ -57,14 +48,12 @@ def begin_head(
         named = [name for name, value in vars(shape).items() if name != "start" and value is not None]
         if named:
             raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
-        raw = read_json(resolve(checkpoint) / "config.json")
-        head = load_draft_head(
-            checkpoint, dtype="float32", target=target, ignore_config_keys=ignore_config_keys
-        )
-        return Beginning(raw, head.config, head.weights)
+        head = read_draft_head(replace(checkpoint, dtype="float32"), target)
+        return Beginning(checkpoint.raw_config, head.config, head.weights)
     if checkpoint is not None:
         raise ValueError(
-            f"the recipe's head begins {shape.start!r}, not as {checkpoint}; set head.start to 'checkpoint'"
+            f"the recipe's head begins {shape.start!r}, not as {checkpoint.path_or_id}; set head.start to "
+            "'checkpoint'"
         )
     raw = head_json(target, shape)
     config = parse_draft_head_config(raw, where="the head")

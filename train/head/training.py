@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.checkpoint.files import write_json
-from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, resolve_dtype
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
+from jetspec_jax.checkpoint.source import Source, resolve_dtype
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
@@ -42,8 +43,7 @@ def train_head(
     data: Path,
     deadline: Deadline,
     *,
-    checkpoint: str | Path | None = None,
-    ignore_config_keys: Collection[str] = (),
+    checkpoint: Source | None = None,
     label: str = "head",
 ) -> Path:
     """Trains a draft head, or goes on with what the folder holds, and returns the finished head's folder.
@@ -54,9 +54,8 @@ def train_head(
         target: The target, loaded in the recipe's dtype.
         data: A finished folder of documents.
         deadline: When to stop, after saving.
-        checkpoint: The head to begin with, for recipes that do.
-        ignore_config_keys: Unknown keys of its ``config.json`` that the caller vouches for. The trained head
-            keeps them.
+        checkpoint: The head to begin with, for recipes that do. The trained head keeps
+            its config, ignored keys too.
         label: For the progress bar.
 
     Raises:
@@ -70,9 +69,7 @@ def train_head(
     recipe.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
-    beginning = begin_head(
-        target, recipe.head, checkpoint, recipe.seed, ignore_config_keys=ignore_config_keys
-    )
+    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
     check_head_fits(beginning.config, target.config)
     if beginning.config.block_size > recipe.window:
         raise ValueError(
@@ -103,12 +100,11 @@ def train_head(
     weights = on_one_device(trained.weights)
     with in_turn() as first:
         if first:
-            save_checkpoint(fresh(folder), beginning.raw, weights, ignore_config_keys=ignore_config_keys)
+            save_checkpoint(fresh(folder), beginning.raw, weights, config=beginning.config)
             plot_training(work / "log.jsonl", work / "training.png", label)
             # Last, because it says that all is done.
-            head = load_draft_head(
-                folder, dtype=recipe.dtype, target=target, ignore_config_keys=ignore_config_keys
-            )
+            ignored = () if checkpoint is None else checkpoint.ignore_config_keys
+            head = read_draft_head(Source(folder, recipe.dtype, ignored), target)
             write_json(mark, run.final_evaluation(head, trained))
     return folder
 
@@ -145,17 +141,18 @@ def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = 
     if not (work / "recipe.json").exists():
         raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
     raw = read_json(work / "recipe.json")["begins_as"]
+    config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
     sharding = replicated(one_device())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
-        weights_of(abstract(parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys))),
+        weights_of(abstract(config)),
     )
     with Checkpoints(work) as checkpoints:
         best = checkpoints.best()
         if best == Best():
             raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
         weights = checkpoints.restore_best(shapes)
-        save_checkpoint(out, raw, weights, ignore_config_keys=ignore_config_keys)
+        save_checkpoint(out, raw, weights, config=config)
     return best.step
 
 

@@ -1,57 +1,36 @@
-"""Parameters from and to safetensors, by the key table of their module.
+"""Parameters from safetensors, by the key table of their module.
 
-Reading is strict. All names, shapes and types are checked against the module (`tensor_plan`) before a single
-tensor is read. Tensors then stream one by one from the file to the device, so that the host holds no more
-than one parameter at a time. Writing makes one file's tensors at a time.
+All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
+parameters go one by one from the file to the device, so that the host holds no more than one at a time.
 """
 
 import contextlib
-import json
 import logging
-import math
-import shutil
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
 from jetspec_jax.checkpoint.tensor_plan import (
-    FILE_DTYPES,
     TIED,
     ParameterPath,
     Plan,
     Stored,
-    expected_parameters,
     make_plan,
     stored_dtypes,
     untied,
 )
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    ModelConfig,
-    is_draft_head,
-    parse_draft_head_config,
-    parse_model_config,
-    read_json,
-)
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
 from jetspec_jax.models import Weights
-from jetspec_jax.models.key_table import Key
 
 INDEX = "model.safetensors.index.json"
 
-#: Bytes of tensors from which on a checkpoint is written in several files.
-MAX_SHARD_BYTES = 5 * 10**9
-
-# Of each of two tensors that are compared, so much is held at a time.
+# Tensors are compared in parts of this size.
 _COMPARED_BYTES = 64 * 2**20
 
 _log = logging.getLogger("jetspec_jax")
@@ -79,7 +58,7 @@ def read_weights(
     weights: Weights = {}
     with contextlib.ExitStack() as stack:
         tensors, plan = _open(folder, config, stack)
-        # A second copy of the embedding is compared with it: of that nothing is lost.
+        # A second copy of the embedding is compared with it, so it does not count as unread.
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
@@ -110,7 +89,7 @@ class Headers:
         where: What errors call the checkpoint.
         tensors: By name.
         wrong: What is wrong with the files.
-        file_bytes: Of all files.
+        file_bytes: Sum over all files.
     """
 
     where: str
@@ -180,152 +159,11 @@ def merge_shards(
     return tensors, wrong
 
 
-def save_checkpoint(
-    folder: str | Path,
-    raw_config: Mapping[str, Any],
-    weights: Weights,
-    *,
-    dtype: str | None = "bfloat16",
-    extra_files: Mapping[str, str | bytes] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    ignore_config_keys: Collection[str] = (),
-) -> None:
-    """Writes a target or a draft head in Hugging Face layout, whole or not at all.
-
-    Args:
-        folder: Where to; it must not exist yet.
-        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
-            not written, is left out of it.
-        weights: The parameters.
-        dtype: The type to store; None stores each parameter in its own.
-        extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
-            config.json is written in place of ``raw_config``.
-        max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
-            that is larger has a file of its own.
-        ignore_config_keys: Unknown keys of ``raw_config`` that the caller vouches for; they are written too.
-
-    Raises:
-        FileExistsError: The folder exists.
-        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored.
-        OSError: The disk is full, or cannot be written.
-    """
-    folder = Path(folder)
-    refuse_existing(folder)
-    parse = parse_draft_head_config if is_draft_head(raw_config) else parse_model_config
-    plan = expected_parameters(parse(raw_config, ignore_config_keys=ignore_config_keys))
-    given = {path: leaf.shape for path, leaf in nnx.traversals.flatten_mapping(weights).items()}
-    wanted = {parameter.path: parameter.shape for parameter in plan}
-    differing = sorted(
-        ".".join(map(str, path))
-        for path in wanted.keys() | given.keys()
-        if wanted.get(path) != given.get(path)
-    )
-    if differing:
-        raise ValueError(f"these parameters are not those of the config: {differing}")
-    tensors = {}
-    for parameter in plan:
-        value = _get(weights, parameter.path)
-        to = value.dtype if dtype is None else jnp.dtype(dtype)
-        if to not in FILE_DTYPES.values():
-            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
-        tensors |= {key.name: _Output(key, value, to) for key in parameter.forms[0]}
-    shards = _split(tensors, max_shard_bytes)
-    files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        weight_map = {name: file for file, shard in shards.items() for name in sorted(shard)}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        files[INDEX] = json.dumps(index, indent=2) + "\n"
-    with new_folder(folder) as partial:
-        for file, shard in tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1):
-            made = {name: tensor.make() for name, tensor in shard.items()}
-            try:
-                save_file(made, partial / file, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk, say
-                raise OSError(f"{folder} cannot be written: {error}") from error
-            (partial / file).chmod(0o644)  # the library makes it the owner's alone
-        write_files(partial, {**files, **(extra_files or {})})
-
-
-def refuse_existing(folder: Path) -> None:
-    """Checks that a folder to be written is a new one.
-
-    Raises:
-        FileExistsError: It exists.
-    """
-    if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} exists; name a new folder")
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which gets its name when all is written and is removed otherwise.
-
-    Raises:
-        FileExistsError: The folder exists.
-    """
-    refuse_existing(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)  # it was made the owner's alone
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(folder)  # a full disk is reported without a name
-        raise
-
-
-def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Writes small files by their names, which may have folders in them; text is UTF-8."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
 def put(weights: Any, path: ParameterPath, value: Any) -> None:
     """Puts a parameter at its place in nested weights that are being made."""
     for part in path[:-1]:
         weights = weights.setdefault(part, {})
     weights[path[-1]] = value
-
-
-@dataclass(frozen=True)
-class _Output:
-    """A tensor of a file to be written; it is made when its turn comes."""
-
-    key: Key
-    parameter: Any
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.key.file_shapes(self.parameter.shape)[0]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def make(self) -> np.ndarray:
-        return self.key.to_file(np.asarray(self.parameter)).astype(self.dtype, copy=False)
-
-
-def _split(tensors: Mapping[str, _Output], limit: int) -> dict[str, dict[str, _Output]]:
-    """Tensors by the file that they go to, each filled in turn up to the limit."""
-    shards: list[dict[str, _Output]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -334,7 +172,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not listing.exists():
         return {}
     weight_map = read_json(listing).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_text, weight_map.values())):
+    named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    if not weight_map or not named:
         raise ValueError(f"{listing} has no weight_map from tensors to files")
     return weight_map
 
@@ -430,13 +269,3 @@ def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
 
 def _about(tensors: Mapping[str, _Tensor]) -> dict[str, Stored]:
     return {name: tensor.about for name, tensor in tensors.items()}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _get(weights: Any, path: ParameterPath) -> Any:
-    for part in path:
-        weights = weights[part]
-    return weights
