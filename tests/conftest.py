@@ -56,7 +56,7 @@ MOST_PROGRAMS = 2000
 
 @pytest.fixture(scope="module")
 def optimised():
-    """For modules that want programs as users have them. A program in memory says nothing of how it was made."""
+    """Programs as users have them, for modules where that is the point."""
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
