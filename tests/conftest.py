@@ -13,6 +13,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the u
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 from jax._src import compiler
 from jaxtyping import install_import_hook
@@ -52,6 +53,15 @@ if jax.__version_info__ < (0, 11):
 
 # XLA has crashed while compiling in a process that kept many thousands of programs.
 MOST_PROGRAMS = 2000
+
+
+@pytest.fixture
+def no_type_checks():
+    """Calls as users make them: nothing but the operation itself looks at its arrays."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="module")

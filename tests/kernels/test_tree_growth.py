@@ -9,21 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_growth import Growth, api, implementations, pallas_triton, tree_growth
+from pallas_kernels.tree_growth import Growth, api, pallas_triton, tree_growth
 from tests.kernels.lowering import KERNEL, lower_for_gpu
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 # Sequences, levels, candidates, nodes: buckets of a decoder at JetSpec's width and depth, sizes that are no
 # powers of two, one candidate only, and more nodes than one warp takes.
 SIZES = [
     (3, 4, 3, 16),
     (3, 15, 7, 128),
-    (2, 3, 8, 5),
-    (2, 1, 40, 33),
     (2, 40, 1, 37),
-    (1, 6, 9, 512),
 ]
+MORE_SIZES = [(2, 3, 8, 5), (2, 1, 40, 33), (1, 6, 9, 512)]
 OTHER_BUCKETS = [(2, 15, 7, 32), (1, 15, 7, 64), (1, 15, 7, 256)]
 SEEDS = range(8)
 
@@ -124,7 +121,7 @@ class TreeGrowthSuite:
         assert growth.num_nodes.tolist() == [5]
 
     @pytest.mark.parametrize("make", [log_softmax_case, rough_case])
-    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize("size", [*SIZES, *map(wide, MORE_SIZES)], ids=str)
     def test_is_the_heap(self, size, make):
         for seed in SEEDS:
             self.check(make(np.random.default_rng(seed), *size))
@@ -218,7 +215,7 @@ class OneByOneSuite:
         return Growth(*(np.array(column) for column in zip(*grown, strict=True)))
 
     @pytest.mark.parametrize("make", [log_softmax_case, rough_case])
-    @pytest.mark.parametrize("size", SIZES, ids=str)
+    @pytest.mark.parametrize("size", [*SIZES, *map(wide, MORE_SIZES)], ids=str)
     def test_is_the_heap(self, size, make):
         for seed in SEEDS:
             case = make(np.random.default_rng(seed), *size)
@@ -279,7 +276,9 @@ class TestPallasTritonInterpreted(TreeGrowthSuite):
 
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["siblings", "one_by_one"])
-@pytest.mark.parametrize("size", [*SIZES, *OTHER_BUCKETS], ids=str)
+@pytest.mark.parametrize(
+    "size", [SIZES[1], MORE_SIZES[-1], *map(wide, [SIZES[0], *MORE_SIZES[:2], *OTHER_BUCKETS])], ids=str
+)
 def test_lowers_for_cuda(size, one_by_one):
     """To Triton's language, which needs no GPU and refuses what Triton cannot do."""
     batch, levels, width, num_nodes = size
@@ -292,25 +291,7 @@ def test_lowers_for_cuda(size, one_by_one):
     assert lower_for_gpu(grow, *arrays).count(KERNEL) == 1
 
 
-class TestChoice:
-    @pytest.fixture
-    def call(self):
-        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
-        arrays = map(jnp.asarray, (case.log_probs, case.fan_out, case.budget))
-        return partial(tree_growth, *arrays, num_nodes=128)
-
-    def test_implementations(self, call):
-        assert implementations() == ("pallas_triton", "xla")
-        with pytest.raises(ValueError, match="no implementation 'cuda'; available: pallas_triton, xla"):
-            call(implementation="cuda")
-
-    def test_without_a_gpu(self, call, monkeypatch):
-        monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
-        case = log_softmax_case(np.random.default_rng(0), 3, 15, 7, 128)
-        assert_same(jax.jit(call)(), TestXla().run(case))
-        with pytest.raises(NotImplementedError, match="pallas_triton cannot run: no GPU here"):
-            call(implementation="pallas_triton")
-
+class TestUnsupportedShape:
     @pytest.mark.parametrize(
         ("levels", "num_nodes", "reason"),
         [

@@ -17,8 +17,6 @@ from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import Routing
 from tests.loading.published import random_tensors, without, write
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # What openai/gpt-oss-20b publishes: the benchmarks' shape, and keys that change nothing or repeat others.
 GPT_OSS_20B = {
     **shapes.GPT_OSS_20B,
