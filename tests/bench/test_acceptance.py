@@ -22,7 +22,7 @@ from bench.acceptance.counts import (
 from bench.acceptance.diagnose import branches_of, faithfulness
 from bench.acceptance.profile import classes_of, tables
 from bench.common.pair import Pair
-from bench.common.prompt_work import Work
+from bench.common.workload import Workload
 from bench.common.prompts import Prompt
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.decode.settings import TreeSettings
@@ -102,7 +102,7 @@ def work():
     """Two prompts, of the second of which it is said that it is mathematics."""
     prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(2)]
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    return Work(prompts, ids, PARAMS, [None, {"task": "math"}])
+    return Workload(prompts, ids, PARAMS, [None, {"task": "math"}])
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def folder(pair, work, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for command in (profile, diagnose):
             patch.setattr(command, "load_pair", lambda *_: pair)
-            patch.setattr(command, "make_works", lambda *_: {0.0: work})
+            patch.setattr(command, "make_workloads", lambda *_: {0.0: work})
             name = command.__name__.removeprefix("bench.")
             more = ["--least-nodes", "1"] if name == "profile" else ["--temperature", "1"]
             assert main([name, *small, *more, "--json", str(folder / f"{name}.json")]) == 0
@@ -264,7 +264,7 @@ def test_bad_settings_are_one_line(tmp_path, capsys, monkeypatch, command, argum
 
 def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profile, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(profile, "make_works", lambda *_: {0.0: work})
+    monkeypatch.setattr(profile, "make_workloads", lambda *_: {0.0: work})
     arguments = [*SETTINGS, "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
     assert main(["profile", *arguments]) == 2
     said = capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_outputs_of_one_token_have_no_round(pair, work, tmp_path, capsys, monkey
     short = replace(work, params=[replace(own, max_tokens=1) for own in PARAMS])
     for command in (profile, diagnose):
         monkeypatch.setattr(command, "load_pair", lambda *_: pair)
-        monkeypatch.setattr(command, "make_works", lambda *_: {0.0: short})
+        monkeypatch.setattr(command, "make_workloads", lambda *_: {0.0: short})
         arguments = [*SETTINGS, "--json", str(tmp_path / "x.json")]
         assert main([command.__name__.removeprefix("bench."), *arguments]) == 2
         assert "no prompt had a round" in capsys.readouterr().err

@@ -10,14 +10,14 @@ import pytest
 from tqdm import tqdm
 
 from bench.__main__ import main
-from bench.common import prompt_work
+from bench.common import workload
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, Method, choose_algorithms, choose_methods
-from bench.common.prompt_work import Work, make_work
+from bench.common.workload import Workload, make_workload
 from bench.common.prompts import Prompt
 from bench.decode import command as decode
 from bench.decode import measure as decode_measure
-from bench.decode.measure import Bench, Measured
+from bench.decode.measure import Bench, MethodRuns
 from bench.decode.record import begin_report, finish_report
 from bench.decode.report import Rows, at_budget, best_of, notes_of
 from bench.exactness import command as exactness
@@ -239,7 +239,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
     def measure(self, methods, repeats, step):
         ended = Completion("", [1, 2], "length", [1], [1])
         found = {
-            (method, temperature): Measured([ended] * 2, first_token_seconds=[0.1])
+            (method, temperature): MethodRuns([ended] * 2, first_token_seconds=[0.1])
             for method in methods
             for temperature in (0.0, 1.0)
         }
@@ -317,7 +317,7 @@ def decode_arguments(words):
 
 
 def work_of(target, prompts, task=None):
-    return make_work(
+    return make_workload(
         target, prompts, 0.0, max_tokens=4, task=task, arguments={}, batch=1, implementation="xla"
     )
 
@@ -361,9 +361,9 @@ class TestRows:
     def test_every_output_that_differs_is_listed(self, target):
         prompts = [Prompt(f"p:{i}", Entry("", "text", text)) for i, text in enumerate(("a", "b = "))]
         work = work_of(target, prompts)
-        plain = Measured([completion(1, 2, 3), completion(4, 5, 6)], [1.0, 3.0, 4.0], [6, 6, 6], [0.1])
+        plain = MethodRuns([completion(1, 2, 3), completion(4, 5, 6)], [1.0, 3.0, 4.0], [6, 6, 6], [0.1])
         # A later run of the other generated more.
-        other = Measured([completion(1, 2, 3), completion(4, 7)], [1.0, 2.0, 9.0], [5, 6, 5], [0.2])
+        other = MethodRuns([completion(1, 2, 3), completion(4, 7)], [1.0, 2.0, 9.0], [5, 6, 5], [0.2])
         rows = Rows(target, {0.0: work}, depth=3)
         [group] = choose_methods(
             target,
@@ -381,7 +381,7 @@ class TestRows:
         assert row["speed-up"] == pytest.approx((6 / 2.0) / (6 / 3.0))
         assert row["acceptance"] == [0.5, 0.0, 0.0]
         # The gap at a place is plain decoding's own, whoever parts from it there.
-        again = Measured([completion(1, 2, 3), completion(4, 9)], [1.0], [5], [0.2])
+        again = MethodRuns([completion(1, 2, 3), completion(4, 9)], [1.0], [5], [0.2])
         [same] = rows.row(group[1], 0.0, again, plain)["divergences"]
         assert same == {**found, "token": 9, "behind": same["behind"]}
         assert same["behind"] != found["behind"]
@@ -456,7 +456,7 @@ def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(monkeypatch, mos
     """Also where the answer is one token, or ends with its first."""
     seen = []
     monkeypatch.setattr(Bench, "_engine", lambda *_: SimpleNamespace(complete=lambda *own: seen.append(own)))
-    work = Work([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
+    work = Workload([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
     bench = Bench(random_target(TINY, 0), random_head(TINY, 1), {0.0: work}, batch=1, implementation=None)
     bench._warm_up(PLAIN_METHOD)
     assert seen == [([[1]], [SamplingParams(max_tokens=warm, ignore_eos=True)], [None])]

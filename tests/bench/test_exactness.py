@@ -11,7 +11,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
-from bench.common.prompt_work import Work, make_works
+from bench.common.workload import Workload, make_workloads
 from bench.common.prompts import Prompt
 from bench.exactness import command as exactness
 from bench.exactness.ledger import notes_of, tables_of, total
@@ -36,7 +36,7 @@ def run(path, *arguments):
 def random_works(arguments, target, prompts, temperatures, *, batch):
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
     return {
-        temperature: Work(
+        temperature: Workload(
             prompts,
             ids,
             [SamplingParams(temperature, seed=i, max_tokens=arguments.max_tokens) for i in range(2)],
@@ -53,7 +53,7 @@ def pair():
     own = Pair(target, random_head(TINY, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "load_pair", lambda *_: own)
-        patch.setattr(exactness, "make_works", random_works)
+        patch.setattr(exactness, "make_workloads", random_works)
         yield own
 
 
@@ -164,7 +164,7 @@ def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
 )
 def test_bad_settings_are_one_line(tmp_path, capsys, arguments, message, monkeypatch):
     monkeypatch.setattr(exactness, "load_pair", load_pair)
-    monkeypatch.setattr(exactness, "make_works", make_works)
+    monkeypatch.setattr(exactness, "make_workloads", make_workloads)
     assert main(["exactness", *arguments, "--json", str(tmp_path / "ledger.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
 
@@ -203,7 +203,7 @@ def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
 def test_totals_count_up_to_the_first_difference(tmp_path):
     outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
     prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(3)]
-    work = Work(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
+    work = Workload(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
     row = total(work, outputs, [entry_of("tie", 1e-6, prompt="p:1")], judged=True)
     assert row == {
         "prompts": 3,
@@ -242,7 +242,7 @@ def test_the_demo_has_500_prompts():
     add_pair_arguments(parser, prompts=500, max_tokens=8)
     arguments = parser.parse_args([])
     own = load_pair(arguments, "float32")
-    [work] = make_works(arguments, own.target, read_prompts(arguments), [0.0]).values()
+    [work] = make_workloads(arguments, own.target, read_prompts(arguments), [0.0]).values()
     assert len({tuple(prompt) for prompt in work.ids}) == 500
     about = describe_pair(own, [work])
     assert about["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096

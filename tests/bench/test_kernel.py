@@ -12,14 +12,15 @@ import pytest
 from bench.__main__ import main
 from bench.common import programs as kernel_programs
 from bench.common.programs import Program, kernel_micros, split_at_pauses, trace_apart
-from bench.common.trace import Kernel
-from bench.common.work import Work
+from bench.common.kernel_trace import Kernel
+from bench.common.floors import Work
 from bench.kernel import cases as kernel_cases
+from bench.common.comparison import compare_rows
 from bench.kernel import check as kernel_check
 from bench.kernel import command as kernel
 from bench.kernel import speed as kernel_speed
 from bench.kernel.cases import attend_by, chain, layer_call, layer_tables, random_block, random_pool
-from bench.kernel.speed import Case, Time, num_layers, pages_read, work_of
+from bench.kernel.speed import AttentionCase, num_layers, pages_read, work_of
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import PagedPrefix, api, reference
 from pallas_kernels.tree_attention.reference import unpack_mask
@@ -144,13 +145,13 @@ class TestChecks:
         out = np.ones((2, 3, 4, 16), np.float32)
         again = out.copy()
         again[1, 2, 3, 4] += 1e-6
-        assert kernel_check.compare(out, out, out, 1e-5) == (0.0, None)
-        assert kernel_check.compare(out, again, out, 1e-5) == (0.0, "a second call gives other bits")
+        assert compare_rows(out, out, out, 1e-5) == (0.0, None)
+        assert compare_rows(out, again, out, 1e-5) == (0.0, "a second call gives other bits")
 
     def test_a_row_that_sees_nothing_must_be_zero(self):
         expected = np.zeros((1, 2, 4, 16), np.float32)
-        assert kernel_check.compare(expected, expected, expected, 1e-5) == (0.0, None)
-        error, problem = kernel_check.compare(expected + 1e-9, expected, expected, 1e-5)
+        assert compare_rows(expected, expected, expected, 1e-5) == (0.0, None)
+        error, problem = compare_rows(expected + 1e-9, expected, expected, 1e-5)
         assert error == np.inf
         assert "sequence 0, row 0 (100% of all rows)" in problem
 
@@ -225,16 +226,16 @@ class TestWork:
     def test_a_token(self):
         # Two KV heads of 16, four query heads; 33 keys in bfloat16.
         expected = Work(2 * 2 * (33 * 2 * 16 + 4 * 16), 4 * 33 * 4 * 16)
-        assert work_of(Case(PLAIN, 1, 32, 1, "bfloat16")) == expected
+        assert work_of(AttentionCase(PLAIN, 1, 32, 1, "bfloat16")) == expected
         # Seven of the prefix and itself.
         expected = Work(4 * 2 * 3 * (8 * 2 * 16 + 4 * 16), 3 * 4 * 8 * 4 * 16)
-        assert work_of(Case(WINDOWED, 1, 32, 3, "float32")) == expected
+        assert work_of(AttentionCase(WINDOWED, 1, 32, 3, "float32")) == expected
 
     def test_a_prompt_chunk(self):
-        work = work_of(Case(PLAIN, 300, 10, 1, "bfloat16"))
+        work = work_of(AttentionCase(PLAIN, 300, 10, 1, "bfloat16"))
         assert work.bytes == 2 * 2 * (310 * 2 * 16 + 300 * 4 * 16)
         assert work.operations == 4 * (300 * 10 + 300 * 301 // 2) * 4 * 16
-        work = work_of(Case(WINDOWED, 300, 10, 1, "bfloat16"))
+        work = work_of(AttentionCase(WINDOWED, 300, 10, 1, "bfloat16"))
         assert work.bytes == 2 * 2 * (307 * 2 * 16 + 300 * 4 * 16)
         # Every row sees eight, whether they are of the prefix or of the chunk.
         assert work.operations == 4 * 300 * 8 * 4 * 16
@@ -242,7 +243,7 @@ class TestWork:
     def test_layers_are_enough_to_miss_the_caches(self, monkeypatch):
         monkeypatch.setattr(kernel_speed, "OTHER_BYTES", 1 << 16)
         monkeypatch.setattr(kernel_speed, "GPU_BYTES", 1 << 16)
-        case = Case(PLAIN, 1, 64, 1, "bfloat16")
+        case = AttentionCase(PLAIN, 1, 64, 1, "bfloat16")
         # A token's keys and values take 2 x 2 x 2 x 16 bytes.
         assert num_layers(case, "xla") * 64 * 128 >= 1 << 16
         assert num_layers(case, "xla") == 8
@@ -258,7 +259,7 @@ class TestWork:
         monkeypatch.setattr(
             kernel_speed, "kernel_micros", lambda programs, name: [{"a": 2.0, "b": 0.5} for _ in programs]
         )
-        case = Case(PLAIN, 1, 32, 1, "float32")
+        case = AttentionCase(PLAIN, 1, 32, 1, "float32")
         times = kernel_speed.time_shape([case], ["xla"], 1)
         assert times == {(case, "xla"): Time(2.5, times[case, "xla"].wall, {"a": 2.0, "b": 0.5}, 4)}
         assert times[case, "xla"].wall > 0

@@ -12,8 +12,8 @@ import pytest
 
 import bench.round.command
 from bench.__main__ import main
-from bench.common import trace as kernel_trace
-from bench.common import work
+from bench.common import kernel_trace
+from bench.round import work
 from bench.common.floors import Ceilings
 from bench.common.methods import fixed_budget_names
 from bench.common.report import show
@@ -21,7 +21,7 @@ from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES
 from bench.round import phases
 from bench.round.command import cases_of, groups
-from bench.round.measure import Case, Measured, Plan
+from bench.round.measure import RoundCase, CaseRuns, Setup
 from bench.round.report import host_work, tables_of
 from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
 from jetspec_jax.config import check_head_fits
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TINY = SHAPES["tiny"]
 FLOAT32 = jnp.dtype(jnp.float32)
-PLAN = Plan(
+SETUP = Setup(
     SamplingParams(temperature=1.0),
     width=7,
     rounds=2,
@@ -118,7 +118,7 @@ class TestReport:
     def test_algorithms_share_a_plain_step(self, tmp_path, monkeypatch):
         def measure(cases, *_):
             return {
-                case: Measured(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
+                case: CaseRuns(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
                 for i, case in enumerate(cases, start=1)
             }
 
@@ -144,13 +144,13 @@ class TestReport:
 
     def test_all_algorithms_are_those_that_are_known(self):
         arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
-        cases = cases_of(arguments, TINY, PLAN)
+        cases = cases_of(arguments, TINY, SETUP)
         trees = [(budget, name) for budget in (8, 16) for name in fixed_budget_names()]
         assert set(algorithm_names()) - set(fixed_budget_names()) == {"auto"}
         assert cases == [
             case
             for context in (40, 70)
-            for case in (Case(1, context, 1), *(Case(1, context, *tree) for tree in trees))
+            for case in (RoundCase(1, context, 1), *(RoundCase(1, context, *tree) for tree in trees))
         ]
         assert str(cases[0]) == "batch 1, context 40, budget 1, plain"
         assert str(cases[-1]) == "batch 1, context 70, budget 16, top_nodes"
@@ -199,15 +199,15 @@ class TestReport:
 class TestMeasuring:
     def test_a_draft_has_entropies_for_those_that_read_them(self, monkeypatch):
         """What a round's compiler leaves out, the draft alone leaves out too, and nothing else."""
-        case = Case(1, 70, 16)
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        case = RoundCase(1, 70, 16)
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         logits = jax.random.normal(jax.random.key(0), (1, decoder.depth, TINY.target.vocab_size))
-        candidates = top_candidates(logits, PLAN.width)
+        candidates = top_candidates(logits, SETUP.width)
         monkeypatch.setattr(TreeDecoder, "draft", lambda *_: candidates)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         weights = DecodeWeights({}, {})
         for name in algorithm_names():
-            drafted = phases.draft(PLAN.decoder(case._replace(algorithm=name), TINY), weights, state)
+            drafted = phases.draft(SETUP.decoder(case._replace(algorithm=name), TINY), weights, state)
             assert drafted is not None
             expected = candidates.entropies if name in ("hybrid", "entropy") else np.zeros((1, decoder.depth))
             np.testing.assert_array_equal(drafted.entropies, expected)
@@ -215,13 +215,13 @@ class TestMeasuring:
 
     def test_phases_in_a_row_are_a_round(self):
         """However often each is repeated."""
-        case = Case(batch=2, context=70, budget=16, algorithm="hybrid")
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         weights = DecodeWeights(
             random_weights(TINY.target, FLOAT32, seed=0), random_weights(TINY.head, FLOAT32, seed=1)
         )
         stores = scene.stores(decoder, FLOAT32)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         expected, expected_record = jax.jit(decoder.round)(weights, join(stores, state))
 
         made = {}
@@ -239,9 +239,9 @@ class TestMeasuring:
         )
 
     def test_slots_hold_random_tokens_in_scattered_pages(self):
-        case = Case(batch=3, context=70, budget=16)
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        case = RoundCase(batch=3, context=70, budget=16)
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         tables = np.asarray(state.slots.block_tables)
         assert sorted(tables.ravel()) == list(range(3 * scene.pages_per_slot))
         assert sorted(tables.ravel()) != tables.ravel().tolist()
@@ -254,10 +254,10 @@ class TestMeasuring:
         assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
 
     def test_cases_take_turns_if_their_stores_fit(self):
-        cases = [Case(1, context, budget) for context in (70, 700) for budget in (1, 16)]
-        assert groups(cases, TINY, FLOAT32, PLAN, None) == [cases]
-        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
-        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 10) == [cases[:2], cases[2:]]
+        cases = [RoundCase(1, context, budget) for context in (70, 700) for budget in (1, 16)]
+        assert groups(cases, TINY, FLOAT32, SETUP, None) == [cases]
+        assert groups(cases, TINY, FLOAT32, SETUP, 1 << 40) == [cases]
+        assert groups(cases, TINY, FLOAT32, SETUP, 1 << 10) == [cases[:2], cases[2:]]
 
     @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 4), (3.0, 2), (4.0, 1), (16.0, 1)])
     def test_waits_of_the_host(self, tokens, waits):
@@ -438,7 +438,7 @@ class TestProfile:
     def test_the_screen_shows_classes_and_the_longest_kernels(self):
         kernels = [kernel_trace.Kernel("nvjet_a", 0, 4000), kernel_trace.Kernel("fusion_1", 5000, 1000)]
         row = {
-            **Case(1, 70, 16)._asdict(),
+            **RoundCase(1, 70, 16)._asdict(),
             **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
             "waits_per_256_tokens": 16,
             "compile_seconds": {"decode": 1.0},

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from bench.common.scene import random_weights
-from bench.common.shapes import Shape
-from bench.common.work import EXPERTS, parameters, round_work
-from bench.round.measure import Case, Plan, measure
+from bench.common.shapes import PairShape
+from bench.round.work import EXPERTS, parameters, round_work
+from bench.round.measure import RoundCase, Setup, measure
 from jetspec_jax import SamplingParams
 from jetspec_jax.config import Experts, LayerConfig
 from jetspec_jax.decode.state import DecodeWeights
@@ -26,12 +26,12 @@ ONE_EXPERT = 3 * TINY.hidden_size * 24
 @pytest.fixture(scope="module")
 def touched():
     """What is counted of some cases, in dispatches of so many rounds."""
-    shape = Shape(TARGET, head_config(TARGET))
+    shape = PairShape(TARGET, head_config(TARGET))
     float32 = jnp.dtype(jnp.float32)
     weights = DecodeWeights(*(random_weights(own, float32, seed) for seed, own in enumerate(shape)))
 
     def measured(cases, rounds):
-        plan = Plan(
+        setup = Setup(
             SamplingParams(),
             width=3,
             rounds=rounds,
@@ -40,14 +40,14 @@ def touched():
             phases=False,
             profile=False,
         )
-        found = measure(cases, shape, weights, plan, lambda _: None)
+        found = measure(cases, shape, weights, setup, lambda _: None)
         return [found[case].experts_touched for case in cases]
 
     return measured
 
 
 def test_what_the_nodes_choose_is_counted(touched):
-    anchors, trees = touched([Case(4, 20, 1), Case(4, 20, 16)], rounds=2)
+    anchors, trees = touched([RoundCase(4, 20, 1), RoundCase(4, 20, 16)], rounds=2)
     assert list(anchors) == list(trees) == [0, 2]
     for layer in (0, 2):
         assert 3 <= anchors[layer] <= 4 * 3
@@ -56,7 +56,7 @@ def test_what_the_nodes_choose_is_counted(touched):
 
 def test_every_round_that_is_timed_counts(touched):
     """Each goes on from other tokens than the first, and its nodes choose other experts."""
-    case, before, seen = Case(1, 20, 16), {0: 0.0, 2: 0.0}, set()
+    case, before, seen = RoundCase(1, 20, 16), {0: 0.0, 2: 0.0}, set()
     for rounds in (1, 2, 3):
         [mean] = touched([case], rounds)
         total = {layer: rounds * count for layer, count in mean.items()}

@@ -8,31 +8,11 @@ never too high.
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
 """
 
-import functools
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
-import jax
-
+from bench.common.floors import Work
+from bench.common.shapes import EXPERTS, FEATURES, parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import abstract, weights_of
-
-# Parameters of a draft head that make features of taps: the commit's work, not the draft's.
-FEATURES = frozenset({"fc", "hidden_norm"})
-# The parameters of routed experts, without their router.
-EXPERTS = frozenset({"experts"})
-
-
-class Work(NamedTuple):
-    """Bytes moved to or from memory, and multiplications and additions."""
-
-    bytes: int = 0
-    operations: int = 0
-
-    def seconds(self, bandwidth: float, rate: float) -> float:
-        """Least seconds, at ``bandwidth`` bytes and ``rate`` operations a second."""
-        return max(self.bytes / bandwidth, self.operations / rate)
 
 
 def round_work(
@@ -85,17 +65,6 @@ def round_work(
         work["commit"].bytes + itemsize * (features + batch * _token(head.layers)), 2 * batch * features
     )
     return work
-
-
-def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
-    """Number of a model's parameters, or of those below any of the given names."""
-    return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
-
-
-@functools.cache
-def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(weights_of(abstract(config)))
-    return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}
 
 
 def _experts(config: ModelConfig, touched: Mapping[int, float]) -> tuple[int, int]:
