@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.kernel_trace import summarise, trace_kernels
-from bench.common.options import check_least
+from bench.common.options import add_program_arguments, check_least
 from bench.common.report import opening_of, show, write_report
 from bench.common.scene import random_weights
 from bench.common.shapes import FEATURES, SHAPES, PairShape, find_pair_shape, parameters
@@ -47,15 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="compute the head's layers again in the backward pass",
     )
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also record a GPU's kernels, by class",
-    )
-    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add_program_arguments(parser)
     add("--json", type=Path, default=Path("results/train.json"), help="where to")
 
 

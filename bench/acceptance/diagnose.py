@@ -2,7 +2,7 @@
 
 *Faithfulness* of the rank-1 branch (appendix A of the JetSpec paper): of the head's own argmax path of full
 depth, the sum of the head's log-probabilities against the sum of those that the target gives the same tokens
-behind each other. All nodes of a row share the head's distribution, so this is the one branch that the head
+one after the other. All nodes of a row share the head's distribution, so this is the one branch that the head
 can score as it was conditioned; a difference of many nats says that it does not. Beside it: how many tokens
 rounds committed, with chains and with trees, and of which rank the accepted ones were at which depth.
 """

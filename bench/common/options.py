@@ -1,7 +1,20 @@
-"""Checks of what a command line says, before anything is loaded."""
+"""Arguments that several commands have, and checks of what a command line says."""
 
 import argparse
 from collections.abc import Collection, Iterable
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the type of random weights, and how programs on them are compiled and recorded."""
+    add = parser.add_argument
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also record a GPU's kernels, by class",
+    )
+    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -1,7 +1,7 @@
 """``python -m bench exactness``: a ledger of every token at which a tree and plain decoding part.
 
 All prompts are decoded plainly and with trees, from the same seeds and in as many slots, at every type of the
-weights and every temperature. Outputs are compared up to their first difference: behind it the contexts
+weights and every temperature. Outputs are compared up to their first difference: after it the contexts
 differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
 listed, and any other is a mistake: the exit code is 1 then. In bfloat16, where near-ties are frequent, all
 are listed with their gaps, and nothing is judged.

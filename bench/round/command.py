@@ -1,6 +1,6 @@
 """``python -m bench round``: one round of speculation, its phases, and how far they are from the hardware.
 
-Every slot is put behind a context of random pages, without a prefill, and rounds run from there on the
+Every slot is put after a context of random pages, without a prefill, and rounds run from there on the
 device. A round is compared with its floor: the bytes that it must read at the bandwidth that this very device
 reaches, or the operations that it must compute at its matmul rate, whichever takes longer. With random
 weights nearly every draft is refused, so a round commits about one token and the context stays what it was.
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import check_least
+from bench.common.options import add_program_arguments, check_least
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
@@ -63,18 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, default=7, help="of the trees (default: 7)")
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=ROUNDS_PER_DISPATCH, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also record a GPU's kernels, by class",
-    )
-    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add_program_arguments(parser)
     add_report_arguments(parser, "round")
 
 

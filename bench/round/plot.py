@@ -67,7 +67,7 @@ def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     axis.set_yticks(places, [_label(row) for row in rows], fontsize=9)
     axis.set_xlabel("milliseconds a round")
-    # Room for the words behind the longest bar.
+    # Room for the words after the longest bar.
     axis.set_xlim(0, 1.5 * max(*ends, *(row["round_ms"] for row in rows)))
     without_frame(axis)
 

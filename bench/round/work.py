@@ -94,5 +94,5 @@ def _scores(config: ModelConfig, context: int) -> int:
 
 
 def _seen(window: int | None, context: int) -> int:
-    """How many tokens the row behind a context sees, in a window or without one: itself is among them."""
+    """How many tokens the row after a context sees, in a window or without one: itself is among them."""
     return context + 1 if window is None else min(window, context + 1)

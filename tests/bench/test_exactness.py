@@ -51,8 +51,15 @@ def broken(monkeypatch):
 
 
 def test_a_right_tree_has_an_empty_ledger(tmp_path):
-    code, report = run(tmp_path / "out" / "ledger.json", "--dtypes", "float32")
+    """With a profile of one of its prompts, which is noted."""
+    path = tmp_path / "profile.json"
+    measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
+    path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
+    words = ["--dtypes", "float32", "--algorithms", "depth_rank_histogram", "--profile", str(path)]
+    code, report = run(tmp_path / "out" / "ledger.json", *words)
     assert code == 0
+    assert report["profile_prompts"] == measured
+    assert "it knows 1, " in report["notes"][-1]
     assert report["divergences"] == []
     assert [(row["T"], row["prompts"], row["tokens"], row["mistakes"]) for row in report["rows"]] == [
         (0.0, 2, 16, 0),
@@ -79,20 +86,6 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     out = capsys.readouterr().out
     assert "MISTAKE" in out
     assert repr(entry["token_text"]) in out
-
-
-def test_a_profile_of_the_prompts_of_this_run_is_said_to_be_one(tmp_path, capsys):
-    path = tmp_path / "profile.json"
-    measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
-    path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
-    words = ["--dtypes", "float32", "--temperatures", "0", "--algorithms", "depth_rank_histogram"]
-    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path))
-    assert report["profile_prompts"] == measured
-    note = report["notes"][-1]
-    assert "it knows 1, " in note
-    assert note in " ".join(capsys.readouterr().out.split())
-    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path), "--skip-prompts", "6")
-    assert (report["arguments"]["skip_prompts"], len(report["notes"])) == (6, 1)
 
 
 def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):

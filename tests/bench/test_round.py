@@ -1,4 +1,4 @@
-"""``python -m bench round`` on a tiny shape: what it reports, and the arithmetic behind it."""
+"""``python -m bench round`` on a tiny shape: what it measures and what it reports."""
 
 import argparse
 import json

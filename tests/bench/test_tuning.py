@@ -79,9 +79,7 @@ class TestPruning:
             ({"block_rows": 128}, True),
             ({"block_rows": 128, "num_warps": 2}, False),  # 256 accumulators a thread
             ({"block_rows": 16, "num_warps": 8}, False),  # warps without a product
-            ({"block_keys": 128}, True),  # a whole page; 144 KiB
             ({"block_keys": 256, "num_stages": 1}, False),  # two pages; 144 KiB
-            ({"block_keys": 128, "num_stages": 5}, True),  # 208 KiB
             ({"block_keys": 128, "num_stages": 6}, True),  # no step more is ahead
             ({"block_keys": 128, "num_stages": 7}, False),  # 272 KiB
             ({"block_rows": 128, "block_keys": 128, "num_stages": 5}, True),  # 224 KiB
