@@ -15,8 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from convert.folders import Checkpoint
 from convert.orbax_io import read_orbax
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, Store, attend_over, empty_stores
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import Store, empty_stores
 from jetspec_jax.checkpoint.safetensors_io import put, read_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer

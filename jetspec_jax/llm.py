@@ -17,18 +17,18 @@ from jetspec_jax.checkpoint.loading import (
     resolve_dtype,
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.decode.settings import PLAIN, TreeSettings, make_decoder
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
-from jetspec_jax.engine.engine import MAX_SLOTS, Engine
-from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.request import Request, check_request
-from jetspec_jax.engine.size import EngineSize, check_engine_memory, default_capacity
-from jetspec_jax.generate import per_prompt, slots_for
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.serving import complete, engine_for
+from jetspec_jax.engine.size import MAX_SLOTS, slots_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
-from jetspec_jax.tree.routing import hints_of_each
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -94,7 +94,7 @@ class LLM:
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(target, Target):
-            config, stores_dtype = target.config, target.weights["embed_tokens"].dtype
+            config, stores_dtype = target.config, target.dtype
         else:
             config, stores_dtype = read_target_config(target, **ignored), resolved
             unread[TARGET_WEIGHTS] = config
@@ -106,27 +106,22 @@ class LLM:
         settings = TreeSettings(budget, width, depth, algorithm)
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
-        self._capacity, self._max_slots = capacity, max_slots
+        self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
         slots_for(1, max_slots)
-        decoder = make_decoder(config, head_config, self.settings, implementation=implementation)
-        check_engine_memory(
-            decoder,
-            EngineSize.of(config, 1, capacity),
+        plan = plan_engine(
+            config,
+            head_config,
+            self.settings,
             stores_dtype,
-            weights=lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()},
+            capacity=capacity,
+            implementation=implementation,
         )
+        plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
         enable_compilation_cache(compilation_cache)
         self.target = target if isinstance(target, Target) else load_target(target, dtype=dtype, **ignored)
         if draft_head is not None and not isinstance(draft_head, Head):
             draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target, **ignored)
         self.draft_head = draft_head
-        self._engine = Engine(
-            self.target,
-            self.draft_head,
-            self.settings,
-            capacity=capacity,
-            implementation=implementation,
-        )
 
     def generate(
         self,
@@ -148,15 +143,11 @@ class LLM:
             DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.encode(prompt) for prompt in texts]
-        params = per_prompt(sampling_params, len(ids))
-        hints = hints_of_each(routing, len(ids), "prompts")
-        for prompt, own in zip(ids, params, strict=True):
-            check_request(self.target, prompt, own, capacity=self._capacity)
-        if not ids:
+        plan, requests = self._plan([self.encode(prompt) for prompt in texts], sampling_params, routing)
+        if not requests:
             return []
-        engine = self._engine_for(ids, params)
-        return [request.output.completion() for request in engine.complete(ids, params, hints)]
+        with self.target.keeper.lock:
+            return complete(self._engine(plan), requests, self.target.tokenizer)
 
     def chat(
         self,
@@ -214,10 +205,10 @@ class LLM:
             DeviceMemoryError: As for `generate`.
         """
         self._tokenizer()
-        ids, params = self.encode(prompt), sampling_params or SamplingParams()
-        check_request(self.target, ids, params, capacity=self._capacity)
-        engine = self._engine_for([ids], [params])
-        return Stream(engine, engine.submit(ids, params, routing))
+        plan, [request] = self._plan([self.encode(prompt)], sampling_params, routing)
+        with self.target.keeper.lock:
+            engine = self._engine(plan)
+            return Stream(self.target, engine, engine.admit(request))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
@@ -232,26 +223,26 @@ class LLM:
             raise ValueError("the target has no tokenizer; pass token ids to generate")
         return self.target.tokenizer
 
-    def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
-        """The engine, large enough for these requests.
+    def _plan(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        routing: Hints | Sequence[Hints | None] | None,
+    ) -> tuple[EnginePlan, list[Request]]:
+        return plan_requests(
+            self.target,
+            self.draft_head,
+            self.settings,
+            prompts,
+            sampling_params,
+            routing,
+            max_slots=self._max_slots,
+            capacity=self._capacity,
+            implementation=self._implementation,
+        )
 
-        Raises:
-            RuntimeError: It is too small, and streams still use it.
-            DeviceMemoryError: The device cannot hold a larger one; it stays as it was.
-        """
-        slots = slots_for(len(prompts), self._max_slots)
-        need = max(len(p) + own.max_tokens for p, own in zip(prompts, params, strict=True))
-        capacity = self._capacity or default_capacity(self.target.config, need)
-        engine = self._engine
-        if engine.busy:
-            if engine.size.capacity < capacity:
-                raise RuntimeError(
-                    f"open streams hold an engine for {engine.size.capacity} tokens, and {need} are needed; "
-                    "end or close them first, or give LLM a larger capacity"
-                )
-        elif engine.size.slots != slots or engine.size.capacity < capacity:
-            engine.resize(slots, capacity)
-        return engine
+    def _engine(self, plan: EnginePlan) -> Engine:
+        return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)
 
 
 class Stream(Iterator[str]):
@@ -263,11 +254,11 @@ class Stream(Iterator[str]):
         completion: The whole completion once the stream has ended, None before.
     """
 
-    def __init__(self, engine: Engine, request: Request):
-        """Wraps a submitted request."""
+    def __init__(self, target: Target, engine: Engine, request: Request):
+        """Wraps a request that waits in the target's engine."""
         self.completion: Completion | None = None
-        self._engine, self._request, self._sent = engine, request, 0
-        self._closed = False
+        self._lock, self._engine, self._request = target.keeper.lock, engine, request
+        self._output, self._sent, self._closed = Output(request, target.tokenizer), 0, False
 
     def __enter__(self) -> "Stream":
         """The stream itself."""
@@ -278,18 +269,24 @@ class Stream(Iterator[str]):
         self.close()
 
     def __del__(self) -> None:
-        """Marks the request; the engine's next step takes it out. No device work in a finaliser."""
+        """Marks the request; the engine's next batch takes it out. No device work in a finaliser."""
         self._request.abandoned = True
 
     def __next__(self) -> str:
         """The next piece of text, which is never empty."""
         while self.completion is None and not self._closed:
-            self._engine.step(STREAM_ROUNDS)
-            text = self._request.output.settled_text
+            with self._lock:
+                # Others who decode with this engine serve the stream too.
+                self._output.update()
+                if self._output.finish_reason is None:
+                    self._engine.step(STREAM_ROUNDS)
+                    self._output.update()
+            text = self._output.settled_text
             piece = text[self._sent :]
             self._sent = len(text)
-            if self._request.output.finish_reason is not None:
-                self.completion = self._request.output.completion()
+            if self._output.finish_reason is not None:
+                self.completion = self._output.completion()
+                self.close()
             if piece:
                 return piece
         raise StopIteration
@@ -297,4 +294,5 @@ class Stream(Iterator[str]):
     def close(self) -> None:
         """Ends the request; its slot and pages are free again."""
         self._closed = True
-        self._engine.cancel(self._request)
+        with self._lock:
+            self._engine.cancel(self._request)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache.stores import PAGE_SIZE, Slots
+from jetspec_jax.cache.slots import PAGE_SIZE, Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.engine.size import pages_for

@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import attend_over
 from jetspec_jax.models import bind
 from jetspec_jax.models.feed_forward import RoutedExperts
 from pallas_kernels.expert_choice import Choice
@@ -44,7 +44,7 @@ def experts_touched(
         weights: Its parameters.
         state: Where the round begins.
     """
-    tree = decoder.build(state, decoder.draft(weights, state))
+    tree = decoder.propose(weights, state).tree
     target, block = bind(decoder.target, weights.target), Block.of_tree(tree, max_depth=decoder.depth)
     found: dict[int, Int[Array, ""]] = {}
     for index, layer in enumerate(target.layers):

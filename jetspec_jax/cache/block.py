@@ -1,4 +1,4 @@
-"""The block: the tokens that one forward takes in behind the committed ones, and how they hang together.
+"""The block: the tokens that one forward takes in after the committed ones, and how they hang together.
 
 A prompt chunk is a chain, a round's nodes are a tree, the draft head's slots are a chain or all see each
 other. The record holds parents and depths; masks and positions are derived where somebody wants them.
@@ -19,12 +19,14 @@ Kind = Literal["chain", "tree", "full"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Block:
-    """N tokens of each of B sequences. Padding is among them: nobody sees it, and nobody commits it.
+    """N tokens of each of B sequences; those from ``num_nodes`` on are padding.
 
     Attributes:
         tokens: Token ids.
         parents: Index of each token's parent in the block, -1 for none.
         depths: Distance from the first token; siblings share it, and with it their position.
+        num_nodes: How many of the tokens are real: the first so many. Attention lets no real token see the
+            others; a layer that carries a state along must leave them out.
         kind: "chain" and "tree" see themselves and their ancestors, "full" sees all.
         max_depth: A static bound on the depths of a tree, if there is one.
     """
@@ -32,22 +34,31 @@ class Block:
     tokens: Int[Array, "B N"]
     parents: Int32[Array, "B N"]
     depths: Int32[Array, "B N"]
+    num_nodes: Int32[Array, "B"]
     kind: Kind = field(metadata={"static": True})
     max_depth: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def chain(cls, tokens: Int[Array, "B N"], kind: Kind = "chain") -> "Block":
-        """Tokens one after the other."""
+    def chain(
+        cls,
+        tokens: Int[Array, "B N"],
+        kind: Kind = "chain",
+        *,
+        num_nodes: Int32[Array, "B"] | None = None,
+    ) -> "Block":
+        """Tokens one after the other; all are real unless ``num_nodes`` says how many."""
+        if num_nodes is None:
+            num_nodes = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
         depths = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        return cls(tokens, depths + NO_PARENT, depths, kind)
+        return cls(tokens, depths + NO_PARENT, depths, num_nodes, kind)
 
     @classmethod
     def of_tree(cls, tree: TokenTree, max_depth: int | None = None) -> "Block":
         """The nodes of token trees."""
-        return cls(tree.tokens, tree.parents, tree.depths, "tree", max_depth)
+        return cls(tree.tokens, tree.parents, tree.depths, tree.num_nodes, "tree", max_depth)
 
     def positions(self, lengths: Int[Array, "B"]) -> Int[Array, "B N"]:
-        """Absolute positions behind ``lengths`` committed tokens."""
+        """Absolute positions after ``lengths`` committed tokens."""
         return lengths[:, None] + self.depths
 
     def mask(self) -> UInt32[Array, "B N words"]:

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jetspec_jax.config import (
     read_eos_token_ids,
     read_json,
 )
+from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
 from jetspec_jax.models import Weights
 
@@ -46,12 +47,19 @@ class Target:
         weights: Its parameters, a plain pytree.
         eos_token_ids: Tokens that end a sequence.
         tokenizer: A transformers tokenizer, or None when the checkpoint has none.
+        keeper: The engine that decoded last, for the next call; it is freed with the target.
     """
 
     config: ModelConfig
     weights: Weights
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = None
+    keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weights."""
+        return self.weights["embed_tokens"].dtype
 
 
 @dataclass(frozen=True, eq=False)

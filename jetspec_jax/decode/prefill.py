@@ -4,17 +4,17 @@ One program serves all buckets, widths and algorithms. Shapes: B slots, C tokens
 """
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import attend_over, commit
+from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
-from jetspec_jax.decode.unseen import as_words, write_rows
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.choice import choose
 
@@ -22,7 +22,7 @@ from jetspec_jax.sampling.choice import choose
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def prefill(
     config: ModelConfig,
-    taps: tuple[int, ...],
+    proposer: Proposer | None,
     implementation: str | None,
     weights: DecodeWeights,
     state: DecodeState,
@@ -33,18 +33,17 @@ def prefill(
 ) -> tuple[DecodeState, Int[Array, ""]]:
     """Commits one chunk of a prompt to a slot while the others keep their state. ``state`` is donated.
 
-    Every token of the chunk enters the target's stores, and waits for the proposer. After the last
-    chunk the target's choice becomes the slot's anchor and the slot decodes, unless that token already ends
-    it.
+    Every token of the chunk enters the target's stores and is shown to the proposer. After the last chunk the
+    target's choice becomes the slot's anchor and the slot decodes, unless that token already ends it.
 
     Args:
         config: The target's geometry.
-        taps: Layers whose outputs the proposer wants to see.
+        proposer: The proposer; None without one.
         implementation: Of tree attention.
-        weights: The parameters; those of the proposer are not read.
-        state: The state; the proposer's is handed through.
+        weights: The parameters.
+        state: The state.
         slot: Which slot.
-        tokens: The chunk; what lies behind ``count`` is padding.
+        tokens: The chunk; from ``count`` on it is padding.
         count: Tokens of the chunk, at least 1.
         is_last: Whether the prompt ends here.
 
@@ -54,10 +53,10 @@ def prefill(
     target = bind(config, weights.target)
     own = jax.tree.map(lambda x: x[slot][None], state.slots)
     settings = jax.tree.map(lambda x: x[slot][None], state.settings)
-    block = Block.chain(tokens[None])
-    attend = attend_over(state.stores, own, block, implementation=implementation)
-    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps)
     count = count[None]
+    block = Block.chain(tokens[None], num_nodes=count)
+    attend = attend_over(state.stores, own, block, implementation=implementation)
+    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps_of(proposer))
     last_row = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
     choice = choose(
         target.logits(last_row),
@@ -66,23 +65,20 @@ def prefill(
         settings.sampling,
         max_depth=0,
     )
-    # Always true, but a commit has to wait for the forward: see `cache.commit`.
-    written = jnp.where(choice[:, 0] >= 0, count, 0)
+    written = after_forward(count, choice)
+    shown = state.proposer
+    if proposer is not None:
+        shown = proposer.commit(weights.proposer, shown, output.taps, own, written)
     finished = is_stop(choice, settings.stop_bits)[0, 0] | (settings.remaining[0] <= 1)
     anchor = choice[0, 0]
-    state = replace(
-        state,
-        stores=commit(state.stores, output.stash, own, written),
+    state = DecodeState(
+        stores=commit(state.stores, own, output.stash, chain_path(*block.tokens.shape), written),
+        proposer=shown,
         slots=state.slots._replace(lengths=state.slots.lengths.at[slot].add(count[0])),
         anchors=state.anchors.at[slot].set(anchor),
         active=state.active.at[slot].set(is_last & ~finished),
         settings=state.settings._replace(
             remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
-        ),
-        unseen=(
-            None
-            if state.unseen is None
-            else write_rows(state.unseen, slot[None], as_words(output.taps), own.lengths)
         ),
     )
     return state, anchor

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models import Transformer, Weights, bind
 
@@ -139,4 +141,4 @@ class DraftHeadProposer:
         positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
         weights = self.prepare(weights)
         context = bind(self.config, weights.head).context(taps, positions, weights.context)
-        return commit(state, context, slots, count)
+        return commit(state, slots, context, chain_path(*taps.shape[:2]), count)

@@ -4,19 +4,21 @@ Shapes: B slots, D draft depth, P pages, T pages per slot.
 """
 
 import functools
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jetspec_jax.cache.stores import NO_PAGE, Slots, Store
+from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.stores import Store
 from jetspec_jax.models import Weights
-from jetspec_jax.sampling.params import Sampling, SamplingParams
-from jetspec_jax.tree import Hints, Reach, Routing, reach_of
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.tree import Hints, Reach, Routing
 
 
 class DecodeWeights(NamedTuple):
@@ -96,8 +98,6 @@ class DecodeState:
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
-        unseen: Taps of the last R tokens, which the proposer has to see before it drafts, as words: see
-            `jetspec_jax.decode.unseen`. None without one.
     """
 
     stores: tuple[Store, ...]
@@ -106,101 +106,40 @@ class DecodeState:
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
-    unseen: Int32[Array, "B R W"] | None
 
 
-# Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RoundRecord:
-    """What a decoder's round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
-
-    All of it is one array, on the device or on the host: every array that a host fetches costs it a tenth
-    of a millisecond, and every one that a loop writes a launch.
+class RoundRecord(NamedTuple):
+    """What a round did; `TreeDecoder.decode` stacks records along a leading axis of rounds.
 
     Attributes:
-        packed: The size of the tree, the tokens, and what an observer has seen: of a round by itself the path
-            and the scores, of all rounds of a dispatch their reach.
-        nodes: N, how many scores there are; 0 if there are none.
-        budgets: K, how many budgets the reach tells of; 0 if there is none.
+        tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
+        tree_sizes: Nodes of each slot's tree; 0 for a slot that did not decode.
+        reach: What trees of each smaller bucket would have had accepted, 0 for a slot that did not decode;
+            None where the decoder does not observe it.
     """
 
-    packed: Int32[Array, "*rounds B fields"]
-    nodes: int = field(default=0, metadata={"static": True})
-    budgets: int = field(default=0, metadata={"static": True})
-
-    @classmethod
-    def of(
-        cls,
-        tokens: Int32[Array, "*rounds B D1"],
-        tree_sizes: Int32[Array, "*rounds B"],
-        path: Int32[Array, "*rounds B D1"] | None = None,
-        scores: Float32[Array, "*rounds B N"] | None = None,
-    ) -> "RoundRecord":
-        """Packs a record.
-
-        Args:
-            tokens: Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond.
-            tree_sizes: Nodes of each slot's tree.
-            path: For an observer, the nodes of the accepted path, -1 beyond.
-            scores: Likewise, the scores of the nodes; -inf is padding.
-        """
-        parts = [tree_sizes[..., None], tokens]
-        if path is None or scores is None:
-            return cls(jnp.concatenate(parts, axis=-1))
-        return cls(jnp.concatenate([*parts, path, scores.view(jnp.int32)], axis=-1), scores.shape[-1])
-
-    def with_reach(self, budgets: Sequence[int]) -> "RoundRecord":
-        """With the reach instead of path and scores, which the host would take long to look through."""
-        path, scores = self.packed[..., self._end : -self.nodes], self.packed[..., -self.nodes :]
-        reach = jnp.concatenate(reach_of(scores.view(jnp.float32), path, budgets), axis=-1)
-        # Of a slot that did not decode, the round tells nothing.
-        reach = jnp.where(self.tree_sizes[..., None] > 0, reach, 0.0).view(jnp.int32)
-        own = self.packed[..., : self._end]
-        return RoundRecord(jnp.concatenate([own, reach], axis=-1), budgets=len(budgets))
-
-    @property
-    def tree_sizes(self) -> Int32[Array, "*rounds B"]:
-        """Nodes of each slot's tree; 0 for a slot that did not decode."""
-        return self.packed[..., 0]
-
-    @property
-    def tokens(self) -> Int32[Array, "*rounds B D1"]:
-        """Committed tokens of each slot (the accepted ones, then the bonus), -1 beyond."""
-        return self.packed[..., 1 : self._end]
+    tokens: Int32[Array, "*rounds B D1"]
+    tree_sizes: Int32[Array, "*rounds B"]
+    reach: Reach | None = None
 
     @property
     def counts(self) -> Int32[Array, "*rounds B"]:
-        """How many they are: accepted drafted tokens plus one; 0 for a slot that did not decode."""
+        """How many tokens: accepted drafted ones plus one; 0 for a slot that did not decode."""
         return (self.tokens >= 0).sum(axis=-1, dtype=np.int32)
 
-    @property
-    def reach(self) -> Reach:
-        """What trees of each bucket would have had accepted, of an observed dispatch; 0 where none ran."""
-        reach = self.packed[..., self._end :].view(np.float32)
-        return Reach(reach[..., : self.budgets], reach[..., self.budgets :])
 
-    @property
-    def _end(self) -> int:
-        """Where the tokens end: the path of an observer's round is as long as they are."""
-        rest = self.packed.shape[-1] - 1 - self.nodes - 2 * self.budgets
-        return 1 + (rest // 2 if self.nodes else rest)
-
-
-#: A state's stores: the target's, the proposer's state, and what the proposer has not seen.
-Stores = tuple[Any, Any, Any]
+#: The part of a state that holds tokens: the target's stores, and the proposer's state.
+Stores = tuple[Any, Any]
 
 
 def split(state: DecodeState) -> tuple[Stores, DecodeState]:
     """A state's stores, and the state without them: fewer arrays for programs that look at none."""
-    stores = state.stores, state.proposer, state.unseen
-    return stores, replace(state, stores=(), proposer=None, unseen=None)
+    return (state.stores, state.proposer), replace(state, stores=(), proposer=None)
 
 
 def join(stores: Stores, state: DecodeState) -> DecodeState:
     """The inverse of `split`."""
-    return replace(state, stores=stores[0], proposer=stores[1], unseen=stores[2])
+    return replace(state, stores=stores[0], proposer=stores[1])
 
 
 @functools.partial(jax.jit, donate_argnums=0)

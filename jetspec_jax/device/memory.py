@@ -38,14 +38,12 @@ def free_bytes() -> int | None:
 def check_memory(
     needs: Callable[[], Bytes],
     *,
-    reclaimed: int = 0,
     smaller: Callable[[], Iterable[tuple[str, int | str, Bytes]]] = tuple,
 ) -> None:
     """Checks that the device can give what is needed; asks for it only where the device says what it has.
 
     Args:
         needs: What is needed.
-        reclaimed: Bytes in use that are given back first.
         smaller: Other values of settings, with what they would need. The error recommends the first of each
             setting that fits.
 
@@ -56,7 +54,7 @@ def check_memory(
     if free is None:
         return
     parts = needs()
-    free, total = free + reclaimed, sum(parts.values())
+    total = sum(parts.values())
     if total <= free:
         return
     fitting: dict[str, int | str] = {}

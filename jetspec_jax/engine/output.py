@@ -1,12 +1,11 @@
-"""Completions, and the one place that decides where a request's output ends."""
+"""What a request got, as tokens and as text."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -40,49 +39,41 @@ class Completion:
 
 
 class Output:
-    """A request's output while it grows: tokens in, text and the end out.
+    """A request's tokens as text while they come, and its end: also where a stop string is found.
 
-    Tokens that a round committed behind the end are dropped. Stop conditions are looked at before the length,
-    so that a stop on the last allowed token is a stop.
+    What rounds committed after the end is dropped.
     """
 
-    def __init__(self, params: SamplingParams, stop_ids: Collection[int], tokenizer: Any):
-        """Starts an empty output.
+    def __init__(self, request: Request, tokenizer: Any):
+        """Begins with the request's first token.
 
         Args:
-            params: The request's settings.
-            stop_ids: All tokens that end it.
+            request: The request.
             tokenizer: A transformers tokenizer, or None.
         """
+        self.request = request
         self.token_ids: list[int] = []
-        self.accept_lengths: list[int] = []
-        self.tree_sizes: list[int] = []
         self.finish_reason: str | None = None
         self.text = ""
-        self._max_tokens, self._stop, self.stop_ids = params.max_tokens, tuple(params.stop or ()), stop_ids
+        self._stop = tuple(request.params.stop or ())
         # The library's own tokenizer decodes token by token, holding back incomplete characters.
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
 
-    def add_round(self, tokens: list[int], tree_size: int) -> None:
-        """Takes the tokens that one round committed; nothing once the output has ended."""
-        if self.finish_reason is None:
-            self.accept_lengths.append(len(tokens))
-            self.tree_sizes.append(tree_size)
-            self.add_tokens(tokens)
-
-    def add_tokens(self, tokens: list[int]) -> None:
-        """Takes tokens up to the output's end."""
-        for token in tokens:
+    def update(self) -> None:
+        """Takes what the request has got since the last time."""
+        request = self.request
+        for token in request.tokens[len(self.token_ids) :]:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)
-            is_stop = token in self.stop_ids
-            if is_stop or self._decode(token):
+            is_last = len(self.token_ids) == len(request.tokens)
+            if is_last and request.finish_reason is not None:
+                self.finish_reason = request.finish_reason
+            is_stop = token in request.stop_ids
+            if not is_stop and self._decode(token):
                 self.finish_reason = "stop"
-            elif len(self.token_ids) == self._max_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason == "length" or is_stop:
+            elif self.finish_reason is not None:
                 self._flush(self.token_ids[:-1] if is_stop else self.token_ids)
 
     @property
@@ -100,7 +91,13 @@ class Output:
         """The finished completion."""
         assert self.finish_reason is not None, "the request still runs"
         text = None if self._tokenizer is None else self.text
-        return Completion(text, self.token_ids, self.finish_reason, self.accept_lengths, self.tree_sizes)
+        request, rounds, reached = self.request, 0, 1
+        # A stop string ends an output before the request's last rounds.
+        while reached < len(self.token_ids):
+            reached += request.accept_lengths[rounds]
+            rounds += 1
+        lengths, sizes = request.accept_lengths[:rounds], request.tree_sizes[:rounds]
+        return Completion(text, self.token_ids, self.finish_reason, lengths, sizes)
 
     def _decode(self, token: int) -> bool:
         """Adds a token's text; True if a stop string ends it there."""

@@ -1,46 +1,47 @@
-"""A request: a prompt on its way through an engine, and what is checked before anything is done for it."""
+"""A request on its way through an engine: a prompt, what was asked for, and the tokens so far. No text."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import ArrayLike
 
-from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.decode.state import RoundRecord, SlotSettings
-from jetspec_jax.engine.output import Output
-from jetspec_jax.engine.size import pages_for
+from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.sampling.params import SamplingParams
-
-#: A prompt: a list of token ids, or an array of them.
-TokenIds = ArrayLike | Sequence[int]
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way through the engine.
+    """A prompt on its way through an engine.
 
     Attributes:
         prompt: Its tokens.
-        params: How it is sampled and when it stops.
-        settings: The same as arrays for its slot.
-        output: What it has got so far.
-        abandoned: Nobody waits for it any more; the next step takes it out.
-        slot: Where it decodes, once it was admitted.
-        pages: What it holds, once it was admitted.
-        prefilled: Tokens of the prompt that are in the stores.
-        seen: Committed tokens that the proposer has seen.
+        params: How it is sampled and when it stops; with a seed.
+        stop_ids: All tokens that end it.
+        budget: Most nodes of its trees, root included.
+        depth: Largest depth of its trees.
+        hints: What is known of it ("task", "mode", "text"), for algorithms that look at that.
+        tokens: What it has got; a token that ended it is the last.
+        accept_lengths: Tokens that each of its rounds committed, before any cut.
+        tree_sizes: Nodes of each round's tree.
+        finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
+        abandoned: Nobody waits for it any more; the next batch takes it out.
+        slot: Where it decodes; -1 while it waits.
+        pages: What it holds while it decodes.
     """
 
     prompt: np.ndarray
     params: SamplingParams
-    settings: SlotSettings
-    output: Output
+    stop_ids: frozenset[int] = frozenset()
+    budget: int = 1
+    depth: int = 0
+    hints: Mapping[str, str] | None = None
+    tokens: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    tree_sizes: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
     abandoned: bool = False
     slot: int = -1
     pages: Sequence[int] = ()
-    prefilled: int = 0
-    seen: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -49,55 +50,28 @@ class Request:
 
     @property
     def committed(self) -> int:
-        """Its tokens in the stores: all that it has got but the last, the anchor."""
-        return self.prefilled + max(len(self.output.token_ids) - 1, 0)
+        """Its tokens in the stores, once it decodes: all but the last, the anchor."""
+        return len(self.prompt) + max(len(self.tokens) - 1, 0)
 
     @property
     def left(self) -> int:
         """Tokens that rounds may still give it; the first is the prefill's."""
-        return self.params.max_tokens - max(len(self.output.token_ids), 1)
+        return self.params.max_tokens - max(len(self.tokens), 1)
 
-    def collect(self, records: RoundRecord) -> None:
-        """Takes the tokens of the rounds that it took part in."""
-        # Of many rows few may have run.
-        ran = records.tree_sizes[:, self.slot] > 0
-        own = replace(records, packed=records.packed[ran, self.slot])
-        of_rounds = (own.tokens.tolist(), own.counts.tolist(), own.tree_sizes.tolist())
-        for tokens, count, size in zip(*of_rounds, strict=True):
-            self.output.add_round(tokens[:count], size)
+    def take(self, tokens: Sequence[int]) -> None:
+        """Takes tokens up to its end. A stop on the last allowed token is a stop."""
+        for token in tokens:
+            if self.finish_reason is not None:
+                return
+            self.tokens.append(token)
+            if token in self.stop_ids:
+                self.finish_reason = "stop"
+            elif len(self.tokens) == self.params.max_tokens:
+                self.finish_reason = "length"
 
-
-def check_request(
-    target: Target, prompt: TokenIds, params: SamplingParams, *, capacity: int | None = None
-) -> np.ndarray:
-    """Checks a request before anything is done for it; its prompt as an array of token ids.
-
-    Raises:
-        ValueError: What is wrong with it.
-    """
-    if not isinstance(target, Target):
-        raise ValueError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"expected SamplingParams, not {type(params).__name__}")
-    config = target.config
-    ids = np.asarray(prompt)
-    if ids.size == 0:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"a prompt must be a list of token ids, not {prompt!r}")
-    for name, tokens in (("prompt", ids), ("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))):
-        outside = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
-            )
-    total = len(ids) + params.max_tokens
-    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
-    if total > limit:
-        raise ValueError(
-            f"{len(ids)} prompt tokens plus max_tokens={params.max_tokens} make {total}, beyond the "
-            f"context limit of {limit}; max_tokens could be at most {limit - len(ids)}"
-        )
-    if params.stop and target.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
-    return ids.astype(np.int32)
+    def take_round(self, tokens: Sequence[int], tree_size: int) -> None:
+        """Takes what one round committed; nothing once the request has ended."""
+        if self.finish_reason is None:
+            self.accept_lengths.append(len(tokens))
+            self.tree_sizes.append(tree_size)
+            self.take(tokens)

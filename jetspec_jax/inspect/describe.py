@@ -9,7 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jetspec_jax.cache.stores import PAGE_SIZE, ring_pages
+from jetspec_jax.cache.ring import ring_pages
+from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.checkpoint.loading import CONFIG_PATTERNS, find_headers, resolve
 from jetspec_jax.checkpoint.safetensors_io import Headers
 from jetspec_jax.config import (

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Float32, Int
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.sampling.choice import perturb
-from jetspec_jax.sampling.params import Sampling, SamplingParams
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.slots import Sampling
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
 TIE_GAP = 1e-4

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
@@ -111,7 +113,8 @@ def _tree_logits(
     stores, slots = _one_page_each(config, prefix, dtype), _slots(prefix)
     if prefix.shape[1]:
         stash = _forward(target, prefix).stash
-        stores = commit(stores, stash, slots, jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32))
+        count = jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32)
+        stores = commit(stores, slots, stash, chain_path(*prefix.shape), count)
         slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
     block = Block.of_tree(tree)
     attend = attend_over(stores, slots, block)

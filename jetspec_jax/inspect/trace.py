@@ -14,14 +14,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
 
 from jetspec_jax.checkpoint.loading import Head, Target
-from jetspec_jax.decode.decoder import Accepted, TreeDecoder
+from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
+from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.request import Request, TokenIds, check_request
-from jetspec_jax.engine.size import default_capacity
+from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Hints, TokenTree
 
@@ -61,9 +63,10 @@ class RoundTrace(NamedTuple):
 class Trace(Iterator[RoundTrace]):
     """The rounds of one request, decoded as they are asked for; closed or dropped, it holds nothing."""
 
-    def __init__(self, engine: Engine, request: Request):
+    def __init__(self, target: Target, engine: Engine, request: Request):
         """Takes over an engine of its own, with its only request."""
-        self._rounds, self._output = _rounds(engine, request), request.output
+        self._output = Output(request, target.tokenizer)
+        self._rounds = _rounds(target, engine, self._output)
 
     def __next__(self) -> RoundTrace:
         """Decodes the next round."""
@@ -112,35 +115,44 @@ def trace_rounds(
             the call, before any round.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
-    params = SamplingParams() if params is None else params
-    ids = check_request(target, prompt, params)
-    engine = Engine(
+    plan, [request] = plan_requests(
         target,
         head,
         settings,
-        capacity=default_capacity(target.config, len(ids) + params.max_tokens),
+        [prompt],
+        params,
+        routing,
         proposer=proposer,
-        proposer_weights=proposer_weights,
         implementation=implementation,
     )
-    return Trace(engine, engine.submit(ids, params, routing))
+    weights = proposer_weights if head is None else head.weights
+    with target.keeper.lock:
+        engine = take_engine(target, plan, weights)
+        engine.admit(request)
+    return Trace(target, engine, request)
 
 
-def _rounds(engine: Engine, request: Request) -> Generator[RoundTrace]:
+def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
     """Serves an engine's only request, one round a step."""
     seen: list[_Seen] = []
+    request, decoder = output.request, engine.plan.decoder
 
     def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
-        state, record, passed = _traced_round(engine.decoder, weights, state)
+        state, record, passed = _traced_round(decoder, weights, state)
         seen.append(passed)
         return state, jax.tree.map(lambda one: one[None], record)
 
-    while request.output.finish_reason is None:
-        engine.step(1, decode)
-        passed = jax.device_get(seen.pop())
-        # A request that ends with its first token has had no round.
-        if passed.accepted.counts[request.slot]:
-            yield _of_slot(passed, request.slot)
+    try:
+        while output.finish_reason is None:
+            engine.step(1, decode)
+            output.update()
+            passed = jax.device_get(seen.pop())
+            # A request that ends with its first token has had no round.
+            if passed.accepted.counts[request.slot]:
+                yield _of_slot(passed, request.slot)
+    finally:
+        engine.cancel(request)
+        give_back(target, engine)
 
 
 class _Seen(NamedTuple):
@@ -158,19 +170,17 @@ class _Seen(NamedTuple):
 def _traced_round(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> tuple[DecodeState, RoundRecord, _Seen]:
-    """`TreeDecoder.round`, which also returns what its parts hand to each other. ``state`` is donated."""
-    candidates = decoder.draft(weights, state)
-    tree = decoder.build(state, candidates)
-    output = decoder.verify(weights, state, tree)
-    accepted = decoder.accept(state, tree, output.logits)
-    after, record = decoder.commit(weights, state, tree, output, accepted)
+    """`TreeDecoder.round`, which also returns what its pieces hand to each other. ``state`` is donated."""
+    tree, candidates = decoder.propose(weights, state)
+    verified = decoder.verify(weights, state, tree)
+    after, record, accepted = decoder.settle(weights, state, tree, verified)
     nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.width))
     seen = _Seen(
         state.slots.lengths,
         nothing.astype(jnp.int32) if candidates is None else candidates.tokens,
         nothing if candidates is None else candidates.log_probs,
         tree,
-        _target_log_probs(tree, output.logits),
+        _target_log_probs(tree, verified.logits),
         accepted,
     )
     return after, record, seen

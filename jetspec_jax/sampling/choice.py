@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped, UInt32
 
-from jetspec_jax.sampling.params import Sampling
+from jetspec_jax.sampling.slots import Sampling
 from pallas_kernels.token_filter import least_kept
 
 # Entries of a row that are reduced together. XLA:GPU takes a block for each, so that few rows keep it busy.

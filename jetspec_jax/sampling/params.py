@@ -1,16 +1,12 @@
-"""How requests are sampled: the settings of one, checked, and those of all slots as arrays."""
+"""How a request is sampled and when it stops, checked; imports no JAX."""
 
 import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
-
-NO_TOP_K = 0
 
 
 @dataclass(frozen=True)
@@ -65,49 +61,6 @@ class SamplingParams:
             raise ValueError(f"stop must hold strings that are not empty, not {self.stop!r}")
         if not all(_is_int(token) and token >= 0 for token in stop_token_ids):
             raise ValueError(f"stop_token_ids must hold token ids, not {self.stop_token_ids!r}")
-
-
-class Sampling(NamedTuple):
-    """The sampling settings of B slots as arrays.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 keeps all.
-        top_p: 1 keeps all.
-        min_p: 0 keeps all.
-        key: Raw threefry key of the slot's seed.
-    """
-
-    temperature: Float[Array, "B"]
-    top_k: Int[Array, "B"]
-    top_p: Float[Array, "B"]
-    min_p: Float[Array, "B"]
-    key: UInt32[Array, "B 2"]
-
-    @classmethod
-    def greedy(cls, slots: int) -> "Sampling":
-        """Settings of slots that nobody uses yet."""
-        return cls(
-            jnp.zeros(slots, jnp.float32),
-            jnp.full(slots, NO_TOP_K, jnp.int32),
-            jnp.ones(slots, jnp.float32),
-            jnp.zeros(slots, jnp.float32),
-            jnp.zeros((slots, 2), jnp.uint32),
-        )
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> "Sampling":
-        """One request's settings as NumPy scalars, without the slot axis; draws a seed if there is none."""
-        seed = draw_seed() if params.seed is None else int(params.seed)
-        fields: Any = (
-            np.float32(params.temperature),
-            # No vocabulary has 2**31 entries: such a top_k keeps all.
-            np.int32(NO_TOP_K if params.top_k is None else min(params.top_k, 2**31 - 1)),
-            np.float32(1.0 if params.top_p is None else params.top_p),
-            np.float32(0.0 if params.min_p is None else params.min_p),
-            np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        )
-        return cls(*fields)
 
 
 def draw_seed() -> int:

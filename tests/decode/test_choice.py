@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax.sampling.choice import choose, perturb
-from jetspec_jax.sampling.params import Sampling, SamplingParams
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.slots import Sampling
 from pallas_kernels.token_filter.reference import _float_at, _threshold
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -11,7 +11,7 @@ from scipy import stats
 from jetspec_jax import SamplingParams, generate_tree, logits
 from jetspec_jax.config import Rope
 from jetspec_jax.sampling.choice import choose, perturb
-from jetspec_jax.sampling.params import Sampling
+from jetspec_jax.sampling.slots import Sampling
 from tests.decode.tiny import TINY, random_head, random_target
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

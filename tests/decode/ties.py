@@ -10,7 +10,7 @@ import numpy as np
 
 from jetspec_jax import logits
 from jetspec_jax.sampling.choice import perturb
-from jetspec_jax.sampling.params import Sampling
+from jetspec_jax.sampling.slots import Sampling
 
 TIE = 1e-4
 

@@ -1,0 +1,91 @@
+"""A layer's keys and values in pages of one pool, which the slots' block tables name.
+
+Shapes: B slots, P pages, T pages per slot, R rows of a path, G KV heads, E head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, no_type_check
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.models.layers import KV
+from pallas_kernels.paged_write import paged_write
+from pallas_kernels.tree_attention import PagedPrefix
+
+
+# Unchecked by the tests' typing hook: JAX rebuilds pytrees around leaves of any kind.
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedStore:
+    """Pages that the slots' block tables name; see `jetspec_jax.cache.stores.Store`.
+
+    Attributes:
+        k: Keys.
+        v: Values.
+    """
+
+    k: Float[Array, "P page G E"]
+    v: Float[Array, "P page G E"]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Stores of equal layouts have their rows at equal places."""
+        return type(self), *self.k.shape[:2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(pool.size * pool.dtype.itemsize for pool in (self.k, self.v))
+
+    def view(self, slots: Slots, block: Block) -> PagedPrefix:
+        """What attention reads: the pool, and where each slot's tokens lie in it."""
+        return PagedPrefix(self.k, self.v, slots.block_tables, slots.lengths)
+
+    def commit(self, slots: Slots, stash: KV, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> Self:
+        """The store with the path's rows after each slot's committed tokens."""
+        return self.commit_alike([self], slots, [stash], path, count)[0]
+
+    @classmethod
+    def commit_alike(
+        cls,
+        stores: Sequence[Self],
+        slots: Slots,
+        stash: Sequence[KV],
+        path: Int32[Array, "B R"],
+        count: Int[Array, "B"],
+    ) -> list[Self]:
+        """`commit` of several stores of one layout by one write: a launch for each layer would cost more."""
+        first = stores[0]
+        num_pages, page_size = first.k.shape[:2]
+        step = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
+        position = slots.lengths[:, None] + step
+        page = first.pages_of(slots, position // page_size)
+        # Compared before it is multiplied: a page number that is none may be any, and the product overflow.
+        there = (page >= 0) & (page < num_pages) & first.keeps(step, count[:, None])
+        places = jnp.where(there, page * page_size + position % page_size, -1)
+        pools = [pool for store in stores for pool in (store.k, store.v)]
+        pools = paged_write(pools, [rows for kv in stash for rows in (kv.k, kv.v)], path, places)
+        written = zip(stores, pools[::2], pools[1::2], strict=True)
+        return [replace(store, k=k, v=v) for store, k, v in written]
+
+    def pages_of(self, slots: Slots, logical: Int[Array, "B n"]) -> Int[Array, "B n"]:
+        """Which pages of the pool are these pages of the slots' sequences; `NO_PAGE` after the last."""
+        return jnp.take_along_axis(slots.block_tables, logical, axis=1, mode="fill", fill_value=NO_PAGE)
+
+    def keeps(self, step: Int[Array, "1 R"], count: Int[Array, "B 1"]) -> Bool[Array, "B R"]:
+        """Which rows of a path are written."""
+        return step < count
+
+
+def empty_paged_store(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> PagedStore:
+    """A pool of zeros."""
+    shape = (num_pages, page_size, num_kv_heads, head_dim)
+    return PagedStore(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -1,0 +1,230 @@
+"""The round of speculation: three functions of arrays, and their one composition.
+
+::
+
+    propose   proposer -> draft logits [B, D, V] -> token tree [B, N]
+    verify    target over the tree's nodes -> logits [B, N, V], taps, stash
+    settle    the target's choice at every node -> accepted path [B, D + 1]
+              -> stores, proposer's state, next anchors [B], record
+
+Plain decoding is the same round with a tree of one node.
+
+Shapes: B slots, N nodes (the bucket), D draft depth, W width, F tap size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.cache.attention import attend_over
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.stores import after_forward, commit
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.proposer import Proposer, taps_of
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, is_stop
+from jetspec_jax.models import bind
+from jetspec_jax.sampling.choice import choose
+from jetspec_jax.tree import (
+    BUCKETS,
+    Algorithm,
+    Candidates,
+    TokenTree,
+    accept,
+    algorithm_of,
+    grow_tree,
+    plan_of,
+    reach_of,
+    root_tree,
+    top_candidates,
+    tree_buckets,
+)
+
+
+class Proposal(NamedTuple):
+    """What a round is about to verify.
+
+    Attributes:
+        tree: The tree below the anchors.
+        candidates: The draft tokens that it was built of; None in plain decoding, which drafts nothing.
+    """
+
+    tree: TokenTree
+    candidates: Candidates | None
+
+
+class Verified(NamedTuple):
+    """What the target made of a block.
+
+    Attributes:
+        logits: Of every node.
+        taps: Outputs of the tapped layers.
+        stash: For each layer what a commit of the nodes could need.
+    """
+
+    logits: Float[Array, "B N V"]
+    taps: Float[Array, "B N F"]
+    stash: tuple[Any, ...]
+
+
+class Accepted(NamedTuple):
+    """What a round takes over.
+
+    Attributes:
+        path: Nodes of the accepted path from the root on; -1 beyond.
+        counts: Tokens to commit, as many as the path has nodes; 0 for a slot that does not decode.
+        tokens: What the target chose at those nodes; -1 beyond.
+        bonus: The last of them, the next anchor.
+        choices: What the target chose at every node.
+    """
+
+    path: Int[Array, "B D1"]
+    counts: Int[Array, "B"]
+    tokens: Int[Array, "B D1"]
+    bonus: Int[Array, "B"]
+    choices: Int[Array, "B N"]
+
+
+class Settled(NamedTuple):
+    """How a round ends.
+
+    Attributes:
+        state: After the commit.
+        record: What the host is told.
+        accepted: What was taken over.
+    """
+
+    state: DecodeState
+    record: RoundRecord
+    accepted: Accepted
+
+
+@dataclass(frozen=True)
+class Round:
+    """The static settings of a round: hashable, equal by value, one compiled program each.
+
+    Attributes:
+        target: The target's geometry.
+        proposer: Where draft logits come from; None only decodes plainly.
+        bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
+        width: Most children of a node.
+        algorithm: The tree algorithm: a name, or one with its options.
+        implementation: Of tree attention; None picks the best.
+        observes: Whether records tell what trees of each smaller bucket would have had accepted.
+    """
+
+    target: ModelConfig
+    proposer: Proposer | None = None
+    bucket: int = 1
+    width: int = 7
+    algorithm: str | Algorithm = "accum_logp"
+    implementation: str | None = None
+    observes: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the settings.
+
+        Raises:
+            ValueError: A setting is out of its range.
+        """
+        if self.bucket not in BUCKETS:
+            raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")
+        if self.bucket > 1 and self.proposer is None:
+            raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
+        if not 1 <= self.width <= self.target.vocab_size:
+            raise ValueError(f"width must lie in 1..{self.target.vocab_size}, not {self.width}")
+        algorithm_of(self.algorithm)
+
+    @property
+    def depth(self) -> int:
+        """D, the largest depth of the trees; 0 in plain decoding."""
+        return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
+
+    def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
+        """One round of speculation over all slots; those that are not active keep their state."""
+        tree = self.propose(weights, state).tree
+        settled = self.settle(weights, state, tree, self.verify(weights, state, tree))
+        return settled.state, settled.record
+
+    def propose(self, weights: DecodeWeights, state: DecodeState) -> Proposal:
+        """Drafts, and builds the round's tree below the anchors."""
+        if self.proposer is None or self.bucket == 1:
+            return Proposal(root_tree(state.anchors, 1), None)
+        target = bind(self.target, weights.target)
+        with jax.named_scope("propose"):
+            logits = self.proposer.propose(
+                weights.proposer, state.proposer, target, state.anchors, state.slots
+            )
+            candidates = top_candidates(logits, self.width)
+            algorithm = algorithm_of(self.algorithm)
+            tree = grow_tree(
+                candidates,
+                state.anchors,
+                plan_of(algorithm, candidates, state.settings.routing),
+                state.settings.budget,
+                state.settings.depth,
+                num_nodes=self.bucket,
+                one_by_one=algorithm.one_by_one,
+            )
+            return Proposal(tree, candidates)
+
+    def verify(self, weights: DecodeWeights, state: DecodeState, tree: TokenTree) -> Verified:
+        """One forward of the target over all nodes, each after its own ancestors."""
+        target = bind(self.target, weights.target)
+        with jax.named_scope("verify"):
+            block = Block.of_tree(tree, max_depth=self.depth)
+            attend = attend_over(state.stores, state.slots, block, implementation=self.implementation)
+            positions = block.positions(state.slots.lengths)
+            output = target(block.tokens, positions, attend, taps=taps_of(self.proposer))
+            return Verified(target.logits(output.hidden), output.taps, output.stash)
+
+    def settle(
+        self, weights: DecodeWeights, state: DecodeState, tree: TokenTree, verified: Verified
+    ) -> Settled:
+        """Accepts the path that the target itself would have taken, and commits it.
+
+        The path's rows go into the stores and the proposer's state, and the slots move on.
+        """
+        with jax.named_scope("settle"):
+            accepted = self._accept(state, tree, verified.logits)
+            path, count = accepted.path, accepted.counts
+            stores = commit(state.stores, state.slots, verified.stash, path, count)
+            own = state.proposer
+            if self.proposer is not None:
+                taps = jnp.take_along_axis(verified.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
+                own = self.proposer.commit(weights.proposer, own, taps, state.slots, count)
+            remaining = state.settings.remaining - count
+            stopped = jnp.any(is_stop(accepted.tokens, state.settings.stop_bits), axis=1)
+            after = DecodeState(
+                stores=stores,
+                proposer=own,
+                # What overshoots a request's end has no page, and no later round of a loop may look for it.
+                slots=state.slots._replace(
+                    lengths=state.slots.lengths + jnp.clip(state.settings.remaining, 0, count)
+                ),
+                anchors=jnp.where(state.active, accepted.bonus, state.anchors),
+                active=state.active & ~stopped & (remaining > 0),
+                settings=state.settings._replace(remaining=remaining),
+            )
+            return Settled(after, self._record(tree, accepted), accepted)
+
+    def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
+        choices = choose(
+            logits, tree.depths, state.slots.lengths + 1, state.settings.sampling, max_depth=self.depth
+        )
+        path, _, bonus = accept(tree, choices, max_depth=self.depth)
+        taken = (path >= 0) & state.active[:, None]
+        # The choice at every node of the path is the next one's token, and at the last node the bonus.
+        tokens = jnp.where(taken, jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1), -1)
+        counts = after_forward(jnp.sum(taken, axis=1, dtype=jnp.int32), choices)
+        return Accepted(path, counts, tokens, bonus, choices)
+
+    def _record(self, tree: TokenTree, accepted: Accepted) -> RoundRecord:
+        decodes = accepted.counts > 0
+        reach = None
+        if self.observes:
+            reach = reach_of(tree.scores, accepted.path, tree_buckets(self.bucket))
+            reach = jax.tree.map(lambda each: jnp.where(decodes[:, None], each, 0.0), reach)
+        return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach)

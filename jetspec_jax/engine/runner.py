@@ -1,0 +1,156 @@
+"""The device's end of an engine: launches a batch, and later collects what it did."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.records import Batch, BatchRecord, DispatchRecord
+from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
+from jetspec_jax.engine.size import EngineSize
+
+#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
+Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
+_COSTS: dict[tuple[object, ...], RoundCosts] = {}
+# More than any dispatch emits: no slot may stop while it is timed.
+_ENDLESS = 2**30
+
+
+class Runner:
+    """The state of all slots on the device, and the programs that work on it."""
+
+    def __init__(
+        self,
+        decoders: tuple[TreeDecoder, ...],
+        weights: DecodeWeights,
+        size: EngineSize,
+        dtype: jnp.dtype,
+    ):
+        """Allocates the stores; compiles nothing yet.
+
+        Args:
+            decoders: One for each bucket that batches may name; the last is the largest.
+            weights: The parameters.
+            size: How much the stores hold.
+            dtype: Of the stores.
+        """
+        self.decoders = {decoder.bucket: decoder for decoder in decoders}
+        self.decoder = decoders[-1]
+        self.weights, self.size, self.dtype = weights, size, dtype
+        self.state = empty_state(self.decoder, size, dtype)
+        # Launched and not collected: the batch, its first tokens, its records, when its rounds began.
+        self._flying: tuple[Batch, list[jax.Array], RoundRecord, float | None] | None = None
+        self._compiled: set[int] = set()
+
+    def launch(self, batch: Batch, decode: Decode | None = None) -> None:
+        """Starts a batch; `collect` waits for it.
+
+        Args:
+            batch: What to do.
+            decode: What runs the rounds; None is the decoder of the batch's bucket.
+
+        Raises:
+            RuntimeError: The batch before was not collected.
+        """
+        if self._flying is not None:
+            raise RuntimeError("a batch was launched and not collected")
+        decoder = self.decoders[batch.bucket]
+        for slot in batch.releases:
+            self.state = decoder.release(self.state, np.int32(slot))
+        for own in batch.admissions:
+            settings = SlotSettings.of(
+                own.params,
+                own.stop_ids,
+                vocab_size=decoder.target.vocab_size,
+                budget=own.budget,
+                depth=own.depth,
+                routing=own.hints,
+            )
+            self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings)
+        first_tokens = []
+        for chunk in batch.chunks:
+            # NumPy scalars have one type on every call; a Python int is another program than an array.
+            place = np.int32(chunk.slot), chunk.tokens, np.int32(chunk.num_tokens), np.bool_(chunk.is_last)
+            self.state, token = self.decoder.prefill(self.weights, self.state, *place)
+            if chunk.is_last:
+                first_tokens.append(token)
+        # Rounds that wait for a prompt or for the compiler are not timed.
+        timed = not batch.chunks and batch.bucket in self._compiled
+        started = time.perf_counter() if timed else None
+        run = decode or decoder.decode
+        self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
+        self._compiled.add(batch.bucket)
+        self._flying = batch, first_tokens, records, started
+
+    def collect(self) -> BatchRecord:
+        """Waits for the batch that was launched; an interrupted wait may be repeated.
+
+        Raises:
+            RuntimeError: No batch was launched.
+        """
+        if self._flying is None:
+            raise RuntimeError("no batch was launched")
+        batch, tokens, records, started = self._flying
+        tokens, records = jax.device_get((tokens, records))
+        seconds = None if started is None else time.perf_counter() - started
+        self._flying = None
+        # Rounds that ran are the first.
+        ran = int((records.tree_sizes > 0).any(axis=1).sum())
+        records = jax.tree.map(lambda leaf: leaf[:ran], records)
+        reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
+        dispatch = DispatchRecord(batch.bucket, seconds, records.tokens, records.tree_sizes, *reach)
+        return BatchRecord(tuple(map(int, tokens)), dispatch)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a batch was launched and not collected."""
+        return self._flying is not None
+
+    def round_costs(self) -> RoundCosts:
+        """What rounds of every bucket cost here: measured once for each kind of engine in a process.
+
+        Compiles the programs of all buckets, so that a change of the bucket compiles nothing.
+        """
+        key = tuple(self.decoders.values()), self.size, self.dtype
+        if key not in _COSTS:
+            deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
+            low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+            _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
+        return _COSTS[key]
+
+    def time_dispatch(self, bucket: int, context: int, rounds: int) -> float:
+        """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
+
+        What the slots' pages hold is of no use afterwards.
+        """
+        decoder, free = self.decoders[bucket], self.state
+        batch, pages = free.slots.block_tables.shape
+        # Where there are fewer pages than all slots could name, several slots name one.
+        tables = jnp.asarray(np.arange(batch * pages, dtype=np.int32).reshape(batch, pages))
+        state = replace(
+            free,
+            slots=Slots.of(tables % self.size.num_pages, jnp.full(batch, context, jnp.int32)),
+            active=jnp.ones(batch, bool),
+            settings=free.settings._replace(
+                budget=jnp.full(batch, bucket, jnp.int32),
+                depth=jnp.full(batch, decoder.depth, jnp.int32),
+                remaining=jnp.full(batch, _ENDLESS, jnp.int32),
+            ),
+        )
+        kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
+        state = jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, records = decoder.decode(self.weights, state, np.int32(rounds))
+        jax.device_get(records)
+        seconds = time.perf_counter() - started
+        self._compiled.add(bucket)
+        self.state = replace(kept, stores=state.stores, proposer=state.proposer)
+        return seconds
