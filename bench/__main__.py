@@ -1,29 +1,60 @@
 """``python -m bench COMMAND``: see ``python -m bench --help``."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from bench import train_step
-from bench.acceptance import diagnose, profile
-from bench.decode import command as decode
-from bench.exactness import command as exactness
-from bench.kernel import command as kernel
-from bench.round import command as round
+
+class Command(NamedTuple):
+    """Where a command lives: a module with ``add_arguments`` and ``run``, imported when it is chosen.
+
+    Attributes:
+        module: Its docstring describes the command.
+        summary: One line for the list of all commands.
+        extra: Of this package, with everything that the module imports.
+    """
+
+    module: str
+    summary: str
+    extra: str = "bench"
+
+
+COMMANDS = {
+    "decode": Command("bench.decode.command", "plain decoding, a chain, and trees"),
+    "exactness": Command("bench.exactness.command", "every token where a tree and plain decoding part"),
+    "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
+    "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and what is accepted"),
+    "round": Command("bench.round.command", "one round, phase by phase, and its floor"),
+    "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, and its floor"),
+    "train": Command(
+        "bench.train_step",
+        "one training step of a draft head, and its share of the matmul rate",
+        extra="train,bench",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a benchmark; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    decode.add_command(commands)
-    exactness.add_command(commands)
-    profile.add_command(commands)
-    diagnose.add_command(commands)
-    round.add_command(commands)
-    kernel.add_command(commands)
-    train_step.add_command(commands)
-    arguments = parser.parse_args(argv)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(name, help=command.summary)
+        if words[:1] != [name]:
+            continue
+        try:
+            module = importlib.import_module(command.module)
+        except ModuleNotFoundError as error:
+            needed = f'{error.name}, which is not installed: pip install "jetspec-jax[{command.extra}]"'
+            print(f"bench: {name} needs {needed}", file=sys.stderr)
+            return 2
+        own.description = module.__doc__
+        own.set_defaults(run=module.run)
+        module.add_arguments(own)
+    arguments = parser.parse_args(words)
     try:
         return arguments.run(arguments)
     except (ValueError, OSError, RuntimeError) as error:

@@ -15,12 +15,12 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
+from bench.common.kernel_trace import summarise, trace_kernels
+from bench.common.options import add_program_arguments, check_least
 from bench.common.report import opening_of, show, write_report
 from bench.common.scene import random_weights
-from bench.common.shapes import SHAPES, Shape, find_shape
-from bench.common.timing import compile_seconds, median, seconds_of
-from bench.common.trace import summarise, trace_kernels
-from bench.common.work import FEATURES, parameters
+from bench.common.shapes import FEATURES, SHAPES, PairShape, find_pair_shape, parameters
+from bench.common.timing import compile_seconds, median, on_gpu, peak_bytes, seconds_of
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
@@ -32,14 +32,8 @@ from train.loss.distillation import distillation_loss
 from train.loss.objectives import LOSSES
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "train",
-        help="one training step of a draft head, and its share of the matmul rate",
-        description=__doc__,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add = parser.add_argument
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
     add("--window", type=int, help="tokens of a sequence (default: 2048 on a GPU, else 64)")
@@ -53,30 +47,19 @@ def add_command(commands: Any) -> None:
         default=False,
         help="compute the head's layers again in the backward pass",
     )
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also record a GPU's kernels, by class",
-    )
-    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add_program_arguments(parser)
     add("--json", type=Path, default=Path("results/train.json"), help="where to")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON."""
-    on_gpu = jax.default_backend() == "gpu"
-    name = arguments.shape or ("qwen3-8b" if on_gpu else "tiny")
-    shape, dtype = find_shape(name), resolve_dtype(arguments.dtype)
-    window = arguments.window or (2048 if on_gpu else 64)
-    anchors = arguments.anchors or (512 if on_gpu else 8)
+    check_least(arguments, 1, "window", "anchors", "batch")
+    name, window, anchors = ("qwen3-8b", 2048, 512) if on_gpu() else ("tiny", 64, 8)
+    name, window, anchors = arguments.shape or name, arguments.window or window, arguments.anchors or anchors
     # The report names them also where nobody did.
     arguments.shape, arguments.window, arguments.anchors = name, window, anchors
-    for option, value in (("--window", window), ("--anchors", anchors), ("--batch", arguments.batch)):
-        if value < 1:
-            raise ValueError(f"{option} must be at least 1, not {value}")
+    shape, dtype = find_pair_shape(name), resolve_dtype(arguments.dtype)
     if window < shape.head.block_size:
         raise ValueError(f"a block of {shape.head.block_size} slots does not fit a window of {window} tokens")
     check_writable(arguments.json, make_folder=True)
@@ -114,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.set_description("profile")
             kernels = trace_kernels(lambda: program(state, frozen, loop.place(batch)))
             bar.update()
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        peak = peak_bytes()
         del state, frozen, program
         bar.set_description("ceilings")
         ceilings = measure_ceilings(dtype, 5)
@@ -162,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def step_work(shape: Shape, window: int, anchors: int, batch: int) -> dict[str, int]:
+def step_work(shape: PairShape, window: int, anchors: int, batch: int) -> dict[str, int]:
     """Multiplications and additions that a step cannot do without, by part.
 
     A product counts once forward, once for the gradient of its input and once for that of its weight, as far

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from bench.common.pair import Pair
-from bench.common.prompt_work import Work
+from bench.common.workload import Workload
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.tree import Hints
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 def follow(
-    pair: Pair, work: Work, settings: TreeSettings, *, implementation: str | None = None
+    pair: Pair, work: Workload, settings: TreeSettings, *, implementation: str | None = None
 ) -> list[Followed]:
     """Decodes all prompts, one after the other, and keeps every round.
 

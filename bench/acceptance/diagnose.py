@@ -2,7 +2,7 @@
 
 *Faithfulness* of the rank-1 branch (appendix A of the JetSpec paper): of the head's own argmax path of full
 depth, the sum of the head's log-probabilities against the sum of those that the target gives the same tokens
-behind each other. All nodes of a row share the head's distribution, so this is the one branch that the head
+one after the other. All nodes of a row share the head's distribution, so this is the one branch that the head
 can score as it was conditioned; a difference of many nats says that it does not. Beside it: how many tokens
 rounds committed, with chains and with trees, and of which rank the accepted ones were at which depth.
 """
@@ -15,25 +15,9 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.acceptance.counts import Counts, Followed, count_accepted, follow, table_of, taken
-from bench.acceptance.plot import plot_diagnosis
-from bench.common.pair import (
-    add_pair_arguments,
-    add_round_arguments,
-    check_numbers,
-    check_round,
-    describe_pair,
-    load_pair,
-    read_prompts,
-)
-from bench.common.prompt_work import make_works
-from bench.common.report import (
-    add_report_arguments,
-    check_report,
-    opening_of,
-    show,
-    write_report,
-)
-from jetspec_jax import enable_compilation_cache
+from bench.acceptance.rounds import add_shared_arguments, begin
+from bench.common.pair import describe_pair
+from bench.common.report import add_report_arguments, opening_of, publish
 from jetspec_jax.decode.settings import TreeSettings
 
 # A branch is called faithful within so many nats.
@@ -58,27 +42,15 @@ class Branches(NamedTuple):
         return self.draft - self.target
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "diagnose", help="faithfulness of a head's drafts, and what is accepted", description=__doc__
-    )
-    parser.set_defaults(run=run)
-    add_pair_arguments(parser, prompts=16, max_tokens=128)
-    add_round_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_shared_arguments(parser)
     add_report_arguments(parser, "diagnose")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
-    check_numbers(arguments)
-    check_round(arguments)
-    check_report(arguments)
-    tree = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
-    prompts = read_prompts(arguments)
-    enable_compilation_cache(arguments.compilation_cache)
-    pair = load_pair(arguments, arguments.dtype, [tree])
-    [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()
+    pair, work, tree = begin(arguments)
     # As many nodes as the head has slots: the anchor and one for each row.
     chain = TreeSettings(pair.head.config.block_size, arguments.width, algorithm="chain")
     chains, trees = (
@@ -106,11 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
         f"{report['dtype']}, {report['device']}, JAX {report['jax']}"
     )
     heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
-    show(heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]])
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
-    show(f"Share of rounds ({name}) that accept a node of a depth, by its rank", share, notes)
-    write_report(arguments.json, {**report, "notes": notes})
+    from bench.acceptance.plot import plot_diagnosis
+
+    tables = [
+        (heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]]),
+        (f"Share of rounds ({name}) that accept a node of a depth, by its rank", share),
+    ]
+    publish(arguments.json, report, tables, notes)
     plot_diagnosis(report, title, FAITHFUL, arguments.plot)
     return 0
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from bench.common.report import write_png
+from bench.common.picture import BLUE, ORANGE, empty_figure, without_frame, write_png
 
-BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#999999"
+GREY = "#999999"
 
 
 def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:
@@ -25,13 +24,12 @@ def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:
     panels = {f"all {meta['rounds']:,} rounds": profile["depth_rank_accept"]}
     for name, table in profile["per_class_histograms"].items():
         panels[f"{name}: {meta['rounds_by_class'][name]:,} rounds"] = table
-    figure = Figure(figsize=(1 + 3.6 * len(panels), 5.4), layout="constrained")
+    figure = empty_figure(1 + 3.6 * len(panels), 5.4, title)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (name, table) in zip(axes, panels.items(), strict=True):
         _heat_map(axis, table, first_depth=0)
         axis.set_title(name, fontsize=10)
         axis.set_ylabel("depth of the node")
-    figure.suptitle(title, fontsize=10)
     write_png(path, figure)
 
 
@@ -44,7 +42,7 @@ def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path:
         faithful: Nats within which a branch is faithful.
         path: Where to.
     """
-    figure = Figure(figsize=(11.5, 9), layout="constrained")
+    figure = empty_figure(11.5, 9, title)
     (scatter, by_depth), (committed, ranks) = figure.subplots(2, 2)
     _scatter(scatter, report["branches"], faithful)
     _by_depth(by_depth, report["faithfulness"], faithful)
@@ -54,9 +52,7 @@ def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path:
     _heat_map(ranks, shares.tolist(), first_depth=1)
     ranks.set_ylabel("depth of the accepted node")
     ranks.set_title("share of rounds that accept a node, by its rank", fontsize=10)
-    for axis in (scatter, by_depth, committed):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    without_frame(scatter, by_depth, committed)
     write_png(path, figure)
 
 

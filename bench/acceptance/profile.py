@@ -17,26 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.acceptance.counts import Followed, count_reached, count_tree, follow, table_of, taken
-from bench.acceptance.plot import plot_profile
-from bench.common.pair import (
-    add_pair_arguments,
-    add_round_arguments,
-    check_numbers,
-    check_round,
-    describe_pair,
-    load_pair,
-    read_prompts,
-)
-from bench.common.prompt_work import make_works
-from bench.common.report import (
-    add_report_arguments,
-    check_report,
-    opening_of,
-    show,
-    write_report,
-)
-from jetspec_jax import enable_compilation_cache
-from jetspec_jax.decode.settings import TreeSettings
+from bench.acceptance.rounds import add_shared_arguments, begin
+from bench.common.options import check_least
+from bench.common.pair import describe_pair
+from bench.common.report import add_report_arguments, opening_of, show, write_report
 from jetspec_jax.tree import Candidates, Profile, Routing
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
@@ -45,14 +29,9 @@ from jetspec_jax.tree.routing import CLASSES
 COUNTS = {"reached": count_reached, "tree": count_tree}
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "profile", help="acceptance by depth and rank, for tree algorithms", description=__doc__
-    )
-    parser.set_defaults(run=run)
-    add_pair_arguments(parser, prompts=16, max_tokens=128)
-    add_round_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_shared_arguments(parser)
     add = parser.add_argument
     add("--nodes", choices=tuple(COUNTS), default="reached", help="which are counted (default: reached)")
     add("--least-nodes", type=int, default=20, help="a table ends where a depth has fewer (default: 20)")
@@ -62,16 +41,10 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the profile and its picture."""
-    check_numbers(arguments, "least_nodes")
-    check_round(arguments)
-    check_report(arguments)
+    check_least(arguments, 1, "least_nodes")
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
-    settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
-    prompts = read_prompts(arguments)
-    enable_compilation_cache(arguments.compilation_cache)
-    pair = load_pair(arguments, arguments.dtype, [settings])
-    [work] = make_works(arguments, pair.target, prompts, [arguments.temperature]).values()
+    pair, work, settings = begin(arguments)
     rounds = follow(pair, work, settings, implementation=arguments.implementation)
     if not rounds:
         raise ValueError("no prompt had a round: all outputs ended with their first token")
@@ -113,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
     show(title, table_of(counts), notes)
     write_report(arguments.json, profile)
+    from bench.acceptance.plot import plot_profile
+
     plot_profile(profile, title, arguments.plot)
     return 0
 

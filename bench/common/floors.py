@@ -1,4 +1,4 @@
-"""What the device itself reaches: bytes a second from its memory, and operations a second in a matmul.
+"""What work costs at least: what the device itself reaches, in bytes and in operations of a matmul a second.
 
 Both are measured where the benchmark runs, because nobody reaches a data sheet's figures. The work repeats
 on the device inside one program, so that the host's part of a call does not count, and on random data,
@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from bench.common.timing import compile_seconds, median, seconds_of
+from bench.common.timing import compile_seconds, median, on_gpu, seconds_of
+
+
+class Work(NamedTuple):
+    """Bytes moved to or from memory, and multiplications and additions."""
+
+    bytes: int = 0
+    operations: int = 0
 
 
 class Ceilings(NamedTuple):
@@ -35,14 +42,21 @@ class Ceilings(NamedTuple):
         """Bytes a second, the best that was seen."""
         return max(self.reduction, self.copy)
 
+    def seconds(self, work: Work) -> float:
+        """Least seconds of some work: to move its bytes or to compute it, whichever takes longer."""
+        return max(work.bytes / self.bandwidth, work.operations / self.matmul)
+
+    def entry(self) -> dict[str, float]:
+        """What a report says of them."""
+        return {**self._asdict(), "bandwidth": self.bandwidth}
+
 
 def measure_ceilings(dtype: jnp.dtype, repeats: int) -> Ceilings:
     """Measures this device, with the matmul in ``dtype``; medians over ``repeats`` runs.
 
     On a GPU the arrays are far beyond its caches; elsewhere they are small, and the figures rough.
     """
-    on_gpu = jax.default_backend() == "gpu"
-    elements, size, turns = (1 << 30, 8192, 16) if on_gpu else (1 << 24, 512, 4)
+    elements, size, turns = (1 << 30, 8192, 16) if on_gpu() else (1 << 24, 512, 4)
     time = functools.partial(_seconds_of_a_turn, turns=turns, repeats=repeats)
     values = jax.jit(lambda: jax.random.uniform(jax.random.key(0), (elements,), jnp.float32))()
     num_bytes = values.size * values.dtype.itemsize

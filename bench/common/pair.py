@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
+from bench.common.options import check_least
 from bench.common.prompt_sets import PROMPT_SETS, Part
-from bench.common.prompt_work import TASK_OF_SET, Work
 from bench.common.prompts import DEMO, Prompt, load_prompts
+from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
@@ -118,11 +119,8 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
     Raises:
         ValueError: A number is less than 1, or less than 0 prompts are skipped.
     """
-    least = {"skip_prompts": 0} | dict.fromkeys(("num_prompts", "max_tokens", "width", *numbers), 1)
-    for name, smallest in least.items():
-        value = getattr(arguments, name)
-        if value is not None and value < smallest:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
+    check_least(arguments, 0, "skip_prompts")
+    check_least(arguments, 1, "num_prompts", "max_tokens", "width", *numbers)
 
 
 def check_trees(arguments: argparse.Namespace) -> None:
@@ -194,7 +192,7 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
     return Pair(target, head)
 
 
-def describe_pair(pair: Pair, works: Iterable[Work]) -> dict[str, Any]:
+def describe_pair(pair: Pair, works: Iterable[Workload]) -> dict[str, Any]:
     """Shapes of the models, type of the weights and lengths of the prompts, for a report."""
     lengths = [len(ids) for work in works for ids in work.ids]
     return {

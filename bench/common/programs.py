@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from tqdm import tqdm
 
-from bench.common.timing import median, seconds_of
-from bench.common.trace import Kernel, trace_kernels
+from bench.common.kernel_trace import Kernel, trace_kernels
+from bench.common.timing import median, on_gpu, seconds_of
 
 # XLA does not hold Python's lock while it compiles.
 WORKERS = max(2, min(16, os.cpu_count() or 2))
@@ -22,6 +23,23 @@ MOST_DISPATCHES = 64
 # Between two programs of one trace nothing runs for so long; inside a program something always runs earlier.
 PAUSE_SECONDS = 10e-3
 GAP_NS = 0.5e9 * PAUSE_SECONDS
+
+#: A function and its arguments.
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class LayerTime(NamedTuple):
+    """Of one layer, in microseconds.
+
+    Attributes:
+        micros: By the GPU's clock, the sum over its kernels; where there is no GPU, as ``wall``.
+        wall: By the host's clock.
+        kernels: By kernel; empty where there is no GPU.
+    """
+
+    micros: float
+    wall: float
+    kernels: dict[str, float]
 
 
 @dataclass
@@ -59,9 +77,7 @@ class Program:
         return 1e6 * seconds_of(self.burst)[0] / (self.dispatches * self.layers)
 
 
-def compile_together(
-    jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], step: Callable[[], object]
-) -> list[Any]:
+def compile_together(jobs: Sequence[Job], step: Callable[[], object]) -> list[Any]:
     """Compiles functions for their arguments, some at a time.
 
     Args:
@@ -72,7 +88,7 @@ def compile_together(
         For each job its program, or the error if it could not be compiled.
     """
 
-    def compiled(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+    def compiled(job: Job) -> Any:
         function, arguments = job
         try:
             return jax.jit(function).lower(*arguments).compile()
@@ -85,6 +101,44 @@ def compile_together(
             programs.append(program)
             step()
     return programs
+
+
+def time_together(
+    jobs: Sequence[Job], layers: Sequence[int], counted: Sequence[str | None], repeats: int, title: str
+) -> list[LayerTime]:
+    """Times chains of layers, in bursts that take turns.
+
+    Args:
+        jobs: The chains.
+        layers: Of each.
+        counted: Part of the names of the kernels that count in each; None if all do.
+        repeats: Bursts by the host's clock.
+        title: Of the progress bar.
+    """
+    with tqdm(total=len(jobs) * (2 + repeats), desc=title, unit="step") as bar:
+        programs = []
+        for call, (_, arguments), count in zip(compile_together(jobs, bar.update), jobs, layers, strict=True):
+            if isinstance(call, Exception):
+                raise call
+            programs.append(Program(call, arguments, count))
+        for program in programs:
+            program.warm_up()
+            bar.update()
+        walls: list[list[float]] = [[] for _ in programs]
+        for _ in range(repeats):
+            for program, wall in zip(programs, walls, strict=True):
+                wall.append(program.wall_micros())
+                bar.update()
+    kernels: list[dict[str, float]] = [{} for _ in programs]
+    if on_gpu():
+        for name in dict.fromkeys(counted):
+            own = [i for i, other in enumerate(counted) if other == name]
+            for i, micros in zip(own, kernel_micros([programs[i] for i in own], name), strict=True):
+                kernels[i] = micros
+    return [
+        LayerTime(sum(own.values()) or median(wall), median(wall), own)
+        for wall, own in zip(walls, kernels, strict=True)
+    ]
 
 
 def kernel_micros(programs: Sequence[Program], name: str | None) -> list[dict[str, float]]:

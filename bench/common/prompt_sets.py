@@ -135,8 +135,8 @@ class Part:
         if held <= self.skip:
             raise ValueError(f"{name} holds {held} prompts, asked to skip {self.skip}")
         if not self.fewer and self.end is not None and held < self.end:
-            behind = f" behind the first {self.skip}" if self.skip else ""
-            raise ValueError(f"{name} holds {held} prompts, asked for {self.count}{behind}")
+            after = f" after the first {self.skip}" if self.skip else ""
+            raise ValueError(f"{name} holds {held} prompts, asked for {self.count}{after}")
 
 
 def read_set(name: str, part: Part) -> list[Question]:

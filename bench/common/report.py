@@ -1,23 +1,22 @@
-"""What every report shares: where it goes, settings, machine, a table on the screen, JSON and a picture."""
+"""What every report shares: where it goes, settings, machine, tables on the screen, and JSON."""
 
 import argparse
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import jetspec_jax
-from jetspec_jax.checkpoint.files import check_writable, replacing, write_json
+from jetspec_jax.checkpoint.files import check_writable, write_json
 
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.
@@ -125,6 +124,20 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
         console.print(note, highlight=False)
 
 
+def publish(
+    path: Path,
+    report: Mapping[str, Any],
+    tables: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
+    notes: Sequence[str],
+) -> None:
+    """Prints titled tables, with the notes below the last, and writes the report with its notes."""
+    *others, (heading, rows) = tables
+    for other in others:
+        show(*other)
+    show(heading, rows, notes)
+    write_report(path, {**report, "notes": notes})
+
+
 def _texts(values: Sequence[Any]) -> list[str]:
     """The values of a column; floats with two decimals, or three if one of them is below a tenth."""
     small = any(isinstance(value, float) and 0 < abs(value) < 0.1 for value in values)
@@ -135,11 +148,4 @@ def _texts(values: Sequence[Any]) -> list[str]:
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report, whole or not at all."""
     write_json(path, report)
-    print(f"wrote {path}")
-
-
-def write_png(path: Path, figure: Figure) -> None:
-    """Writes a picture, whole or not at all."""
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=150)
     print(f"wrote {path}")

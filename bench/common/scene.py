@@ -45,7 +45,7 @@ class Scene:
     Attributes:
         batch: B.
         context: S.
-        room: Tokens that fit behind them.
+        room: Tokens that fit after them.
     """
 
     batch: int
@@ -74,7 +74,7 @@ class Scene:
     def slots(
         self, decoder: TreeDecoder, dtype: jnp.dtype, budget: int, params: SamplingParams
     ) -> DecodeState:
-        """A state without its stores: every slot decodes behind ``context`` tokens and does not stop."""
+        """A state without its stores: every slot decodes after ``context`` tokens and does not stop."""
         # Compiled, so that the stores of the empty state are never made.
         empty = jax.jit(lambda: split(self._empty(decoder, dtype))[1])()
         rng = np.random.default_rng(0)

@@ -1,7 +1,12 @@
 """Shapes that people run, by name: a target and a draft head whose weights need not exist."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
+import jax
+
+from bench.common.options import check_known
 from jetspec_jax.config import (
     DraftHeadConfig,
     ModelConfig,
@@ -9,9 +14,15 @@ from jetspec_jax.config import (
     default_tap_layers,
     parse_model_config,
 )
+from jetspec_jax.models import abstract, weights_of
+
+# Parameters of a draft head that make features of taps: the draft itself does without them.
+FEATURES = frozenset({"fc", "hidden_norm"})
+# The parameters of routed experts, without their router.
+EXPERTS = frozenset({"experts"})
 
 
-class Shape(NamedTuple):
+class PairShape(NamedTuple):
     """A target and a draft head that fits it."""
 
     target: ModelConfig
@@ -20,7 +31,7 @@ class Shape(NamedTuple):
 
 def _qwen3(
     *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int = 8, tied: bool = False
-) -> Shape:
+) -> PairShape:
     """A published Qwen3, with a head of five layers as the published heads have them."""
     geometry = {
         "vocab_size": 151936,
@@ -36,10 +47,10 @@ def _qwen3(
     target = ModelConfig.uniform("qwen3", layers, tie_word_embeddings=tied, **geometry)
     own = ModelConfig.uniform("qwen3", 5, **geometry)
     # The mask token is one of the ids that Qwen3's tokenizer leaves free.
-    return Shape(target, _head(own, layers, block_size=16, mask_token_id=151669))
+    return PairShape(target, _head(own, layers, block_size=16, mask_token_id=151669))
 
 
-def _published(raw: dict[str, Any], **head: Any) -> Shape:
+def _published(raw: dict[str, Any], **head: Any) -> PairShape:
     """A target by its published config, with a head of five Qwen3-style layers."""
     target = parse_model_config(raw)
     own = ModelConfig.uniform(
@@ -51,7 +62,8 @@ def _published(raw: dict[str, Any], **head: Any) -> Shape:
         max_position_embeddings=target.max_position_embeddings,
         **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope": Rope(1e6, 128), **head},
     )
-    return Shape(target, _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1))
+    head_config = _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1)
+    return PairShape(target, head_config)
 
 
 def _head(
@@ -67,7 +79,7 @@ def _head(
     )
 
 
-def _tiny() -> Shape:
+def _tiny() -> PairShape:
     """Seconds on a CPU: it shows that a benchmark runs, not how fast anything is."""
     geometry = {
         "vocab_size": 512,
@@ -82,7 +94,7 @@ def _tiny() -> Shape:
     }
     own = ModelConfig.uniform("qwen3", 1, **geometry)
     target = ModelConfig.uniform("qwen3", 2, **geometry)
-    return Shape(target, _head(own, 2, block_size=8, mask_token_id=511))
+    return PairShape(target, _head(own, 2, block_size=8, mask_token_id=511))
 
 
 # As published, less what no forward pass depends on.
@@ -184,12 +196,22 @@ SHAPES = {
 }
 
 
-def find_shape(name: str) -> Shape:
+def find_pair_shape(name: str) -> PairShape:
     """The shape of a name.
 
     Raises:
         ValueError: There is none.
     """
-    if name not in SHAPES:
-        raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, not {name!r}")
+    check_known("shape", [name], SHAPES)
     return SHAPES[name]
+
+
+def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
+    """Number of a model's parameters, or of those below any of the given names."""
+    return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
+
+
+@functools.cache
+def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights_of(abstract(config)))
+    return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""Seconds of a call and of a compilation."""
+"""Seconds of a call and of a compilation, and the most memory that was in use."""
 
 import statistics
 import time
@@ -26,3 +26,13 @@ def compile_seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
 def median(values: Sequence[float]) -> float:
     """The median as a plain float."""
     return float(statistics.median(values))
+
+
+def on_gpu() -> bool:
+    """Whether the device is a GPU, whose clock tells kernels apart."""
+    return jax.default_backend() == "gpu"
+
+
+def peak_bytes() -> int | None:
+    """The most bytes that the process had in use on the device; None if the device does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -23,20 +23,17 @@ from bench.common.pair import (
     load_pair,
     read_prompts,
 )
-from bench.common.prompt_work import make_works
 from bench.common.report import add_report_arguments, check_report, show, shown
+from bench.common.workload import make_workloads
 from bench.decode.measure import Bench
-from bench.decode.plot import plot_decode
 from bench.decode.record import begin_report, finish_report, finished_methods, with_measured
 from bench.decode.report import Rows, tables_of
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import write_json
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser("decode", help="plain decoding, a chain, and trees", description=__doc__)
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0], budgets=[16, 32, 64, 128])
     add = parser.add_argument
@@ -72,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     enable_compilation_cache(arguments.compilation_cache)
     target, head = pair = load_pair(arguments, arguments.dtype)
     groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
-    works = make_works(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
+    works = make_workloads(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
     about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
     report = begin_report(arguments, about)
     bench = Bench(
@@ -119,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from bench.decode.plot import plot_decode
+
     rows = report["rows"]
     budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
     given = report["arguments"]

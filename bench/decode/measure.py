@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
-
 from bench.common.methods import Method
-from bench.common.prompt_work import Work
+from bench.common.timing import peak_bytes
+from bench.common.workload import Workload
 from jetspec_jax import Completion, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
 from jetspec_jax.engine.engine import Engine
@@ -26,7 +25,7 @@ PROMPTS_PER_TURN = 8
 
 
 @dataclass
-class Measured:
+class MethodRuns:
     """What a method did at one temperature.
 
     Attributes:
@@ -54,7 +53,7 @@ class Bench:
         self,
         target: Target,
         head: Head,
-        works: Mapping[float, Work],
+        works: Mapping[float, Workload],
         *,
         batch: int,
         implementation: str | None,
@@ -104,7 +103,7 @@ class Bench:
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
-    ) -> Iterator[dict[tuple[Method, float], Measured]]:
+    ) -> Iterator[dict[tuple[Method, float], MethodRuns]]:
         """Measures methods in turn, so that a slow moment of the machine falls on all of them alike.
 
         Args:
@@ -115,7 +114,7 @@ class Bench:
         Yields:
             What was measured so far: the same each time, with one more timed run of every method.
         """
-        found = {(method, temperature): Measured() for method in methods for temperature in self._works}
+        found = {(method, temperature): MethodRuns() for method in methods for temperature in self._works}
         for method in methods:
             step(f"compile {method.name}", 0)
             peak = self._warm_up(method)
@@ -135,7 +134,7 @@ class Bench:
         self,
         engines: Mapping[Method, Engine],
         temperature: float,
-        found: Mapping[tuple[Method, float], Measured],
+        found: Mapping[tuple[Method, float], MethodRuns],
         step: Callable[[str, int], None],
     ) -> None:
         """One timed run of all prompts with each engine, then the first token of each alone."""
@@ -173,10 +172,10 @@ class Bench:
         most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
         params = replace(work.params[0], max_tokens=most, ignore_eos=True)
         engine.complete(work.ids[:1], [params], work.routing[:1])
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return peak_bytes()
 
 
-def _first_tokens(engine: Engine, work: Work) -> Iterator[float]:
+def _first_tokens(engine: Engine, work: Workload) -> Iterator[float]:
     """Seconds to the first token of each prompt, one after another."""
     for ids, params, routing in zip(work.ids, work.params, work.routing, strict=True):
         started = time.perf_counter()

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from bench.common.report import write_png
+from bench.common.picture import COLOURS, empty_figure, without_frame, write_png
 from bench.decode.report import at_budget, temperatures_of
 
-# Okabe and Ito's colours, which most kinds of colour vision tell apart; a second round of them is dashed.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
 LABELS = "tau (tokens a round)", "speed-up over plain decoding", "share of rounds"
 BASELINE = {"color": "#666666", "linestyle": "dashed", "linewidth": 1.2}
@@ -30,8 +27,7 @@ def plot_decode(rows: Sequence[Mapping[str, Any]], title: str, budget: int, path
     temperatures = temperatures_of(rows)
     names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"]))
     styles = {name: _style(i) for i, name in enumerate(names)}
-    # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=(2.2 + 4.6 * len(temperatures), 10.2), layout="constrained")
+    figure = empty_figure(2.2 + 4.6 * len(temperatures), 10.2, title)
     axes = figure.subplots(3, len(temperatures), squeeze=False, sharey="row")
     for axis, label in zip(axes[:, 0], LABELS, strict=True):
         axis.set_ylabel(label)
@@ -42,7 +38,6 @@ def plot_decode(rows: Sequence[Mapping[str, Any]], title: str, budget: int, path
         column[0].set_title(f"T = {temperature:g}", fontsize=11)
         _by_depth(column[2], at_budget(own, budget), styles)
         column[2].set_title(f"budget {budget}", fontsize=10)
-    figure.suptitle(title, fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
     write_png(path, figure)
@@ -76,7 +71,7 @@ def _by_budget(
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("budget (nodes)")
     axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    without_frame(axis)
 
 
 def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, Mapping[str, Any]]) -> None:
@@ -87,4 +82,4 @@ def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str
     axis.set_xlabel("drafted tokens accepted, at least")
     axis.set_ylim(-0.02, 1.02)
     axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    without_frame(axis)

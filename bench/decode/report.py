@@ -5,9 +5,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from bench.common.methods import Method, takes_profile
-from bench.common.prompt_work import Work
 from bench.common.timing import median
-from bench.decode.measure import Measured
+from bench.common.workload import Workload
+from bench.decode.measure import MethodRuns
 from jetspec_jax import Completion, Target
 from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
 
@@ -24,7 +24,7 @@ NAMED = 8
 class Rows:
     """Makes rows, comparing outputs with plain decoding's."""
 
-    def __init__(self, target: Target, works: Mapping[float, Work], depth: int):
+    def __init__(self, target: Target, works: Mapping[float, Workload], depth: int):
         """Nothing is compared yet.
 
         Args:
@@ -36,7 +36,7 @@ class Rows:
         # Methods that part from plain decoding with one token at one place share what is found there.
         self._firsts: dict[tuple[Any, ...], Divergence] = {}
 
-    def row(self, method: Method, temperature: float, found: Measured, plain: Measured) -> dict[str, Any]:
+    def row(self, method: Method, temperature: float, found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
         """All about a method at one temperature.
 
         Args:
@@ -204,6 +204,6 @@ def _tokens(completions: Sequence[Completion]) -> int:
     return sum(len(c.token_ids) for c in completions)
 
 
-def _tokens_per_second(measured: Measured) -> float:
+def _tokens_per_second(measured: MethodRuns) -> float:
     speeds = [tokens / seconds for tokens, seconds in zip(measured.tokens, measured.seconds, strict=True)]
     return median(speeds)

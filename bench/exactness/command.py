@@ -1,7 +1,7 @@
 """``python -m bench exactness``: a ledger of every token at which a tree and plain decoding part.
 
 All prompts are decoded plainly and with trees, from the same seeds and in as many slots, at every type of the
-weights and every temperature. Outputs are compared up to their first difference: behind it the contexts
+weights and every temperature. Outputs are compared up to their first difference: after it the contexts
 differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
 listed, and any other is a mistake: the exit code is 1 then. In bfloat16, where near-ties are frequent, all
 are listed with their gaps, and nothing is judged.
@@ -25,17 +25,10 @@ from bench.common.pair import (
     load_pair,
     read_prompts,
 )
-from bench.common.prompt_work import Work, make_works
 from bench.common.prompts import Prompt
-from bench.common.report import (
-    add_report_arguments,
-    check_report,
-    opening_of,
-    show,
-    write_report,
-)
-from bench.exactness.ledger import compare, notes_of, tables_of, total
-from bench.exactness.plot import plot_ledger
+from bench.common.report import add_report_arguments, check_report, opening_of, publish
+from bench.common.workload import Workload, make_workloads
+from bench.exactness.ledger import divergences_of, notes_of, tables_of, total
 from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.exactness import TIE_GAP
@@ -43,12 +36,8 @@ from jetspec_jax.inspect.exactness import TIE_GAP
 DTYPES = ("float32", "bfloat16")
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "exactness", help="every token where a tree and plain decoding part", description=__doc__
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
     add = parser.add_argument
@@ -90,11 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"attention {arguments.implementation}, {report['device']}, JAX {report['jax']}"
     )
     notes = [*notes_of(rows), *profile_notes(report)]
-    *tables, (heading, table) = tables_of(title, rows, entries)
-    for others in tables:
-        show(*others)
-    show(heading, table, notes)
-    write_report(arguments.json, {**report, "notes": notes})
+    publish(arguments.json, report, tables_of(title, rows, entries), notes)
+    from bench.exactness.plot import plot_ledger
+
     plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
     return 1 if any(row["mistakes"] for row in rows) else 0
 
@@ -111,13 +98,13 @@ def _ledger(
     The pair is a local of this function alone, so that the device is free for the next type's.
     """
     pair = load_pair(arguments, dtype, trees.values())
-    works = make_works(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
+    works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     rows, entries = [], []
     for temperature, work in works.items():
         case = {"dtype": dtype, "T": temperature}
         judged = dtype == "float32"
         for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
-            found = compare(pair.target, work, outputs, plain, judged=judged)
+            found = divergences_of(pair.target, work, outputs, plain, judged=judged)
             entries += [{**case, "method": name, **entry} for entry in found]
             rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
     return describe_pair(pair, works.values()), rows, entries
@@ -126,7 +113,7 @@ def _ledger(
 def _decode(
     arguments: argparse.Namespace,
     pair: Pair,
-    work: Work,
+    work: Workload,
     trees: Mapping[str, TreeSettings],
     bar: Any,
 ) -> Iterator[tuple[str, list[Completion], list[Completion]]]:

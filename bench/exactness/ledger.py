@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.common.prompt_work import Work
+from bench.common.workload import Workload
 from jetspec_jax import Completion, Target
 from jetspec_jax.inspect.exactness import TIE_GAP, first_divergence
 
@@ -17,9 +17,9 @@ VERDICTS = ("mistake", "tie", None)
 Row = Mapping[str, Any]
 
 
-def compare(
+def divergences_of(
     target: Target,
-    work: Work,
+    work: Workload,
     outputs: Sequence[Completion],
     plain: Sequence[Completion],
     *,
@@ -51,7 +51,7 @@ def compare(
 
 
 def total(
-    work: Work, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
+    work: Workload, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
 ) -> dict[str, Any]:
     """What a ledger comes to.
 

@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.common.report import write_png
+from bench.common.picture import COLOURS, empty_figure, without_frame, write_png
 from jetspec_jax.inspect.exactness import TIE_GAP
 
-# Okabe and Ito's colours, which most kinds of colour vision tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # Gaps below this are drawn in the first bin: a logarithmic axis has no place for exact ties.
 LEAST_GAP = 1e-7
 BINS_PER_DECADE = 3
@@ -34,7 +31,7 @@ def plot_ledger(rows: Sequence[Row], entries: Sequence[Row], max_tokens: int, ti
     """
     # All trees of one type and temperature are one line: methods hardly differ in this.
     cases = list(dict.fromkeys((row["dtype"], row["T"]) for row in rows))
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = empty_figure(11, 4.2, title)
     left, right = figure.subplots(1, 2)
     gaps, labels = [], []
     for i, case in enumerate(cases):
@@ -49,9 +46,7 @@ def plot_ledger(rows: Sequence[Row], entries: Sequence[Row], max_tokens: int, ti
     left.set_ylim(-0.02, 1.04)
     left.legend(frameon=False, fontsize=8, loc="lower left")
     _histogram(right, gaps)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    without_frame(left, right)
     write_png(path, figure)
 
 

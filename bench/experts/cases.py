@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from bench.common.work import Work
+from bench.common.floors import Work
 from pallas_kernels.expert_choice import Choice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_mlp.shapes import Shape
@@ -25,7 +25,7 @@ UNROLL = 4
 GROUPED = {"ragged_dot": "jax.lax", "tokamax": "tokamax"}
 
 
-class Layer(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The experts' weights of a layer; the last expert is all NaN, and nobody's."""
 
     gate_up: Float[Array, "E M 2 I"]
@@ -35,14 +35,14 @@ class Layer(NamedTuple):
 
 
 #: The experts of a shape by some implementation.
-Run = Callable[[Layer, Float[Array, "T M"], Choice], Float[Array, "T M"]]
+Run = Callable[[ExpertWeights, Float[Array, "T M"], Choice], Float[Array, "T M"]]
 
 
-def random_layer(shape: Shape, dtype: jnp.dtype) -> Layer:
+def random_layer(shape: Shape, dtype: jnp.dtype) -> ExpertWeights:
     """Weights made on the device, for they are gigabytes."""
 
     @jax.jit
-    def make() -> Layer:
+    def make() -> ExpertWeights:
         keys = jax.random.split(jax.random.key(0), 4)
         e, m, i = shape.experts, shape.size, shape.features
 
@@ -52,7 +52,7 @@ def random_layer(shape: Shape, dtype: jnp.dtype) -> Layer:
 
         biases = normal(keys[2], 0.1, e, 2, i), normal(keys[3], 0.1, e, m)
         gate_up, down = normal(keys[0], m**-0.5, e, m, 2, i), normal(keys[1], 0.5 * i**-0.5, e, i, m)
-        return Layer(gate_up, down, *(biases if shape.biases else (None, None)))
+        return ExpertWeights(gate_up, down, *(biases if shape.biases else (None, None)))
 
     return make()
 
@@ -100,7 +100,7 @@ def choice_by(shape: Shape, name: str) -> Callable[[Float32[Array, "T E"]], Choi
 
 
 def _grouped(
-    shape: Shape, product: Callable[..., Array], layer: Layer, x: Float[Array, "T M"], choice: Choice
+    shape: Shape, product: Callable[..., Array], layer: ExpertWeights, x: Float[Array, "T M"], choice: Choice
 ) -> Float[Array, "T M"]:
     """Sorted rows and two grouped products: what one would write without a kernel."""
     rows, top_k = choice.experts.size, choice.experts.shape[1]
@@ -120,7 +120,9 @@ def _grouped(
     return jnp.sum(choice.weights[:, :, None] * out, axis=1).astype(x.dtype)
 
 
-def chain_experts(run: Run, layer: Layer, x: Float[Array, "T M"], choices: Choice) -> Float[Array, "T M"]:
+def chain_experts(
+    run: Run, layer: ExpertWeights, x: Float[Array, "T M"], choices: Choice
+) -> Float[Array, "T M"]:
     """Calls one after the other, each with `x` plus what the one before it made."""
 
     # A function of its own, so that the kernels are traced and lowered once, not once for each copy.

@@ -1,17 +1,15 @@
 """Whether the kernels of a mixture of experts compute what their references compute."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from tqdm import tqdm
 
-from bench.common.programs import UNCOMPILABLE, compile_together
-from bench.experts.cases import Layer, choice_by, experts_by, random_choices
-from bench.kernel.check import TOLERANCES, compare
+from bench.common.comparison import TOLERANCES, compare_jobs
+from bench.experts.cases import ExpertWeights, choice_by, experts_by, random_choices
 from pallas_kernels.expert_choice import Choice
 from pallas_kernels.expert_mlp.shapes import Shape
 
@@ -19,7 +17,7 @@ from pallas_kernels.expert_mlp.shapes import Shape
 NOBODY = 0.1
 
 
-class Check(NamedTuple):
+class ExpertCheck(NamedTuple):
     """A comparison: of what, the largest relative error of a row, and what is wrong; None if nothing is."""
 
     operation: str
@@ -30,21 +28,23 @@ class Check(NamedTuple):
     problem: str | None
     tolerance: float
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.operation} of {self.shape}, {self.dtype}, {self.tokens} tokens"
 
-#: A function and its arguments.
-Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
-
-def check_experts(shape: Shape, layer: Layer, counts: Sequence[int], name: str, seed: int) -> list[Check]:
+def check_experts(
+    shape: Shape, layer: ExpertWeights, counts: Sequence[int], name: str, seed: int
+) -> list[ExpertCheck]:
     """`expert_mlp` beside its reference in float32, for each number of tokens."""
     dtype = layer.down.dtype
     tolerance = TOLERANCES[dtype.name]
 
-    def in_float32(layer: Layer, x: Array, choice: Choice) -> Array:
+    def in_float32(layer: ExpertWeights, x: Array, choice: Choice) -> Array:
         layer, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (layer, x))
         return experts_by(shape, "xla")(layer, x, choice)
 
-    jobs: list[Job] = []
+    jobs, references = [], []
     for count in counts:
         rng = np.random.default_rng([seed, count])
         x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(dtype))
@@ -52,15 +52,16 @@ def check_experts(shape: Shape, layer: Layer, counts: Sequence[int], name: str, 
         named = jnp.asarray((rng.random(choice.experts.shape) >= NOBODY) | (count == 1))
         nobody = rng.choice(np.asarray([-1, shape.experts], np.int32))
         call = layer, x, choice._replace(experts=jnp.where(named, choice.experts, nobody))
-        jobs += [(experts_by(shape, name), call), (in_float32, call)]
-    found = _twice(jobs, f"check {shape.name}, {dtype}")
+        jobs.append((experts_by(shape, name), call))
+        references.append((in_float32, call))
+    verdicts = compare_jobs(jobs, references, [tolerance] * len(jobs), f"check {shape.name}, {dtype}")
     return [
-        Check("expert_mlp", shape.name, dtype.name, count, *_judge(own, right, tolerance), tolerance)
-        for count, own, right in zip(counts, found[::2], found[1::2], strict=True)
+        ExpertCheck("expert_mlp", shape.name, dtype.name, count, *verdict, tolerance)
+        for count, verdict in zip(counts, verdicts, strict=True)
     ]
 
 
-def check_choices(shape: Shape, counts: Sequence[int], name: str, seed: int) -> list[Check]:
+def check_choices(shape: Shape, counts: Sequence[int], name: str, seed: int) -> list[ExpertCheck]:
     """`expert_choice` beside its reference, for each number of tokens."""
     tolerance = TOLERANCES["float32"]
 
@@ -68,37 +69,15 @@ def check_choices(shape: Shape, counts: Sequence[int], name: str, seed: int) -> 
         """Of every token a row, its experts before their weights: another expert is a large error."""
         return lambda logits: jnp.concatenate([own.astype(jnp.float32) for own in run(logits)], axis=1)
 
-    jobs: list[Job] = []
+    jobs, references = [], []
     for count in counts:
         size = count, shape.experts
         logits = jnp.asarray(np.random.default_rng([seed, *size]).standard_normal(size, np.float32))
-        jobs += [(as_matrix(choice_by(shape, own)), (logits,)) for own in (name, "xla")]
-    found = _twice(jobs, f"check the choice of {shape.name}")
+        jobs.append((as_matrix(choice_by(shape, name)), (logits,)))
+        references.append((as_matrix(choice_by(shape, "xla")), (logits,)))
+    title = f"check the choice of {shape.name}"
+    verdicts = compare_jobs(jobs, references, [tolerance] * len(jobs), title)
     return [
-        Check("expert_choice", shape.name, "float32", count, *_judge(own, right, tolerance), tolerance)
-        for count, own, right in zip(counts, found[::2], found[1::2], strict=True)
+        ExpertCheck("expert_choice", shape.name, "float32", count, *verdict, tolerance)
+        for count, verdict in zip(counts, verdicts, strict=True)
     ]
-
-
-def _twice(jobs: Sequence[Job], title: str) -> list[Any]:
-    """What two calls of each job give, or the error of what does not run."""
-    results = []
-    with tqdm(total=2 * len(jobs), desc=title, unit="step") as bar:
-        for program, (_, arguments) in zip(compile_together(jobs, bar.update), jobs, strict=True):
-            try:
-                if isinstance(program, Exception):
-                    raise program
-                results.append([np.asarray(program(*arguments)) for _ in range(2)])
-            except UNCOMPILABLE as error:
-                results.append(error)
-            bar.update()
-    return results
-
-
-def _judge(own: Any, right: Any, tolerance: float) -> tuple[float, str | None]:
-    """The largest relative error of a row, and what is wrong."""
-    if isinstance(right, Exception):
-        raise right
-    if isinstance(own, Exception):
-        return float("inf"), f"does not run: {own}"
-    return compare(own[0][None], own[1][None], right[0][None], tolerance)

@@ -6,21 +6,21 @@ nobody names; only then are they timed. A call's floor is the weights of its tok
 
 import argparse
 import secrets
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from bench.common.comparison import TOLERANCES, all_right
 from bench.common.floors import Ceilings, measure_ceilings
-from bench.common.report import check_report, opening_of, show, write_report
-from bench.experts.cases import GROUPED, Layer, experts_by, random_layer
+from bench.common.options import check_known, check_least
+from bench.common.report import check_report, opening_of, publish
+from bench.common.timing import on_gpu
+from bench.experts.cases import GROUPED, ExpertWeights, experts_by, random_layer
 from bench.experts.check import check_choices, check_experts
-from bench.experts.report import notes_of, plot_experts, tables_of, title_of
+from bench.experts.report import notes_of, tables_of, title_of
 from bench.experts.speed import time_shape
 from bench.experts.tune import tune_experts
-from bench.kernel.check import TOLERANCES
-from bench.kernel.speed import on_gpu
 from pallas_kernels.expert_choice import Choice, Routing
 from pallas_kernels.expert_mlp import implementations
 from pallas_kernels.expert_mlp.shapes import SHAPES, Shape
@@ -51,15 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
             layer = random_layer(shape, jnp.dtype(own))
             found += check_experts(shape, layer, counts, arguments.implementation, seed)
             del layer  # gigabytes, and the next one is made before the name is free
-        wrong = [check for check in found if check.problem is not None]
-        if wrong:
-            for check in wrong:
-                message = f"{check.operation} of {check.shape}, {check.dtype}, {check.tokens} tokens"
-                print(
-                    f"bench: {arguments.implementation} is wrong: {message}: {check.problem}", file=sys.stderr
-                )
-            failed = f"{len(wrong)} of {len(found)} comparisons failed, with --seed {seed}"
-            print(f"bench: {failed}; {shape.name} was not timed", file=sys.stderr)
+        verdicts = [(check, check.problem) for check in found]
+        if not all_right(verdicts, arguments.implementation, seed, f"{shape.name} was not timed"):
             return 1
         checks += found
         ceilings = ceilings or measure_ceilings(jnp.dtype(dtype), arguments.repeats)
@@ -74,17 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         "implementation": arguments.implementation,
         "clock": "GPU" if on_gpu() else "host",
         "seed": seed,
-        "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
+        "ceilings": ceilings.entry(),
         "checks": [check._asdict() for check in checks],
         "rows": rows,
     }
-    notes, title = notes_of(report), title_of(report)
+    from bench.experts.plot import plot_experts
+
+    title = title_of(report)
     print(f"\n{title}")
-    *tables, (heading, table) = tables_of(rows)
-    for others in tables:
-        show(*others)
-    show(heading, table, notes)
-    write_report(arguments.json, {**report, "notes": notes})
+    publish(arguments.json, report, tables_of(rows), notes_of(report))
     plot_experts([row for row in rows if row["operation"] == "expert_mlp"], title, arguments.plot)
     return 0
 
@@ -99,22 +90,16 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     arguments.shapes = arguments.shapes or list(DEFAULT_SHAPES)
     if arguments.baselines is None:
         arguments.baselines = list(BASELINES[:2])
-    for option, given, names in (
-        ("shapes", arguments.shapes, known),
-        ("dtypes", arguments.dtypes, TOLERANCES),
-        ("implementation", [arguments.implementation], implementations()),
-        ("baselines", arguments.baselines, BASELINES),
-    ):
-        for name in given:
-            if name not in names:
-                raise ValueError(f"--{option} must be one of {', '.join(names)}, not {name!r}")
+    check_known("shapes", arguments.shapes, known)
+    check_known("dtypes", arguments.dtypes, TOLERANCES)
+    check_known("implementation", [arguments.implementation], implementations())
+    check_known("baselines", arguments.baselines, BASELINES)
     if arguments.prefixes or arguments.batch != 1 or arguments.again:
         raise ValueError("--operation experts has no --prefixes, --batch and --again")
-    if arguments.repeats < 1 or min(arguments.rows or [1]) < 1:
-        raise ValueError("--repeats and --rows must be at least 1")
+    check_least(arguments, 1, "repeats", "rows")
     tiny = Shape("tiny", 4, 32, 16, Routing(2))
     for name in (arguments.implementation, *arguments.baselines):
-        call = Layer(jnp.zeros((4, 32, 2, 16)), jnp.zeros((4, 16, 32)), None, None)
+        call = ExpertWeights(jnp.zeros((4, 32, 2, 16)), jnp.zeros((4, 16, 32)), None, None)
         choice = Choice(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2)))
         try:
             # Traced, not run: an implementation refuses what it cannot do before it computes anything.

@@ -1,17 +1,7 @@
-"""What ``python -m bench kernel --operation experts`` reports: tables, notes and a picture."""
+"""What ``python -m bench kernel --operation experts`` reports: tables and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from bench.common.report import write_png
-
-# How lines are drawn, by what they show; what is measured comes first.
-_STYLES = (("black", "o"), ("tab:orange", "s"), ("tab:green", "^"), ("tab:red", "v"))
-COLUMNS = 3
 
 
 def title_of(report: Mapping[str, Any]) -> str:
@@ -48,49 +38,6 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"{ceilings['bandwidth'] / 1e9:,.0f} GB/s, or computed at {ceilings['matmul'] / 1e12:,.2f} TFLOP/s, "
         "whichever takes longer; both measured here.",
     ]
-
-
-def plot_experts(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes a PNG: microseconds of a call by tokens, a panel for each shape.
-
-    Args:
-        rows: Of the report, of `expert_mlp`.
-        title: Above all panels.
-        path: Where to.
-    """
-    panels: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault(row["shape"], []).append(row)
-    columns = min(COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
-    # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=(2.4 + 3.6 * columns, 0.8 + 3.4 * lines), layout="constrained")
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axis, (shape, own) in zip(axes, panels.items(), strict=False):
-        _panel(axis, own)
-        axis.set_title(shape, fontsize=10)
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    figure.suptitle(title, fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
-    write_png(path, figure)
-
-
-def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    own = sorted(rows, key=lambda row: row["tokens"])
-    tokens = [row["tokens"] for row in own]
-    lines = {own[0]["implementation"]: [row["us"] for row in own]}
-    lines |= {name: [row["others"][name]["micros"] for row in own] for name in own[0]["others"]}
-    for (name, values), (colour, marker) in zip(lines.items(), _STYLES, strict=False):
-        axis.plot(tokens, values, color=colour, marker=marker, markersize=4, label=name)
-    floors = [row["floor_us"] for row in own]
-    axis.plot(tokens, floors, color="grey", linestyle="dashed", marker=".", label="floor")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(tokens, [str(count) for count in tokens])
-    axis.set_xlabel("tokens")
-    axis.set_ylabel("microseconds a call")
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:

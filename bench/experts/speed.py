@@ -1,20 +1,19 @@
 """How long a layer's experts and the router's choice take, and how long the experts must take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from bench.common.floors import Ceilings
-from bench.common.programs import Program, compile_together, kernel_micros
-from bench.common.timing import median
+from bench.common.programs import time_together
+from bench.common.timing import on_gpu
 from bench.experts.cases import (
     GROUPED,
-    Layer,
+    ExpertWeights,
     chain_choices,
     chain_experts,
     choice_by,
@@ -23,20 +22,11 @@ from bench.experts.cases import (
     random_choices,
     touched,
 )
-from bench.kernel.speed import on_gpu
 from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.expert_mlp.shapes import Shape
 
 # Calls of a chain: together they read more than any cache holds.
 GPU_CALLS, OTHER_CALLS = 16, 4
-
-
-class Time(NamedTuple):
-    """Microseconds of one call: by the GPU's clock (elsewhere as `wall`), by the host's, and by kernel."""
-
-    micros: float
-    wall: float
-    kernels: dict[str, float]
 
 
 def config_of(shape: Shape, tokens: int, itemsize: int) -> Config:
@@ -51,9 +41,14 @@ def config_of(shape: Shape, tokens: int, itemsize: int) -> Config:
     )
 
 
+def counted_of(operation: str, implementation: str) -> str | None:
+    """Whose time counts: a router's kernel without the chain between two choices; else all that runs."""
+    return operation if (operation, implementation) == ("expert_choice", "pallas_triton") else None
+
+
 def time_shape(
     shape: Shape,
-    layer: Layer,
+    layer: ExpertWeights,
     counts: Sequence[int],
     names: Sequence[str],
     repeats: int,
@@ -74,7 +69,14 @@ def time_shape(
             if name not in GROUPED:
                 keys.append(("expert_choice", count, name))
                 jobs.append((partial(chain_choices, choice_by(shape, name)), (logits,)))
-    times = _times(keys, jobs, calls, repeats, shape.name)
+    counted = [counted_of(operation, name) for operation, _, name in keys]
+    times = dict(
+        zip(
+            keys,
+            time_together(jobs, [calls] * len(jobs), counted, repeats, f"time {shape.name}"),
+            strict=True,
+        )
+    )
     itemsize = layer.down.dtype.itemsize
     rows = []
     for operation, count, name in keys:
@@ -91,47 +93,8 @@ def time_shape(
         if operation == "expert_mlp":
             work = expert_work(shape, count, reads[count], itemsize)
             row |= {"experts": reads[count], **work._asdict()}
-            row["floor_us"] = 1e6 * work.seconds(ceilings.bandwidth, ceilings.matmul)
+            row["floor_us"] = 1e6 * ceilings.seconds(work)
             row["times_floor"] = own.micros / row["floor_us"]
             row["config"] = asdict(config_of(shape, count, itemsize)) if name == "pallas_triton" else None
         rows.append(row)
     return rows
-
-
-def _times(
-    keys: Sequence[tuple[str, int, str]],
-    jobs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-    calls: int,
-    repeats: int,
-    title: str,
-) -> dict[tuple[str, int, str], Time]:
-    """Times chains of `calls` calls, in bursts that take turns."""
-    with tqdm(total=len(keys) * (2 + repeats), desc=f"time {title}", unit="step") as bar:
-        programs = []
-        for program, (_, arguments) in zip(compile_together(jobs, bar.update), jobs, strict=True):
-            if isinstance(program, Exception):
-                raise program
-            programs.append(Program(program, arguments, calls))
-        for program in programs:
-            program.warm_up()
-            bar.update()
-        walls: list[list[float]] = [[] for _ in programs]
-        for _ in range(repeats):
-            for program, wall in zip(programs, walls, strict=True):
-                wall.append(program.wall_micros())
-                bar.update()
-    kernels: list[dict[str, float]] = [{} for _ in programs]
-    if on_gpu():
-        # Of a router's kernel it alone, for the chain between two choices is no part of it.
-        for counted in ("expert_choice", None):
-            own = [
-                i
-                for i, key in enumerate(keys)
-                if (key[0] == "expert_choice" and key[2] == "pallas_triton") == (counted is not None)
-            ]
-            for i, micros in zip(own, kernel_micros([programs[i] for i in own], counted), strict=True):
-                kernels[i] = micros
-    return {
-        key: Time(sum(own.values()) or median(wall), median(wall), own)
-        for key, wall, own in zip(keys, walls, kernels, strict=True)
-    }

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from bench.common.programs import UNCOMPILABLE, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
-from bench.experts.cases import Layer, chain_experts, random_choices, random_layer
+from bench.experts.cases import ExpertWeights, chain_experts, random_choices, random_layer
 from bench.experts.speed import GPU_CALLS, config_of
 from pallas_kernels.expert_choice import Choice
 from pallas_kernels.expert_mlp import pallas_triton
@@ -70,14 +70,14 @@ def tune_experts(
     return 0
 
 
-def _tune_case(shape: Shape, layer: Layer, count: int) -> list[dict[str, Any]]:
+def _tune_case(shape: Shape, layer: ExpertWeights, count: int) -> list[dict[str, Any]]:
     """A row for each launch: microseconds of every candidate, None of what does not run, and the best."""
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(layer.down.dtype))
     choices = random_choices(rng, shape, GPU_CALLS, count)
     configs = candidates(config_of(shape, count, x.dtype.itemsize), x.dtype.itemsize)
 
-    def run(config: Config, layer: Layer, x: Array, choice: Choice) -> Array:
+    def run(config: Config, layer: ExpertWeights, x: Array, choice: Choice) -> Array:
         return pallas_triton.expert_mlp(
             x,
             layer.gate_up,

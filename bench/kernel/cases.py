@@ -23,7 +23,7 @@ UNROLL = 4
 SPARE = 3
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arrays of a call of `tree_attention`."""
 
     q: Float[Array, "B N H E"]
@@ -36,10 +36,10 @@ class Call(NamedTuple):
 
 
 #: An implementation of the operation at some shape.
-Attend = Callable[[Call], Array]
+Attend = Callable[[AttentionCall], Array]
 
 
-class Block(NamedTuple):
+class TreeMasks(NamedTuple):
     """Who sees whom in the blocks of some sequences, on the host: seen [B, N, N], and depths [B, N]."""
 
     seen: np.ndarray
@@ -70,7 +70,7 @@ def attend_by(shape: Shape, implementation: str) -> Attend:
     )
 
 
-def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) -> Block:
+def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) -> TreeMasks:
     """A block for each entry of `padding`, whose last so many rows see nothing and are seen by nobody.
 
     A block is a tree in which every node has some earlier node as its parent, each as likely as any other:
@@ -85,12 +85,12 @@ def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) ->
                 parent = i - 1 if rows > max(BUCKETS) else rng.integers(i)
                 seen[b, i], depths[b, i] = seen[b, parent], depths[b, parent] + 1
             seen[b, i, i] = True
-    return Block(seen, depths)
+    return TreeMasks(seen, depths)
 
 
 def ragged_call(
     rng: np.random.Generator, shape: Shape, rows: int, lengths: Sequence[int], dtype: np.dtype
-) -> Call:
+) -> AttentionCall:
     """A call on sequences of these lengths, some rows of padding, and NaN in all that nobody may read."""
     batch, page = len(lengths), shape.page
     block = random_block(rng, rows, rng.integers(0, rows // 4 + 1, batch).tolist())
@@ -114,7 +114,7 @@ def ragged_call(
             table[i] = next(pages)
             used[table[i], : length - i * page] = True
     pool[:, ~used] = np.nan
-    return Call(
+    return AttentionCall(
         jnp.asarray(normal(batch, rows, shape.heads)),
         jnp.asarray(k),
         jnp.asarray(v),
@@ -126,8 +126,8 @@ def ragged_call(
 
 
 def layer_call(
-    rng: np.random.Generator, shape: Shape, block: Block, prefix: PagedPrefix, dtype: np.dtype
-) -> Call:
+    rng: np.random.Generator, shape: Shape, block: TreeMasks, prefix: PagedPrefix, dtype: np.dtype
+) -> AttentionCall:
     """A call without padding on a prefix; only its block is made here, which all layers of a chain share."""
     batch, rows, _ = block.seen.shape
 
@@ -137,7 +137,7 @@ def layer_call(
 
     q, k, v = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
     mask, depths = jnp.asarray(block.mask), jnp.asarray(block.depths)
-    return Call(q, k, v, mask, prefix, depths, _sinks(rng, shape))
+    return AttentionCall(q, k, v, mask, prefix, depths, _sinks(rng, shape))
 
 
 def random_pool(shape: Shape, num_pages: int, dtype: np.dtype) -> tuple[Array, Array]:
@@ -168,7 +168,7 @@ def layer_tables(num_pages: int, layers: int, batch: int, pages: int, step: int)
     return jnp.asarray(order[(first + np.arange(pages)[None, :]) % num_pages].reshape(layers, batch, pages))
 
 
-def chain(attend: Attend, call: Call, tables: Int32[Array, "L B T"]) -> Float[Array, "B N H E"]:
+def chain(attend: Attend, call: AttentionCall, tables: Int32[Array, "L B T"]) -> Float[Array, "B N H E"]:
     """The layers one after the other: each asks with `call.q` plus what the one before it got.
 
     The sum makes them wait for each other without the queries fading away: attention averages.

@@ -10,23 +10,22 @@ device reaches, or the operations that it must compute at its matmul rate, which
 
 import argparse
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.common.comparison import TOLERANCES, all_right
 from bench.common.floors import measure_ceilings
-from bench.common.report import check_report, opening_of, show, write_report
+from bench.common.options import check_known, check_least
+from bench.common.report import check_report, opening_of, publish
 from bench.experts import command as experts
 from bench.kernel.cases import attend_by, ragged_call
-from bench.kernel.check import ROWS, TOLERANCES, Outcome, checks_of, run_checks
-from bench.kernel.plot import plot_kernels
+from bench.kernel.check import ROWS, Outcome, checks_of, run_checks
 from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
-from bench.kernel.speed import Case, time_shape
+from bench.kernel.speed import AttentionCase, time_shape
 from bench.kernel.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, Shape
@@ -35,12 +34,8 @@ from pallas_kernels.tree_attention.shapes import SHAPES, Shape
 TUNING_PREFIXES = (1024, 8192, 32768)
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "kernel", help="one layer's tree attention, and its floor", description=__doc__
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     names = ", ".join(shape.name for shape in SHAPES)
     add = parser.add_argument
     add(
@@ -98,13 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     seed = arguments.seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     outcomes = _compare(arguments, shapes, seed)
-    wrong = [outcome for outcome in outcomes if outcome.problem is not None]
-    if wrong:
-        for outcome in wrong:
-            message = f"{arguments.implementation} is wrong: {outcome.check}: {outcome.problem}"
-            print(f"bench: {message}", file=sys.stderr)
-        failed = f"{len(wrong)} of {len(outcomes)} comparisons failed, with --seed {seed}"
-        print(f"bench: {failed}; nothing was timed", file=sys.stderr)
+    verdicts = [(outcome.check, outcome.problem) for outcome in outcomes]
+    if not all_right(verdicts, arguments.implementation, seed, "nothing was timed"):
         return 1
 
     dtype = arguments.dtypes[0]
@@ -112,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows, names = [], list(dict.fromkeys([arguments.implementation, "xla"]))
     for shape in shapes:
         cases = [
-            Case(shape, count, prefix, arguments.batch, dtype)
+            AttentionCase(shape, count, prefix, arguments.batch, dtype)
             for count in arguments.rows or shape.rows
             for prefix in arguments.prefixes or shape.prefixes
         ]
@@ -126,17 +116,15 @@ def run(arguments: argparse.Namespace) -> int:
         "implementation": arguments.implementation,
         "clock": "GPU" if rows[0]["kernels"] else "host",
         "seed": seed,
-        "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
+        "ceilings": ceilings.entry(),
         "checks": [check_row(outcome) for outcome in outcomes],
         "rows": rows,
     }
-    notes, title = notes_of(report), title_of(report)
+    from bench.kernel.plot import plot_kernels
+
+    title = title_of(report)
     print(f"\n{title}")
-    *tables, (heading, table) = tables_of(rows)
-    for others in tables:
-        show(*others)
-    show(heading, table, notes)
-    write_report(arguments.json, {**report, "notes": notes})
+    publish(arguments.json, report, tables_of(rows), notes_of(report))
     plot_kernels(rows, title, arguments.plot)
     return 0
 
@@ -151,19 +139,10 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     arguments.shapes = arguments.shapes or list(known)
     if arguments.baselines is not None:
         raise ValueError("--baselines is for --operation experts: tree attention is timed beside xla")
-    for option, given, names in (
-        ("shapes", arguments.shapes, known),
-        ("dtypes", arguments.dtypes, TOLERANCES),
-        ("implementation", [arguments.implementation], implementations()),
-    ):
-        for name in given:
-            if name not in names:
-                raise ValueError(f"--{option} must be one of {', '.join(names)}, not {name!r}")
-    for option in ("rows", "prefixes", "batch", "repeats"):
-        given = getattr(arguments, option)
-        least = min(given) if isinstance(given, list) else given
-        if least is not None and least < 1:
-            raise ValueError(f"--{option} must be at least 1, not {least}")
+    check_known("shapes", arguments.shapes, known)
+    check_known("dtypes", arguments.dtypes, TOLERANCES)
+    check_known("implementation", [arguments.implementation], implementations())
+    check_least(arguments, 1, "rows", "prefixes", "batch", "repeats")
     for option in ("shapes", "rows", "prefixes", "dtypes"):
         # Each once, in the order that was given.
         if getattr(arguments, option):

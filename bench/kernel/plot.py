@@ -6,12 +6,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bench.common.report import write_png
-
-COLUMNS = 3
+from bench.common.picture import grid_of, grouped, without_frame, write_png
 
 
 def plot_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -22,24 +19,14 @@ def plot_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
         title: Above all panels.
         path: Where to.
     """
-    panels: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault(row["shape"], []).append(row)
+    panels = grouped(rows, lambda row: row["shape"])
     counts = sorted({row["rows"] for row in rows})
     shades = matplotlib.colormaps["viridis"]
     # The lightest yellow is hard to see on white.
     colours = {count: shades(0.9 * i / max(1, len(counts) - 1)) for i, count in enumerate(counts)}
-    columns = min(COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
-    # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=(2.4 + 3.6 * columns, 0.8 + 3.4 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flat
-    for axis, (shape, own) in zip(axes, panels.items(), strict=False):
+    figure, axes = grid_of(panels, title, columns=3, width=3.6, height=3.4)
+    for axis, own in zip(axes, panels.values(), strict=True):
         _panel(axis, own, colours)
-        axis.set_title(shape, fontsize=10)
-    for axis in list(axes)[len(panels) :]:
-        axis.remove()
-    figure.suptitle(title, fontsize=10)
     handles = [
         *(Line2D([], [], color=colours[count], marker="o", label=f"{count} rows") for count in counts),
         Line2D([], [], color="black", linestyle="dashed", label="floor"),
@@ -60,4 +47,4 @@ def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]], colours: Mapping[int, 
     axis.set_xticks(prefixes, [f"{prefix:,}" for prefix in prefixes])
     axis.set_xlabel("committed tokens")
     axis.set_ylabel("microseconds a layer")
-    axis.spines[["top", "right"]].set_visible(False)
+    without_frame(axis)

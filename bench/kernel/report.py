@@ -6,14 +6,20 @@ from typing import Any
 
 import jax
 
+from bench.common.comparison import TOLERANCES
 from bench.common.floors import Ceilings
-from bench.kernel.check import TOLERANCES, Outcome
-from bench.kernel.speed import Case, Time, work_of
+from bench.common.programs import LayerTime
+from bench.kernel.check import Outcome
+from bench.kernel.speed import AttentionCase, num_layers, work_of
 from pallas_kernels.tree_attention.config import config_for
 
 
 def row_of(
-    case: Case, implementation: str, own: Time, reference: Time | None, ceilings: Ceilings
+    case: AttentionCase,
+    implementation: str,
+    own: LayerTime,
+    reference: LayerTime | None,
+    ceilings: Ceilings,
 ) -> dict[str, Any]:
     """All about one timed case; times in microseconds of one layer.
 
@@ -31,7 +37,7 @@ def row_of(
     if implementation == "pallas_triton":
         kind = jax.devices()[0].device_kind
         config = asdict(config_for(kind, case.dtype, shape.head_size, folded))
-    floor = 1e6 * work.seconds(ceilings.bandwidth, ceilings.matmul)
+    floor = 1e6 * ceilings.seconds(work)
     return {
         "shape": shape.name,
         "rows": case.rows,
@@ -44,11 +50,11 @@ def row_of(
         **work._asdict(),
         "wall_us": own.wall,
         "kernels": own.kernels,
-        "layers": own.layers,
+        "layers": num_layers(case, implementation),
         "config": config,
         "xla_us": reference and reference.micros,
         "xla_wall_us": reference and reference.wall,
-        "xla_layers": reference and reference.layers,
+        "xla_layers": reference and num_layers(case, "xla"),
         "times_faster": reference and reference.micros / own.micros,
     }
 

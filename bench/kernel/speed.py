@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from bench.common.programs import Program, compile_together, kernel_micros
-from bench.common.timing import median
-from bench.common.work import Work
+from bench.common.floors import Work
+from bench.common.programs import LayerTime, time_together
+from bench.common.timing import on_gpu
 from bench.kernel.cases import (
     UNROLL,
-    Block,
+    TreeMasks,
     attend_by,
     chain,
     layer_call,
@@ -38,7 +37,7 @@ GPU_BYTES, OTHER_BYTES = 128 << 20, 1 << 20
 KERNELS = {"pallas_triton": "tree_attention"}
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """A call to be timed: B sequences of S committed tokens, and their blocks."""
 
     shape: Shape
@@ -48,7 +47,7 @@ class Case(NamedTuple):
     dtype: str
 
     @property
-    def block(self) -> Block:
+    def block(self) -> TreeMasks:
         """Trees without padding, the same for all implementations."""
         return random_block(np.random.default_rng(self.rows), self.rows, [0] * self.batch)
 
@@ -58,23 +57,7 @@ class Case(NamedTuple):
         return -(-self.prefix // self.shape.page)
 
 
-class Time(NamedTuple):
-    """Of one layer, in microseconds.
-
-    Attributes:
-        micros: By the GPU's clock, the sum over its kernels; where there is no GPU, as ``wall``.
-        wall: By the host's clock.
-        kernels: By kernel; empty where there is no GPU.
-        layers: Layers of the chain.
-    """
-
-    micros: float
-    wall: float
-    kernels: dict[str, float]
-    layers: int
-
-
-def work_of(case: Case) -> Work:
+def work_of(case: AttentionCase) -> Work:
     """What a layer cannot do without.
 
     It reads the keys and values that any row sees, and q, and writes the output; it multiplies each row with
@@ -93,12 +76,7 @@ def work_of(case: Case) -> Work:
     )
 
 
-def on_gpu() -> bool:
-    """Whether the device is a GPU, whose clock tells kernels apart."""
-    return jax.default_backend() == "gpu"
-
-
-def num_layers(case: Case, implementation: str) -> int:
+def num_layers(case: AttentionCase, implementation: str) -> int:
     """Layers of a chain, all on different pages as far as the implementation reads them."""
     row = 2 * jnp.dtype(case.dtype).itemsize * case.shape.kv_heads * case.shape.head_size
     bytes_read = case.batch * pages_read(case, implementation) * case.shape.page * row
@@ -106,7 +84,7 @@ def num_layers(case: Case, implementation: str) -> int:
     return UNROLL * max(1, -(-least // (UNROLL * bytes_read)))
 
 
-def pages_read(case: Case, implementation: str) -> int:
+def pages_read(case: AttentionCase, implementation: str) -> int:
     """Pages of a sequence that a layer reads: the reference reads all, a kernel those in its window."""
     if case.shape.window is None or implementation == "xla":
         return case.pages
@@ -114,8 +92,8 @@ def pages_read(case: Case, implementation: str) -> int:
 
 
 def time_shape(
-    cases: Sequence[Case], implementations: Sequence[str], repeats: int
-) -> dict[tuple[Case, str], Time]:
+    cases: Sequence[AttentionCase], implementations: Sequence[str], repeats: int
+) -> dict[tuple[AttentionCase, str], LayerTime]:
     """Times all cases of one shape by each implementation.
 
     Args:
@@ -124,40 +102,19 @@ def time_shape(
         repeats: Bursts by the host's clock, interleaved.
     """
     keys = [(case, name) for case in cases for name in implementations]
-    with tqdm(total=len(keys) * (2 + repeats), desc=f"time {cases[0].shape.name}", unit="step") as bar:
-        jobs = [
-            (partial(chain, attend_by(case.shape, name)), arguments)
-            for case, name, arguments in _inputs(cases, implementations)
-        ]
-        programs = []
-        for (case, name), job, call in zip(keys, jobs, compile_together(jobs, bar.update), strict=True):
-            if isinstance(call, Exception):
-                raise call
-            programs.append(Program(call, job[1], num_layers(case, name)))
-        for program in programs:
-            program.warm_up()
-            bar.update()
-        walls: list[list[float]] = [[] for _ in programs]
-        for _ in range(repeats):
-            for program, wall in zip(programs, walls, strict=True):
-                wall.append(program.wall_micros())
-                bar.update()
-    kernels: list[dict[str, float]] = [{} for _ in programs]
-    if on_gpu():
-        for name in implementations:
-            own = [i for i, key in enumerate(keys) if key[1] == name]
-            found = kernel_micros([programs[i] for i in own], KERNELS.get(name))
-            for i, micros in zip(own, found, strict=True):
-                kernels[i] = micros
-    return {
-        key: Time(sum(own.values()) or median(wall), median(wall), own, program.layers)
-        for key, program, wall, own in zip(keys, programs, walls, kernels, strict=True)
-    }
+    jobs = [
+        (partial(chain, attend_by(case.shape, name)), arguments)
+        for case, name, arguments in _inputs(cases, implementations)
+    ]
+    layers = [num_layers(case, name) for case, name in keys]
+    counted = [KERNELS.get(name) for _, name in keys]
+    times = time_together(jobs, layers, counted, repeats, f"time {cases[0].shape.name}")
+    return dict(zip(keys, times, strict=True))
 
 
 def _inputs(
-    cases: Sequence[Case], implementations: Sequence[str]
-) -> Iterator[tuple[Case, str, tuple[Any, ...]]]:
+    cases: Sequence[AttentionCase], implementations: Sequence[str]
+) -> Iterator[tuple[AttentionCase, str, tuple[Any, ...]]]:
     """For every case and implementation a call and the tables of its layers; cases share their pools."""
     pools: dict[int, tuple[jax.Array, jax.Array]] = {}
     for case in cases:

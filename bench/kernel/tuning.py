@@ -28,7 +28,7 @@ WARPS = (2, 4, 8)
 STAGES, COARSE_STAGES = (1, 3, 5), (3, 1)
 # Programs for each multiprocessor.
 PROGRAMS, COARSE_PROGRAMS = (0.5, 1, 2, 3, 4), (1, 4)
-# How many tiles are looked at more closely, and how far behind the best a tile may be to be tried again.
+# How many tiles are looked at more closely, and how many times slower than the best one is tried again.
 BEST, HOPELESS = 4, 2.0
 # Configurations that are compiled together.
 CHUNK = 32

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from bench.common.comparison import TOLERANCES, compare_rows
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.programs import BURST_SECONDS, MOST_DISPATCHES, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
-from bench.kernel.cases import Attend, Call, attend_by, chain, layer_call, layer_tables, random_pool
-from bench.kernel.check import TOLERANCES, compare
-from bench.kernel.speed import KERNELS, Case, pages_read, work_of
+from bench.kernel.cases import Attend, AttentionCall, attend_by, chain, layer_call, layer_tables, random_pool
+from bench.kernel.speed import KERNELS, AttentionCase, pages_read, work_of
 from bench.kernel.tuning import (
     OutOfTime,
     Score,
@@ -149,12 +149,12 @@ class _Inputs:
 
     def __init__(self, shape: Shape, rows: int, dtype: str, prefixes: Sequence[int], ceilings: Ceilings):
         self._shape, self._tolerance = shape, TOLERANCES[dtype]
-        cases = [Case(shape, rows, prefix, 1, dtype) for prefix in prefixes]
+        cases = [AttentionCase(shape, rows, prefix, 1, dtype) for prefix in prefixes]
         steps = [pages_read(case, "pallas_triton") for case in cases]
         pages = max(case.pages for case in cases)
         num_pages = max(4 * pages, LAYERS * min(steps))
         pool = random_pool(shape, num_pages, jnp.dtype(dtype))
-        self._floors = [1e6 * work_of(case).seconds(ceilings.bandwidth, ceilings.matmul) for case in cases]
+        self._floors = [1e6 * ceilings.seconds(work_of(case)) for case in cases]
         # A kernel is rarely faster than twice its floor.
         bursts = [round(5e5 * BURST_SECONDS / (LAYERS * floor)) for floor in self._floors]
         self._dispatches = [max(1, min(MOST_DISPATCHES, burst)) for burst in bursts]
@@ -189,7 +189,7 @@ class _Inputs:
         return scores
 
     def _attend(self, own: config.Config) -> Attend:
-        def attend(call: Call) -> jax.Array:
+        def attend(call: AttentionCall) -> jax.Array:
             return pallas_triton.tree_attention(
                 *call[:5],
                 scale=self._shape.head_size**-0.5,
@@ -208,7 +208,7 @@ class _Inputs:
         except jax.errors.JaxRuntimeError as error:
             tqdm.write(f"does not run: {own}: {_first_line(error)}")
             return False
-        _, problem = compare(out, out, self._expected, self._tolerance)
+        _, problem = compare_rows(out, out, self._expected, self._tolerance)
         if problem is not None:
             tqdm.write(f"WRONG RESULT, not used: {own}: {problem}")
         return problem is None

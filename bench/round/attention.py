@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from bench.common.options import check_known
 from bench.common.scene import Scene
 from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import ModelConfig
@@ -27,8 +28,7 @@ def implementation_of(
     Raises:
         ValueError: There is none of that name, or it does not take the case on this device.
     """
-    if name is not None and name not in implementations():
-        raise ValueError(f"--implementation must be one of {', '.join(implementations())}, not {name!r}")
+    check_known("implementation", [] if name is None else [name], implementations())
     batch, array, layer = scene.batch, jax.ShapeDtypeStruct, config.layers[0]
     q = array((batch, rows, layer.num_heads, layer.head_dim), dtype)
     kv = array((batch, rows, layer.num_kv_heads, layer.head_dim), dtype)

@@ -1,6 +1,6 @@
 """``python -m bench round``: one round of speculation, its phases, and how far they are from the hardware.
 
-Every slot is put behind a context of random pages, without a prefill, and rounds run from there on the
+Every slot is put after a context of random pages, without a prefill, and rounds run from there on the
 device. A round is compared with its floor: the bytes that it must read at the bandwidth that this very device
 reaches, or the operations that it must compute at its matmul rate, whichever takes longer. With random
 weights nearly every draft is refused, so a round commits about one token and the context stays what it was.
@@ -9,7 +9,6 @@ weights nearly every draft is refused, so a round commits about one token and th
 import argparse
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +16,14 @@ from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
+from bench.common.options import add_program_arguments, check_least
 from bench.common.pair import load_pair, shapes_of
-from bench.common.report import (
-    add_report_arguments,
-    check_report,
-    opening_of,
-    settings_of,
-    show,
-    write_report,
-)
+from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
-from bench.common.shapes import SHAPES, Shape, find_shape
+from bench.common.shapes import SHAPES, PairShape, find_pair_shape
+from bench.common.timing import peak_bytes
 from bench.round.attention import implementation_of
-from bench.round.measure import Case, Measured, Plan, measure
-from bench.round.plot import plot_rounds
+from bench.round.measure import CaseRuns, RoundCase, Setup, measure
 from bench.round.report import notes_of, row_of, tables_of
 from jetspec_jax import (
     DecodeWeights,
@@ -40,6 +33,7 @@ from jetspec_jax import (
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
@@ -48,12 +42,8 @@ from pallas_kernels.tree_attention import implementations
 STORES_SHARE = 0.6
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command line of this benchmark."""
-    parser = commands.add_parser(
-        "round", help="one round, phase by phase, and its floor", description=__doc__
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add = parser.add_argument
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
     add("--target", help='"demo", folder or hub id, instead of --shape')
@@ -73,53 +63,46 @@ def add_command(commands: Any) -> None:
     add("--width", type=int, default=7, help="of the trees (default: 7)")
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=ROUNDS_PER_DISPATCH, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also record a GPU's kernels, by class",
-    )
-    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+    add_program_arguments(parser)
     add_report_arguments(parser, "round")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
-    plan, dtype = _plan(arguments), resolve_dtype(arguments.dtype)
+    setup, dtype = _setup(arguments), resolve_dtype(arguments.dtype)
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     names, shape, make_weights = _models(arguments, dtype)
-    cases = cases_of(arguments, shape, plan)
+    cases = cases_of(arguments, shape, setup)
     attention = {
         case: implementation_of(
-            shape.target, plan.scene(case, shape), bucket_for(case.budget), dtype, plan.implementation
+            shape.target, setup.scene(case, shape), bucket_for(case.budget), dtype, setup.implementation
         )
         for case in cases
     }
     weights = make_weights()
 
-    measured: dict[Case, Measured] = {}
-    with tqdm(total=plan.steps(len(cases)) + 1, unit="step") as bar:
+    measured: dict[RoundCase, CaseRuns] = {}
+    with tqdm(total=setup.steps(len(cases)) + 1, unit="step") as bar:
 
         def step(name: str) -> None:
             bar.set_description(name)
             bar.update()
 
-        for group in groups(cases, shape, dtype, plan, _free_bytes()):
-            measured |= measure(group, shape, weights, plan, step)
+        for group in groups(cases, shape, dtype, setup, free_bytes()):
+            measured |= measure(group, shape, weights, setup, step)
         # Read before the ceilings are measured, which need large arrays of their own.
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        peak = peak_bytes()
         step("ceilings")
-        ceilings = measure_ceilings(dtype, plan.repeats)
+        ceilings = measure_ceilings(dtype, setup.repeats)
 
     rows = []
     for case, found in measured.items():
-        row = row_of(case, found, measured[case.plain], shape, dtype.itemsize, plan, ceilings)
+        row = row_of(case, found, measured[case.plain], shape, dtype.itemsize, setup, ceilings)
         rows.append({**row, "implementation": attention[case]})
     report = {
         **opening_of("round", arguments),
@@ -130,34 +113,29 @@ def run(arguments: argparse.Namespace) -> int:
         "rounds_per_dispatch": ROUNDS_PER_DISPATCH,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
-        "ceilings": {**ceilings._asdict(), "bandwidth": ceilings.bandwidth},
+        "ceilings": ceilings.entry(),
         "rows": rows,
     }
-    notes = notes_of(report)
+    from bench.round.plot import plot_rounds
+
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
         f"{report['implementation']}, {report['device']}, JAX {report['jax']}"
     )
     print(f"\n{title}")
-    *tables, (heading, table) = tables_of(rows)
-    for others in tables:
-        show(*others)
-    show(heading, table, notes)
-    write_report(arguments.json, {**report, "notes": notes})
+    publish(arguments.json, report, tables_of(rows), notes_of(report))
     plot_rounds(rows, title, arguments.plot)
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def _setup(arguments: argparse.Namespace) -> Setup:
     """What all cases have in common, checked.
 
     Raises:
         ValueError: A setting is out of its range.
     """
-    for name in ("rounds", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
-    return Plan(
+    check_least(arguments, 1, "rounds", "repeats")
+    return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,
         rounds=arguments.rounds,
@@ -170,7 +148,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _models(
     arguments: argparse.Namespace, dtype: jnp.dtype
-) -> tuple[dict[str, str], Shape, Callable[[], DecodeWeights]]:
+) -> tuple[dict[str, str], PairShape, Callable[[], DecodeWeights]]:
     """What the models are called in the report, their configs, and what makes their parameters.
 
     Where the arguments name no shape of random weights and no target, ``shape`` is filled in.
@@ -182,7 +160,7 @@ def _models(
     if arguments.target is None and arguments.draft_head is None:
         name = arguments.shape or ("qwen3-8b" if jax.default_backend() == "gpu" else "tiny")
         arguments.shape = name
-        shape = find_shape(name)
+        shape = find_pair_shape(name)
         return (
             {"shape": name},
             shape,
@@ -197,54 +175,46 @@ def _models(
     target, head = load_pair(arguments, arguments.dtype)
     weights, given = DecodeWeights(target.weights, head.weights), settings_of(arguments)
     names = {name: given[name] for name in ("target", "draft_head") if given[name] is not None}
-    return names, Shape(target.config, head.config), lambda: weights
+    return names, PairShape(target.config, head.config), lambda: weights
 
 
-def cases_of(arguments: argparse.Namespace, shape: Shape, plan: Plan) -> list[Case]:
+def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> list[RoundCase]:
     """All cases, the plain step first in each scene.
 
     Raises:
         ValueError: A number is out of its range.
     """
-    for name in ("batches", "contexts"):
-        if min(getattr(arguments, name)) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {min(getattr(arguments, name))}")
+    check_least(arguments, 1, "batches", "contexts")
     algorithms = fixed_budget_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
     check_fixed_budgets("--algorithms", algorithms)
     for budget, algorithm in itertools.product(arguments.budgets, algorithms):
-        TreeSettings(budget, plan.width, algorithm=algorithm).check(shape.target, shape.head.depth)
+        TreeSettings(budget, setup.width, algorithm=algorithm).check(shape.target, shape.head.depth)
     scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
     trees = list(itertools.product(sorted({*arguments.budgets} - {1}), dict.fromkeys(algorithms)))
     cases = [
         case
         for batch, context in scenes
-        for case in (Case(batch, context, 1), *(Case(batch, context, *tree) for tree in trees))
+        for case in (RoundCase(batch, context, 1), *(RoundCase(batch, context, *tree) for tree in trees))
     ]
     limit = shape.target.max_position_embeddings
     for case in cases:
-        scene = plan.scene(case, shape)
+        scene = setup.scene(case, shape)
         if case.context + scene.room > limit:
             raise ValueError(
-                f"--contexts {case.context} and room for the {scene.room} tokens that {plan.rounds} rounds "
+                f"--contexts {case.context} and room for the {scene.room} tokens that {setup.rounds} rounds "
                 f"may commit go beyond the target's context limit of {limit}"
             )
     return cases
 
 
 def groups(
-    cases: list[Case], shape: Shape, dtype: jnp.dtype, plan: Plan, free_bytes: int | None
-) -> list[list[Case]]:
+    cases: list[RoundCase], shape: PairShape, dtype: jnp.dtype, setup: Setup, free_bytes: int | None
+) -> list[list[RoundCase]]:
     """Cases that take turns: all of them if their stores fit into memory at once, else scene by scene."""
-    scenes: dict[Scene, list[Case]] = {}
+    scenes: dict[Scene, list[RoundCase]] = {}
     for case in cases:
-        scenes.setdefault(plan.scene(case, shape), []).append(case)
-    with_head = plan.decoder(cases[0]._replace(budget=2), shape)
+        scenes.setdefault(setup.scene(case, shape), []).append(case)
+    with_head = setup.decoder(cases[0]._replace(budget=2), shape)
     needed = sum(scene.num_bytes(with_head, dtype) for scene in scenes)
     fits = free_bytes is None or needed <= STORES_SHARE * free_bytes
     return [cases] if fits else list(scenes.values())
-
-
-def _free_bytes() -> int | None:
-    """Free memory of the device; None where it does not tell, as a CPU, whose memory is the host's."""
-    memory = jax.devices()[0].memory_stats() or {}
-    return memory["bytes_limit"] - memory["bytes_in_use"] if "bytes_limit" in memory else None

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.common.kernel_trace import Kernel, trace_kernels
 from bench.common.scene import Scene
-from bench.common.shapes import Shape
+from bench.common.shapes import PairShape
 from bench.common.timing import compile_seconds, median, seconds_of
-from bench.common.trace import Kernel, trace_kernels
 from bench.round.phases import PHASES, repeat
 from bench.round.touched import experts_touched
 from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
@@ -23,7 +23,7 @@ from jetspec_jax.tree import bucket_for
 PHASE_SECONDS = 0.05
 
 
-class Case(NamedTuple):
+class RoundCase(NamedTuple):
     """What is timed: slots, the tokens that each holds, the nodes of its trees, and how these are built.
 
     A budget of 1 is a plain step, which has no tree for an algorithm to build.
@@ -35,9 +35,9 @@ class Case(NamedTuple):
     algorithm: str = "accum_logp"
 
     @property
-    def plain(self) -> "Case":
+    def plain(self) -> "RoundCase":
         """The plain step of the same slots."""
-        return Case(self.batch, self.context, 1)
+        return RoundCase(self.batch, self.context, 1)
 
     @property
     def tree(self) -> str:
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """What all cases have in common.
 
     Attributes:
@@ -75,11 +75,11 @@ class Plan:
         """How often `measure` says what comes next."""
         return cases * (1 + self.repeats + (len(PHASES) if self.phases else 0) + self.profile)
 
-    def scene(self, case: Case, shape: Shape) -> Scene:
+    def scene(self, case: RoundCase, shape: PairShape) -> Scene:
         """The slots of a case, with room for all that a dispatch may commit."""
         return Scene(case.batch, case.context, self.rounds * shape.head.block_size)
 
-    def decoder(self, case: Case, shape: Shape) -> TreeDecoder:
+    def decoder(self, case: RoundCase, shape: PairShape) -> TreeDecoder:
         """The decoder that an engine would use: budget 1 decodes without the head."""
         return TreeDecoder(
             shape.target,
@@ -93,7 +93,7 @@ class Plan:
 
 
 @dataclass
-class Measured:
+class CaseRuns:
     """What was found out about a case.
 
     Attributes:
@@ -123,19 +123,19 @@ class Shelf:
     stores: Stores
 
 
-class Runner:
+class CaseRunner:
     """Runs one case."""
 
-    def __init__(self, case: Case, shape: Shape, weights: DecodeWeights, plan: Plan, shelf: Shelf):
+    def __init__(self, case: RoundCase, shape: PairShape, weights: DecodeWeights, setup: Setup, shelf: Shelf):
         """Makes the state; compiles nothing yet."""
-        self.case, self.plan, self.measured = case, plan, Measured()
+        self.case, self.setup, self.measured = case, setup, CaseRuns()
         self._shelf = shelf
-        self._decoder = plan.decoder(case, shape)
+        self._decoder = setup.decoder(case, shape)
         self._weights = weights._replace(proposer=None) if self._decoder.proposer is None else weights
-        self._state = plan.scene(case, shape).slots(
-            self._decoder, dtype_of(weights), case.budget, plan.params
+        self._state = setup.scene(case, shape).slots(
+            self._decoder, dtype_of(weights), case.budget, setup.params
         )
-        self._rounds = np.int32(plan.rounds)
+        self._rounds = np.int32(setup.rounds)
         self._program: Any = None
 
     def compile(self) -> None:
@@ -159,7 +159,7 @@ class Runner:
         """
         seconds, (state, records) = seconds_of(self._program, self._weights, self._start(), self._rounds)
         self._put_back(split(state)[0])
-        counts = np.asarray(records.counts)[: self.plan.rounds]
+        counts = np.asarray(records.counts)[: self.setup.rounds]
         if not counts.all():
             raise RuntimeError(f"{self.case}: {int((counts == 0).sum())} of {counts.size} rounds did not run")
         self.measured.tokens_per_round = float(counts.mean())
@@ -184,15 +184,15 @@ class Runner:
             return seconds / turns
 
         seconds_per_turn(1)
-        guess = seconds_per_turn(self.plan.rounds)
-        turns = max(self.plan.rounds, math.ceil(PHASE_SECONDS / guess))
-        timed = [seconds_per_turn(turns) for _ in range(self.plan.repeats)]
+        guess = seconds_per_turn(self.setup.rounds)
+        turns = max(self.setup.rounds, math.ceil(PHASE_SECONDS / guess))
+        timed = [seconds_per_turn(turns) for _ in range(self.setup.repeats)]
         self.measured.phase_seconds[phase] = median(timed)
 
     def _experts_touched(self) -> dict[int, float]:
         """Of the rounds that are timed, one by one: each goes on from other tokens than the first."""
         state, rounds = self._start(), []
-        for _ in range(self.plan.rounds):
+        for _ in range(self.setup.rounds):
             rounds.append(experts_touched(self._decoder, self._weights, state))
             state, _ = self._program(self._weights, state, np.int32(1))
         self._put_back(split(state)[0])
@@ -223,39 +223,43 @@ def dtype_of(weights: DecodeWeights) -> jnp.dtype:
 
 
 def measure(
-    cases: Sequence[Case], shape: Shape, weights: DecodeWeights, plan: Plan, step: Callable[[str], None]
-) -> dict[Case, Measured]:
+    cases: Sequence[RoundCase],
+    shape: PairShape,
+    weights: DecodeWeights,
+    setup: Setup,
+    step: Callable[[str], None],
+) -> dict[RoundCase, CaseRuns]:
     """Measures cases in turn, so that a slow moment of the machine falls on all of them alike.
 
     Args:
         cases: The cases; the stores of all their scenes are in memory at the same time.
         shape: The target and the draft head.
         weights: Their parameters.
-        plan: What the cases have in common.
+        setup: What the cases have in common.
         step: Called with what comes next.
     """
     shelves: dict[Scene, Shelf] = {}
     runners = []
     for case in cases:
-        scene = plan.scene(case, shape)
+        scene = setup.scene(case, shape)
         if scene not in shelves:
             # Every decoder but the plain one knows the head's stores, and they are the same for all.
-            decoder = plan.decoder(case._replace(budget=2), shape)
+            decoder = setup.decoder(case._replace(budget=2), shape)
             shelves[scene] = Shelf(scene.stores(decoder, dtype_of(weights)))
-        runners.append(Runner(case, shape, weights, plan, shelves[scene]))
+        runners.append(CaseRunner(case, shape, weights, setup, shelves[scene]))
     for runner in runners:
         step(f"compile: {runner.case}")
         runner.compile()
-    for _ in range(plan.repeats):
+    for _ in range(setup.repeats):
         for runner in runners:
             step(f"rounds: {runner.case}")
             runner.measured.seconds.append(runner.decode())
     for runner in runners:
         made: dict[str, Any] = {}
-        for phase in PHASES if plan.phases else ():
+        for phase in PHASES if setup.phases else ():
             step(f"{phase}: {runner.case}")
             runner.time_phase(phase, made)
-        if plan.profile:
+        if setup.profile:
             step(f"profile: {runner.case}")
             runner.record()
     return {runner.case: runner.measured for runner in runners}

@@ -103,7 +103,7 @@ def _repeat(
 
     def turn(_: Array, carried: tuple[Stores, Any, Any]) -> tuple[Stores, Any, Any]:
         stores, inputs, last = carried
-        # Behind the barrier the inputs come from the turn before, as far as the compiler knows, so that it
+        # After the barrier the inputs come from the turn before, as far as the compiler knows, so that it
         # can move nothing out of the loop. The weights do not pass it, just as in a round.
         inputs, _ = jax.lax.optimization_barrier((inputs, last))
         stores, result = run(stores, inputs)

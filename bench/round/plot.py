@@ -5,14 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from bench.common.report import write_png
+from bench.common.picture import (
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    YELLOW,
+    grid_of,
+    grouped,
+    without_frame,
+    write_png,
+)
 from bench.round.phases import PHASES
 
-COLUMNS = 4
-# Okabe and Ito's colours, which most kinds of colour vision tell apart.
-COLOURS = dict(zip(PHASES, ("#e69f00", "#cc79a7", "#56b4e9", "#f0e442", "#009e73"), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (ORANGE, PURPLE, SKY, YELLOW, GREEN), strict=True))
 
 
 def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -24,24 +31,15 @@ def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
         title: Above all panels.
         path: Where to.
     """
-    panels: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault((row["batch"], row["context"]), []).append(row)
-    columns = min(COLUMNS, len(panels))
-    lines = -(-len(panels) // columns)
+    panels = grouped(rows, lambda row: f"batch {row['batch']}, context {row['context']:,}")
     bars = len(rows) // len(panels)
-    # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=(3.2 + 3.8 * columns, 0.9 + (1.0 + 0.32 * bars) * lines), layout="constrained")
     # Bars lie, so that the names of many algorithms can be read; they are the same in all panels.
-    axes = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
-    for axis, ((batch, context), own) in zip(axes, panels.items(), strict=False):
+    height = 1.0 + 0.32 * bars
+    figure, axes = grid_of(panels, title, columns=4, width=3.8, height=height, sharey=True)
+    for axis, own in zip(axes, panels.values(), strict=True):
         _panel(axis, own)
-        axis.set_title(f"batch {batch}, context {context:,}", fontsize=10)
-    for axis in axes[len(panels) :]:
-        axis.remove()
     axes[0].set_ylim(bars - 0.4, -0.6)
-    figure.suptitle(title, fontsize=10)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
     write_png(path, figure)
 
@@ -49,7 +47,7 @@ def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
 def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     places = list(range(len(rows)))
     ends = [0.0] * len(rows)
-    for phase, colour in COLOURS.items():
+    for phase, colour in PHASE_COLOURS.items():
         lengths = [row["phases_ms"].get(phase, 0.0) for row in rows]
         if any(lengths):
             axis.barh(places, lengths, left=ends, height=0.6, color=colour, label=phase)
@@ -69,9 +67,9 @@ def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         )
     axis.set_yticks(places, [_label(row) for row in rows], fontsize=9)
     axis.set_xlabel("milliseconds a round")
-    # Room for the words behind the longest bar.
+    # Room for the words after the longest bar.
     axis.set_xlim(0, 1.5 * max(*ends, *(row["round_ms"] for row in rows)))
-    axis.spines[["top", "right"]].set_visible(False)
+    without_frame(axis)
 
 
 def _label(row: Mapping[str, Any]) -> str:

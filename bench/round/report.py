@@ -6,11 +6,11 @@ from statistics import mean
 from typing import Any
 
 from bench.common.floors import Ceilings
-from bench.common.shapes import Shape
+from bench.common.kernel_trace import summarise
+from bench.common.shapes import PairShape
 from bench.common.timing import median
-from bench.common.trace import summarise
-from bench.common.work import round_work
-from bench.round.measure import Case, Measured, Plan
+from bench.round.measure import CaseRuns, RoundCase, Setup
+from bench.round.work import round_work
 from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import bucket_for
 
@@ -19,12 +19,12 @@ TOKENS = 256
 
 
 def row_of(
-    case: Case,
-    found: Measured,
-    plain: Measured,
-    shape: Shape,
+    case: RoundCase,
+    found: CaseRuns,
+    plain: CaseRuns,
+    shape: PairShape,
     itemsize: int,
-    plan: Plan,
+    setup: Setup,
     ceilings: Ceilings,
 ) -> dict[str, Any]:
     """All about one case; times in milliseconds.
@@ -35,10 +35,10 @@ def row_of(
         plain: What was measured of the same slots with budget 1.
         shape: The target and the draft head.
         itemsize: Bytes of a parameter.
-        plan: What all cases have in common.
+        setup: What all cases have in common.
         ceilings: What the device reaches.
     """
-    milliseconds = 1e3 * median(found.seconds) / plan.rounds
+    milliseconds = 1e3 * median(found.seconds) / setup.rounds
     works = round_work(
         shape.target,
         None if case.budget == 1 else shape.head,
@@ -48,20 +48,17 @@ def row_of(
         itemsize=itemsize,
         touched=found.experts_touched,
     )
-    floors = {
-        phase: {**work._asdict(), "ms": 1e3 * work.seconds(ceilings.bandwidth, ceilings.matmul)}
-        for phase, work in works.items()
-    }
+    floors = {phase: {**work._asdict(), "ms": 1e3 * ceilings.seconds(work)} for phase, work in works.items()}
     floor = sum(part["ms"] for part in floors.values())
     phases = {phase: 1e3 * seconds for phase, seconds in found.phase_seconds.items()}
     profile = None
     if found.kernels is not None:
-        profile = summarise(found.kernels, plan.rounds) if found.kernels else {}
+        profile = summarise(found.kernels, setup.rounds) if found.kernels else {}
     return {
         **case._asdict(),
         "algorithm": case.tree,
         "bucket": bucket_for(case.budget),
-        "capacity": plan.scene(case, shape).capacity,
+        "capacity": setup.scene(case, shape).capacity,
         "round_ms": milliseconds,
         "phases_ms": phases,
         "phases_sum_ms": sum(phases.values()),

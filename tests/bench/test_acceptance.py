@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.acceptance import diagnose, profile
+from bench.acceptance import rounds as begin_rounds
 from bench.acceptance.counts import (
     NO_RANK,
     Followed,
@@ -21,16 +21,14 @@ from bench.acceptance.counts import (
 )
 from bench.acceptance.diagnose import branches_of, faithfulness
 from bench.acceptance.profile import classes_of, tables
-from bench.common.pair import Pair
-from bench.common.prompt_work import Work
-from bench.common.prompts import Prompt
+from bench.common.workload import Workload
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree, logits
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace
 from jetspec_jax.tree import Candidates, Profile, Routing, get_algorithm
 from jetspec_jax.tree.routing import CLASSES
-from tests.decode.tiny import TINY, random_head, random_target
-from train.data.prompts import Entry
+from tests.bench.conftest import text_prompt
+from tests.decode.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -83,7 +81,7 @@ def test_counts_of_a_hand_made_round():
     assert reached.nodes.tolist() == [2, 1, 1]
     assert reached.shares() == [[0.5, 0.5], [0.0, 1.0], [0.0, 0.0]]
     assert reached.shares(least_nodes=2) == [[0.5, 0.5]]
-    # All four nodes of each tree: the pick 4 behind the node 7, off the path, counts here.
+    # All four nodes of each tree: the pick 4 after the node 7, off the path, counts here.
     tree = count_tree(rounds)
     assert tree.hits.tolist() == [[2, 0], [0, 2], [0, 2]]
     assert tree.nodes.tolist() == [2, 2, 4]
@@ -93,16 +91,11 @@ def test_counts_of_a_hand_made_round():
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return Pair(random_target(TINY, 0), random_head(TINY, 1))
-
-
-@pytest.fixture(scope="module")
 def work():
     """Two prompts, of the second of which it is said that it is mathematics."""
-    prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(2)]
+    prompts = [text_prompt(f"p:{i}") for i in range(2)]
     ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    return Work(prompts, ids, PARAMS, [None, {"task": "math"}])
+    return Workload(prompts, ids, PARAMS, [None, {"task": "math"}])
 
 
 @pytest.fixture(scope="module")
@@ -197,17 +190,20 @@ def test_branches_are_read_off_chains_only(rounds):
         branches_of(rounds)
 
 
+def decode_only(patch, pair, work):
+    """Commands decode this work with this pair, whatever they are told."""
+    patch.setattr(begin_rounds, "load_pair", lambda *_: pair)
+    patch.setattr(begin_rounds, "make_workloads", lambda *_: {0.0: work})
+
+
 @pytest.fixture(scope="module")
 def folder(pair, work, tmp_path_factory):
     """Reports of both commands on the tiny pair."""
     folder = tmp_path_factory.mktemp("reports")
     small = ["--num-prompts", "2", "--max-tokens", "16", *SETTINGS]
     with pytest.MonkeyPatch.context() as patch:
-        for command in (profile, diagnose):
-            patch.setattr(command, "load_pair", lambda *_: pair)
-            patch.setattr(command, "make_works", lambda *_: {0.0: work})
-            name = command.__name__.removeprefix("bench.")
-            more = ["--least-nodes", "1"] if name == "profile" else ["--temperature", "1"]
+        decode_only(patch, pair, work)
+        for name, more in ("profile", ["--least-nodes", "1"]), ("diagnose", ["--temperature", "1"]):
             assert main([name, *small, *more, "--json", str(folder / f"{name}.json")]) == 0
     return folder
 
@@ -235,36 +231,24 @@ def test_the_commands_write_reports_and_pictures(folder):
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("profile", ["--least-share", "2"], r"--least-share must lie in 0..1, not 2.0"),
+        ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
+        ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("diagnose", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("profile", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets, and here they are given"),
-        (
-            "diagnose",
-            ["--algorithm", "auto"],
-            "--algorithm auto: it chooses budgets, and here they are given",
-        ),
-        (
-            "diagnose",
-            ["--budget", "1"],
-            "--budget must be in 2..256 (nodes, root and a draft included), not 1",
-        ),
-        ("profile", ["--budget", "1", "--least-nodes", "1"], "--budget must be in 2..256"),
+        ("diagnose", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets"),
+        ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
         ("profile", ["--budget", "257"], "--budget must be in 2..256"),
         ("diagnose", ["--temperature", "nan"], "temperature must be a finite number of at least 0, not nan"),
     ],
 )
 def test_bad_settings_are_one_line(tmp_path, capsys, monkeypatch, command, arguments, message):
-    for own in (profile, diagnose):
-        monkeypatch.setattr(own, "load_pair", None)  # nothing is loaded for them
+    monkeypatch.setattr(begin_rounds, "load_pair", None)  # nothing is loaded for them
     assert main([command, *arguments, "--json", str(tmp_path / "x.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
     assert not list(tmp_path.iterdir())
 
 
 def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(profile, "make_works", lambda *_: {0.0: work})
+    decode_only(monkeypatch, pair, work)
     arguments = [*SETTINGS, "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
     assert main(["profile", *arguments]) == 2
     said = capsys.readouterr().err
@@ -272,19 +256,16 @@ def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["profile", "diagnose", "exactness"])
-def test_an_unreadable_prompt_is_named(tmp_path, capsys, command):
+def test_an_unreadable_prompt_is_named(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "x"}\n{"text": \n')
-    assert main([command, "--prompts", str(prompts), "--json", str(tmp_path / "x.json")]) == 2
+    assert main(["profile", "--prompts", str(prompts), "--json", str(tmp_path / "x.json")]) == 2
     assert "prompts.jsonl:2: " in capsys.readouterr().err
 
 
 def test_outputs_of_one_token_have_no_round(pair, work, tmp_path, capsys, monkeypatch):
     short = replace(work, params=[replace(own, max_tokens=1) for own in PARAMS])
-    for command in (profile, diagnose):
-        monkeypatch.setattr(command, "load_pair", lambda *_: pair)
-        monkeypatch.setattr(command, "make_works", lambda *_: {0.0: short})
-        arguments = [*SETTINGS, "--json", str(tmp_path / "x.json")]
-        assert main([command.__name__.removeprefix("bench."), *arguments]) == 2
+    decode_only(monkeypatch, pair, short)
+    for command in ("profile", "diagnose"):
+        assert main([command, *SETTINGS, "--json", str(tmp_path / "x.json")]) == 2
         assert "no prompt had a round" in capsys.readouterr().err

@@ -11,20 +11,18 @@ import pytest
 
 from bench.__main__ import main
 from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
-from bench.common.prompt_work import Work, make_works
-from bench.common.prompts import Prompt
+from bench.common.workload import Workload, make_workloads
 from bench.exactness import command as exactness
 from bench.exactness.ledger import notes_of, tables_of, total
 from bench.exactness.plot import plot_ledger
 from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.exactness import TIE_GAP
-from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
-from train.data.prompts import Entry
+from tests.bench.conftest import random_workloads, text_prompt
+from tests.decode.tiny import TINY, random_head, random_target
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# What the tests of the commands decode with instead of the demo: it compiles in a quarter of the time.
 SMALL = ["--num-prompts", "2", "--max-tokens", "8", "--budgets", "16", "--batch", "2"]
 
 
@@ -33,28 +31,10 @@ def run(path, *arguments):
     return code, json.loads(path.read_text())
 
 
-def random_works(arguments, target, prompts, temperatures, *, batch):
-    ids = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (2, 9)).tolist()
-    return {
-        temperature: Work(
-            prompts,
-            ids,
-            [SamplingParams(temperature, seed=i, max_tokens=arguments.max_tokens) for i in range(2)],
-            [None, None],
-        )
-        for temperature in temperatures
-    }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def pair():
-    """A tiny random pair and two random prompts, whatever the arguments name."""
-    target = random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size))
-    own = Pair(target, random_head(TINY, 1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exactness, "load_pair", lambda *_: own)
-        patch.setattr(exactness, "make_works", random_works)
-        yield own
+@pytest.fixture(autouse=True)
+def tiny_pair(pair, monkeypatch):
+    monkeypatch.setattr(exactness, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(exactness, "make_workloads", random_workloads)
 
 
 @pytest.fixture
@@ -70,9 +50,16 @@ def broken(monkeypatch):
     monkeypatch.setattr(exactness, "generate_tree", wrong)
 
 
-def test_a_right_tree_has_an_empty_ledger(tmp_path, capsys):
-    code, report = run(tmp_path / "out" / "ledger.json", "--dtypes", "float32")
+def test_a_right_tree_has_an_empty_ledger(tmp_path):
+    """With a profile of one of its prompts, which is noted."""
+    path = tmp_path / "profile.json"
+    measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
+    path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
+    words = ["--dtypes", "float32", "--algorithms", "depth_rank_histogram", "--profile", str(path)]
+    code, report = run(tmp_path / "out" / "ledger.json", *words)
     assert code == 0
+    assert report["profile_prompts"] == measured
+    assert "it knows 1, " in report["notes"][-1]
     assert report["divergences"] == []
     assert [(row["T"], row["prompts"], row["tokens"], row["mistakes"]) for row in report["rows"]] == [
         (0.0, 2, 16, 0),
@@ -83,7 +70,6 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path, capsys):
     assert report["shapes"]["vocab_size"] == TINY.vocab_size
     assert report["arguments"]["target"] == "demo"
     assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000
-    assert "32 tokens compared, 0 ties" in capsys.readouterr().out
 
 
 def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair):
@@ -100,22 +86,6 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     out = capsys.readouterr().out
     assert "MISTAKE" in out
     assert repr(entry["token_text"]) in out
-
-
-def test_a_profile_of_the_prompts_of_this_run_is_said_to_be_one(tmp_path, capsys):
-    path = tmp_path / "profile.json"
-    measured = {"prompts": "demo", "skip_prompts": 1, "num_prompts": 5}
-    path.write_text(json.dumps({"depth_rank_accept": [[0.5]], "meta": {"arguments": measured}}))
-    words = ["--dtypes", "float32", "--temperatures", "0", "--algorithms", "depth_rank_histogram"]
-    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path))
-    assert report["profile_prompts"] == measured
-    note = report["notes"][-1]
-    assert note.startswith(
-        "The profile was measured on 5 prompts of demo: of the 2 prompts of this run it knows 1,"
-    )
-    assert note in " ".join(capsys.readouterr().out.split())
-    _, report = run(tmp_path / "ledger.json", *words, "--profile", str(path), "--skip-prompts", "6")
-    assert (report["arguments"]["skip_prompts"], len(report["notes"])) == (6, 1)
 
 
 def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
@@ -153,26 +123,19 @@ def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithms", "best"], "unknown tree algorithm 'best'"),
-        (["--algorithm-option", "beta=1"], "unknown options ['beta'] of the tree algorithm"),
         (["--target", "elsewhere"], "--draft-head is missing: trees for elsewhere need a head"),
         (["--enable-thinking"], "the target's chat template knows no enable_thinking"),
-        (["--budgets", "500"], "budget must be in 1..256"),
-        (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
         (["--width", "5000"], "width must lie in 1..4096, not 5000"),
+        (["--json", "{}/file/ledger.json"], "cannot write "),
     ],
 )
 def test_bad_settings_are_one_line(tmp_path, capsys, arguments, message, monkeypatch):
     monkeypatch.setattr(exactness, "load_pair", load_pair)
-    monkeypatch.setattr(exactness, "make_works", make_works)
-    assert main(["exactness", *arguments, "--json", str(tmp_path / "ledger.json")]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
-
-
-def test_a_report_that_cannot_be_written_is_said_before_work(tmp_path, capsys):
+    monkeypatch.setattr(exactness, "make_workloads", make_workloads)
     (tmp_path / "file").touch()
-    assert main(["exactness", "--json", str(tmp_path / "file" / "ledger.json")]) == 2
-    assert capsys.readouterr().err.startswith("bench: ")
+    words = [word.replace("{}", str(tmp_path)) for word in arguments]
+    assert main(["exactness", "--json", str(tmp_path / "ledger.json"), *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
 
 
 def entry_of(verdict, gap, prompt="p:0", text="[/red]:smile:"):
@@ -202,8 +165,8 @@ def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
 
 def test_totals_count_up_to_the_first_difference(tmp_path):
     outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
-    prompts = [Prompt(f"p:{i}", Entry(f"p:{i}", "text", "x")) for i in range(3)]
-    work = Work(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
+    prompts = [text_prompt(f"p:{i}") for i in range(3)]
+    work = Workload(prompts, [[1]] * 3, [SamplingParams()] * 3, [None] * 3)
     row = total(work, outputs, [entry_of("tie", 1e-6, prompt="p:1")], judged=True)
     assert row == {
         "prompts": 3,
@@ -242,7 +205,7 @@ def test_the_demo_has_500_prompts():
     add_pair_arguments(parser, prompts=500, max_tokens=8)
     arguments = parser.parse_args([])
     own = load_pair(arguments, "float32")
-    [work] = make_works(arguments, own.target, read_prompts(arguments), [0.0]).values()
+    [work] = make_workloads(arguments, own.target, read_prompts(arguments), [0.0]).values()
     assert len({tuple(prompt) for prompt in work.ids}) == 500
     about = describe_pair(own, [work])
     assert about["shapes"]["vocab_size"] == own.target.config.vocab_size == 4096

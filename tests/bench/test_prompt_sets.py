@@ -82,9 +82,6 @@ class TestForms:
         assert content(name) == [row[column] + BOXED for row in rows_of(name)]
         assert {prompt.task for prompt in load_prompts(name)} == {"math"}
 
-    def test_braces_of_a_question_stay(self):
-        assert any("\\frac{1}{2}" in text for text in content("math500"))
-
     def test_humaneval(self):
         begin = (
             "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
@@ -120,16 +117,13 @@ class TestParts:
         # What the library's own `shuffle(seed=0)` makes of five rows.
         assert [p.id for p in load_prompts("gsm8k", Part(count=3))] == ["gsm8k:2", "gsm8k:4", "gsm8k:3"]
         assert [p.id for p in load_prompts("gsm8k", Part(count=5))] == [f"gsm8k:{i}" for i in range(5)]
-
-    def test_parts_one_behind_the_other_share_nothing_and_are_the_whole(self, hub):
-        hub.rows[ASKED["gsm8k"]] = [{"question": str(i)} for i in range(5)]
+        # Two parts one after the other share nothing, and are the whole.
         first, others = ([p.id for p in load_prompts("gsm8k", own)] for own in (Part(count=3), Part(skip=3)))
         assert sorted([*first, *others]) == [f"gsm8k:{i}" for i in range(5)]
         assert [p.id for p in load_prompts("gsm8k", Part(skip=3, count=2))] == others
         assert [p.id for p in load_prompts("gsm8k", Part(skip=1, count=2))] == first[1:]
 
-    def test_too_few(self, hub):
-        with pytest.raises(ValueError, match="gsm8k holds 2 prompts, asked for 9"):
+        with pytest.raises(ValueError, match="gsm8k holds 5 prompts, asked for 9"):
             load_prompts("gsm8k", Part(count=9))
 
 
@@ -144,11 +138,6 @@ class TestTrouble:
             "bench: the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't"
         )
         assert "fetched over the network, once; without one, give a JSONL file" in error
-
-    def test_without_the_library(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(ValueError, match=r'pip install "jetspec-jax\[datasets\]"'):
-            load_prompts("gsm8k")
 
     @pytest.mark.parametrize(
         ("name", "row", "said"),

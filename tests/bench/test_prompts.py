@@ -5,13 +5,17 @@ import json
 
 import pytest
 
+from bench.common import workload
 from bench.common.pair import add_pair_arguments, read_prompts
 from bench.common.prompt_sets import Part
 from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_arguments
 from bench.common.report import settings_of
-from jetspec_jax.checkpoint.loading import Target
+from bench.common.workload import make_workload
+from jetspec_jax import Completion
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
+from tests.bench.conftest import text_prompt
+from tests.decode.tiny import TINY, random_target
 from train.data.prompts import Entry
 
 
@@ -30,26 +34,15 @@ class TestFiles:
         assert (first.id, first.entry.value) == ("mine.jsonl:1", [message])
         assert (second.id, second.entry.kind, second.entry.value) == ("mine.jsonl:2", "prompt", "x")
 
-    @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"text": ""}', '{"text": 3}', ""])
-    def test_a_bad_line_is_named(self, tmp_path, line):
-        path = tmp_path / "prompts.jsonl"
-        path.write_text('{"text": "x"}\n{"text": "y"}\n' + line + "\n")
-        with pytest.raises(ValueError, match=r"prompts\.jsonl:3: "):
-            load_prompts(str(path))
-
-    def test_too_few_prompts(self, tmp_path):
-        path = tmp_path / "prompts.jsonl"
-        path.write_text('{"text": "x"}\n')
-        with pytest.raises(ValueError, match="holds 1 prompts, asked for 2"):
-            load_prompts(str(path), Part(count=2))
-
     def test_the_first_are_left_out_and_the_others_keep_their_ids(self, tmp_path):
         path = tmp_path / "mine.jsonl"
         path.write_text("".join(f'{{"text": "{letter}"}}\n' for letter in "abcd"))
         taken = load_prompts(str(path), Part(skip=1, count=2))
         assert [(p.id, p.entry.value) for p in taken] == [("mine.jsonl:2", "b"), ("mine.jsonl:3", "c")]
         assert [p.id for p in load_prompts(str(path), Part(skip=3))] == ["mine.jsonl:4"]
-        with pytest.raises(ValueError, match="holds 4 prompts, asked for 3 behind the first 2"):
+        with pytest.raises(ValueError, match="holds 4 prompts, asked for 5"):
+            load_prompts(str(path), Part(count=5))
+        with pytest.raises(ValueError, match="holds 4 prompts, asked for 3 after the first 2"):
             load_prompts(str(path), Part(skip=2, count=3))
         with pytest.raises(ValueError, match="holds 4 prompts, asked to skip 4"):
             load_prompts(str(path), Part(skip=4, count=1, fewer=True))
@@ -71,14 +64,13 @@ class TestFiles:
 THINKING = "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-class TestEncoding:
-    @pytest.fixture
-    def target(self, monkeypatch):
-        """A target of which nothing is there but the tokenizer."""
-        made = Target.__new__(Target)
-        object.__setattr__(made, "tokenizer", load_tokenizer(DEMO_TARGET))
-        return made
+@pytest.fixture
+def target():
+    """A tiny target with the demo's tokenizer."""
+    return random_target(TINY, 0, tokenizer=load_tokenizer(DEMO_TARGET))
 
+
+class TestEncoding:
     def test_the_form_of_the_chat_template(self, target):
         chat = Prompt("a", Entry("a", "messages", [{"role": "user", "content": "hi"}]))
         text = Prompt("b", Entry("b", "text", "import os"))
@@ -107,3 +99,40 @@ class TestEncoding:
         assert template_arguments(target, None) == {}
         with pytest.raises(ValueError, match="knows no enable_thinking"):
             template_arguments(target, False)
+
+
+def make(target, prompts, task=None):
+    return make_workload(
+        target, prompts, 0.0, max_tokens=4, task=task, arguments={}, batch=1, implementation="xla"
+    )
+
+
+class TestWorkload:
+    def test_a_later_turn_follows_the_targets_own_answer(self, target, monkeypatch):
+        asked = []
+
+        def generate(own, ids, params, **settings):
+            asked.append((ids, params, settings))
+            return [Completion("    pass", [1], "stop", [1], [1])] * len(ids)
+
+        monkeypatch.setattr(workload, "generate", generate)
+        monkeypatch.setattr(workload, "check_request", lambda *_: None)
+        user = {"role": "user", "content": "x ="}
+        prompts = [
+            text_prompt("set:1", "import", task="code"),
+            Prompt("set:2", Entry("set:2", "messages", [user]), "chat", ("y",)),
+        ]
+        work = make(target, prompts, task="set")
+        assert [p.id for p in work.prompts] == ["set:1", "set:2", "set:2, a turn later"]
+        assert [params.seed for params in work.params] == [0, 1, 2]
+        assert [hints["task"] for hints in work.routing] == ["code", "chat", "chat"]
+        # Only the conversation that goes on is answered, with its own seed.
+        settings = {"max_slots": 1, "implementation": "xla"}
+        assert asked[0] == ([work.ids[1]], [work.params[1]], settings)
+        turns = "user\nx =", "assistant\n    pass", "user\ny"
+        text = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+        assert work.ids[2] == target.tokenizer.encode(text, add_special_tokens=False)
+
+    def test_a_prompt_beyond_the_context_is_named(self, pair):
+        with pytest.raises(ValueError, match=r"prompt mine:7: .* beyond the context limit"):
+            make(pair.target, [text_prompt("mine:7", "x" * 400)])

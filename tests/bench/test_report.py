@@ -1,6 +1,7 @@
 """What all reports share: settings, the command that makes them again, and where they can be written."""
 
 import argparse
+import importlib
 import os
 import shlex
 from pathlib import Path
@@ -9,22 +10,17 @@ import jax
 import pytest
 from matplotlib.figure import Figure
 
-import bench.round.command
-from bench import train_step
-from bench.__main__ import main
-from bench.acceptance import diagnose, profile
+from bench.__main__ import COMMANDS, main
 from bench.common.pair import add_pair_arguments, add_trees_arguments, check_numbers
+from bench.common.picture import write_png
 from bench.common.report import (
     add_report_arguments,
     check_report,
     command_of,
     opening_of,
     settings_of,
-    write_png,
+    show,
 )
-from bench.decode import command as decode
-from bench.exactness import command as exactness
-from bench.kernel import command as kernel
 
 
 def parsed(*words):
@@ -86,8 +82,8 @@ class TestSettings:
 )
 def test_a_report_names_the_command_that_makes_it_again(words, monkeypatch):
     taken = []
-    for command in (decode, exactness, profile, diagnose, bench.round.command, kernel, train_step):
-        monkeypatch.setattr(command, "run", lambda arguments: taken.append(arguments) or 0)
+    command = importlib.import_module(COMMANDS[words[0]].module)
+    monkeypatch.setattr(command, "run", lambda arguments: taken.append(arguments) or 0)
     assert main(words) == 0
     opening = opening_of(words[0], taken[0])
     assert (opening["benchmark"], opening["jax"]) == (words[0], jax.__version__)
@@ -144,3 +140,10 @@ def test_numbers_are_checked_by_their_option():
         with pytest.raises(ValueError, match=f"{option} must be at least {least}, not {least - 1}"):
             check_numbers(parsed(option, str(least - 1)))
     check_numbers(parsed())
+
+
+def test_short_times_keep_their_digits(capsys):
+    show("t", [{"build": 0.0123, "draft": 0.5}, {"build": 1.0, "draft": 12.0}])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0.012", "0.50"] in lines
+    assert ["1.000", "12.00"] in lines

@@ -1,7 +1,6 @@
-"""``python -m bench round`` on a tiny shape: what it reports, and the arithmetic behind it."""
+"""``python -m bench round`` on a tiny shape: what it measures and what it reports."""
 
 import argparse
-import dataclasses
 import json
 import math
 
@@ -12,31 +11,27 @@ import pytest
 
 import bench.round.command
 from bench.__main__ import main
-from bench.common import trace as kernel_trace
-from bench.common import work
 from bench.common.floors import Ceilings
+from bench.common.kernel_trace import Kernel, summarise
 from bench.common.methods import fixed_budget_names
-from bench.common.report import show
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES
 from bench.round import phases
 from bench.round.command import cases_of, groups
-from bench.round.measure import Case, Measured, Plan
+from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.report import host_work, tables_of
 from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
-from jetspec_jax.config import check_head_fits
 from jetspec_jax.decode.state import join
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
 from jetspec_jax.tree import algorithm_names, top_candidates
 from pallas_kernels.tree_attention import implementations
-from tests.decode.tiny import with_windows
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TINY = SHAPES["tiny"]
 FLOAT32 = jnp.dtype(jnp.float32)
-PLAN = Plan(
+SETUP = Setup(
     SamplingParams(temperature=1.0),
     width=7,
     rounds=2,
@@ -47,12 +42,28 @@ PLAN = Plan(
 )
 
 
+@pytest.fixture
+def made_up_times(monkeypatch):
+    """Case i takes i tenths of a second: what rounds really take is another test's matter."""
+
+    def measure(cases, *_):
+        return {
+            case: CaseRuns(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
+            for i, case in enumerate(cases, start=1)
+        }
+
+    monkeypatch.setattr(bench.round.command, "measure", measure)
+    monkeypatch.setattr(bench.round.command, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
+
+
 class TestReport:
     def test_every_case_has_its_phases_floors_and_host_work(self, tmp_path, capsys):
         path = tmp_path / "out" / "round.json"
-        arguments = "--shape tiny --budgets 12 --contexts 70 --batches 2 --rounds 3 --repeats 2 --profile"
-        trees = ["--algorithms", "top_nodes"]
-        assert main(["round", *arguments.split(), *trees, "--json", str(path)]) == 0
+        arguments = (
+            "--shape tiny --budgets 12 --contexts 70 --batches 2 --rounds 3 --repeats 2 --profile "
+            "--algorithms top_nodes --temperature 1 --top-p 0.9"
+        )
+        assert main(["round", *arguments.split(), "--json", str(path)]) == 0
         report = json.loads(path.read_text())
         assert report["shape"] == "tiny"
         assert report["shapes"]["hidden_size"] == TINY.target.hidden_size
@@ -99,11 +110,12 @@ class TestReport:
             assert plain["profile"] == tree["profile"] == {}
             assert "has no GPU streams" in out
 
+    @pytest.mark.usefixtures("made_up_times")
     def test_checkpoints_are_named_without_their_folders_and_with_their_shapes(self, tmp_path, monkeypatch):
         monkeypatch.chdir(DEMO_TARGET.parent)
         path, plot = tmp_path / "round.json", tmp_path / "plots" / "round.png"
         models = ["--target", str(DEMO_TARGET), "--draft-head", str(DEMO_DRAFT_HEAD)]
-        arguments = "--budgets 1 --contexts 40 --rounds 2 --repeats 1 --no-phases --temperature 1 --top-p 0.9"
+        arguments = "--budgets 1 --contexts 40 --rounds 2 --repeats 1 --no-phases"
         assert main(["round", *models, *arguments.split(), "--json", str(path), "--plot", str(plot)]) == 0
         report = json.loads(path.read_text())
         assert (report["target"], report["draft_head"]) == (DEMO_TARGET.name, DEMO_DRAFT_HEAD.name)
@@ -115,16 +127,8 @@ class TestReport:
         assert (row["budget"], row["phases_ms"], row["profile"]) == (1, {}, None)
         assert plot.exists()
 
-    def test_algorithms_share_a_plain_step(self, tmp_path, monkeypatch):
-        def measure(cases, *_):
-            return {
-                case: Measured(seconds=[0.1 * i], tokens_per_round=1.0, compile_seconds={"decode": 1.0})
-                for i, case in enumerate(cases, start=1)
-            }
-
-        # What rounds really take is another test's matter.
-        monkeypatch.setattr(bench.round.command, "measure", measure)
-        monkeypatch.setattr(bench.round.command, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
+    @pytest.mark.usefixtures("made_up_times")
+    def test_algorithms_share_a_plain_step(self, tmp_path):
         path = tmp_path / "round.json"
         arguments = "--budgets 16 1 --contexts 40 --rounds 1 --repeats 1 --no-phases"
         names = ["chain", "top_nodes", "chain"]
@@ -144,22 +148,16 @@ class TestReport:
 
     def test_all_algorithms_are_those_that_are_known(self):
         arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
-        cases = cases_of(arguments, TINY, PLAN)
+        cases = cases_of(arguments, TINY, SETUP)
         trees = [(budget, name) for budget in (8, 16) for name in fixed_budget_names()]
         assert set(algorithm_names()) - set(fixed_budget_names()) == {"auto"}
         assert cases == [
             case
             for context in (40, 70)
-            for case in (Case(1, context, 1), *(Case(1, context, *tree) for tree in trees))
+            for case in (RoundCase(1, context, 1), *(RoundCase(1, context, *tree) for tree in trees))
         ]
         assert str(cases[0]) == "batch 1, context 40, budget 1, plain"
         assert str(cases[-1]) == "batch 1, context 70, budget 16, top_nodes"
-
-    def test_short_times_keep_their_digits(self, capsys):
-        show("t", [{"build": 0.0123, "draft": 0.5}, {"build": 1.0, "draft": 12.0}])
-        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["0.012", "0.50"] in lines
-        assert ["1.000", "12.00"] in lines
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -168,9 +166,7 @@ class TestReport:
             ("--shape tiny --target x --draft-head y", "--shape stands for random weights"),
             ("--target x", "--draft-head is missing: trees for x need a head"),
             ("--draft-head x", "--draft-head goes with --target"),
-            ("--shape tiny --json no.json/x.png", "--json and --plot are one file"),
-            ("--shape tiny --budgets 300", "budget"),
-            ("--shape tiny --budgets 0", "budget"),
+            ("--shape tiny --budgets 300", "budget must be in 1..256"),
             (
                 "--shape tiny --algorithms chain beam",
                 "unknown tree algorithm 'beam'; known algorithms: accum",
@@ -199,15 +195,15 @@ class TestReport:
 class TestMeasuring:
     def test_a_draft_has_entropies_for_those_that_read_them(self, monkeypatch):
         """What a round's compiler leaves out, the draft alone leaves out too, and nothing else."""
-        case = Case(1, 70, 16)
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        case = RoundCase(1, 70, 16)
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         logits = jax.random.normal(jax.random.key(0), (1, decoder.depth, TINY.target.vocab_size))
-        candidates = top_candidates(logits, PLAN.width)
+        candidates = top_candidates(logits, SETUP.width)
         monkeypatch.setattr(TreeDecoder, "draft", lambda *_: candidates)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         weights = DecodeWeights({}, {})
         for name in algorithm_names():
-            drafted = phases.draft(PLAN.decoder(case._replace(algorithm=name), TINY), weights, state)
+            drafted = phases.draft(SETUP.decoder(case._replace(algorithm=name), TINY), weights, state)
             assert drafted is not None
             expected = candidates.entropies if name in ("hybrid", "entropy") else np.zeros((1, decoder.depth))
             np.testing.assert_array_equal(drafted.entropies, expected)
@@ -215,13 +211,13 @@ class TestMeasuring:
 
     def test_phases_in_a_row_are_a_round(self):
         """However often each is repeated."""
-        case = Case(batch=2, context=70, budget=16, algorithm="hybrid")
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
+        case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
         weights = DecodeWeights(
             random_weights(TINY.target, FLOAT32, seed=0), random_weights(TINY.head, FLOAT32, seed=1)
         )
         stores = scene.stores(decoder, FLOAT32)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         expected, expected_record = jax.jit(decoder.round)(weights, join(stores, state))
 
         made = {}
@@ -239,9 +235,9 @@ class TestMeasuring:
         )
 
     def test_slots_hold_random_tokens_in_scattered_pages(self):
-        case = Case(batch=3, context=70, budget=16)
-        decoder, scene = PLAN.decoder(case, TINY), PLAN.scene(case, TINY)
-        state = scene.slots(decoder, FLOAT32, case.budget, PLAN.params)
+        case = RoundCase(batch=3, context=70, budget=16)
+        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
+        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
         tables = np.asarray(state.slots.block_tables)
         assert sorted(tables.ravel()) == list(range(3 * scene.pages_per_slot))
         assert sorted(tables.ravel()) != tables.ravel().tolist()
@@ -254,10 +250,10 @@ class TestMeasuring:
         assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
 
     def test_cases_take_turns_if_their_stores_fit(self):
-        cases = [Case(1, context, budget) for context in (70, 700) for budget in (1, 16)]
-        assert groups(cases, TINY, FLOAT32, PLAN, None) == [cases]
-        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 40) == [cases]
-        assert groups(cases, TINY, FLOAT32, PLAN, 1 << 10) == [cases[:2], cases[2:]]
+        cases = [RoundCase(1, context, budget) for context in (70, 700) for budget in (1, 16)]
+        assert groups(cases, TINY, FLOAT32, SETUP, None) == [cases]
+        assert groups(cases, TINY, FLOAT32, SETUP, 1 << 40) == [cases]
+        assert groups(cases, TINY, FLOAT32, SETUP, 1 << 10) == [cases[:2], cases[2:]]
 
     @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 4), (3.0, 2), (4.0, 1), (16.0, 1)])
     def test_waits_of_the_host(self, tokens, waits):
@@ -265,192 +261,22 @@ class TestMeasuring:
         assert host_work(tokens) == {"dispatches_per_round": 1 / 64, "waits_per_256_tokens": waits}
 
 
-class TestWork:
-    # Of the tiny shape, by hand. A layer: queries and output 64 x 64 each, keys and values 64 x 32 each,
-    # three of 64 x 128 for the feed-forward block, norms of 64, 64, 16 and 16.
-    LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 64 + 64 + 16 + 16
-    LM_HEAD = 512 * 64
-
-    def test_a_plain_step(self):
-        counted = work.round_work(TINY.target, None, batch=2, context=100, budget=1, itemsize=4)
-        read = 2 * self.LAYER + 64 + self.LM_HEAD
-        # Two layers, keys and values, two heads of 16.
-        token = 2 * 2 * 2 * 16
-        scores = 2 * 4 * 4 * 16 * 101
-        assert counted == {
-            "verify": work.Work(4 * (read + 2 * 64 + 2 * 100 * token), 2 * (2 * read + scores)),
-            "commit": work.Work(4 * 2 * token, 0),
-        }
-
-    def test_a_round(self):
-        counted = work.round_work(TINY.target, TINY.head, batch=1, context=100, budget=32, itemsize=2)
-        read = 2 * self.LAYER + 64 + self.LM_HEAD
-        assert counted["verify"].bytes == 2 * (read + 32 * 64 + 100 * 2 * 2 * 2 * 16)
-        assert counted["verify"].operations == 32 * (2 * read + 2 * 4 * 4 * 16 * 101)
-        # One layer and a norm over 8 slots; logits of the 7 that draft.
-        drafts = self.LAYER + 64
-        assert counted["draft"].bytes == 2 * (drafts + self.LM_HEAD + 8 * 64 + 100 * 2 * 2 * 16)
-        assert counted["draft"].operations == 2 * 8 * drafts + 2 * 7 * self.LM_HEAD + 8 * 4 * 4 * 16 * 101
-        # One tap layer through fc, its norm, keys and values; a row in each of 3 layers.
-        features = 64 * 64 + 64 + 64 * 32 * 2
-        assert counted["commit"] == work.Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
-
-    def test_tied_embeddings_are_read_once_and_windows_bound_the_context(self):
-        target = dataclasses.replace(with_windows(TINY.target, 8, None), tie_word_embeddings=True)
-        counted = work.round_work(target, None, batch=1, context=100, budget=1, itemsize=4)
-        read = 2 * self.LAYER + 64 + self.LM_HEAD
-        assert counted["verify"].bytes == 4 * (read + 64 + (7 + 100) * 2 * 2 * 16)
-        assert counted["verify"].operations == 2 * read + (8 + 101) * 4 * 4 * 16
-
-    @pytest.mark.parametrize(("context", "window"), [(0, 8), (3, 8), (7, 8), (8, 8), (100, 8), (100, 1)])
-    def test_a_window_holds_the_row_itself(self, context, window):
-        """Counted by the rule of the attention: a key is seen while it lies less than the window behind."""
-        target, without = (with_windows(TINY.target, own, None) for own in (window, None))
-        behind = sum(context - position < window for position in range(context))
-        counted, all_seen = (
-            work.round_work(config, None, batch=1, context=context, budget=1, itemsize=1)
-            for config in (target, without)
-        )
-        unseen = context - behind
-        assert all_seen["verify"].bytes - counted["verify"].bytes == unseen * 2 * 2 * 16
-        assert all_seen["verify"].operations - counted["verify"].operations == unseen * 4 * 4 * 16
-        # Whatever the window, the root's keys and values are written.
-        assert all_seen["commit"] == counted["commit"]
-
-    def test_the_longer_of_reading_and_computing_counts(self):
-        assert work.Work(bytes=10, operations=6).seconds(bandwidth=2, rate=3) == 5
-        assert work.Work(bytes=10, operations=60).seconds(bandwidth=2, rate=3) == 20
-
-    @pytest.mark.parametrize(("budget", "milliseconds"), [(1, 3.56), (128, 4.36), (256, 5.90)])
-    def test_qwen3_8b_on_an_h200(self, budget, milliseconds):
-        """At 4.3 TB/s and 790 TFLOP/s, bfloat16, 1,024 tokens of context: 15.1 GB are read, then also 3.4."""
-        target, head = SHAPES["qwen3-8b"]
-        counted = work.round_work(
-            target, None if budget == 1 else head, batch=1, context=1024, budget=budget, itemsize=2
-        )
-        floor = sum(part.seconds(4.3e12, 790e12) for part in counted.values())
-        assert 1e3 * floor == pytest.approx(milliseconds, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"), [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191)]
-)
-def test_shapes_are_the_published_models(name, billions):
-    target, head = SHAPES[name]
-    check_head_fits(head, target)
-    assert work.parameters(target) / 1e9 == pytest.approx(billions, abs=1e-3)
-
-
-class TestProfile:
-    @pytest.mark.parametrize(
-        ("name", "kind"),
-        [
-            ("nvjet_tst_128x8_64x12_2x1_v_bz_splitK_TNT", "matmul"),
-            ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1", "matmul"),
-            ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>(Params)", "matmul"),
-            ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(...)", "matmul"),
-            ("void gemvNSP_kernel<__nv_bfloat16, float, 1, 16>(...)", "matmul"),
-            ("void dot_kernel<float, 128, 0>(...)", "matmul"),
-            ("gemm_fusion_dot_general_12", "matmul"),
-            ("fusion_dot_3", "matmul"),
-            ("tree_attention", "tree attention"),
-            ("tree_attention_merge", "tree attention"),
-            ("tree_growth", "tree growth"),
-            ("void raft::matrix::detail::select::radix::radix_topk_kernel<float>", "top-k, sort"),
-            ("void cub::DeviceRadixSortOnesweepKernel<float>(...)", "top-k, sort"),
-            ("sort_7_1", "top-k, sort"),
-            ("input_scatter_fusion_2", "commit, scatter"),
-            ("loop_dynamic_update_slice_fusion", "commit, scatter"),
-            ("paged_write", "commit, scatter"),
-            ("triton_softmax_14", "norm, rotary, softmax"),
-            ("loop_multiply_rsqrt_fusion", "norm, rotary, softmax"),
-            ("rms_norm", "norm, rotary, softmax"),
-            ("qkv_rotary", "norm, rotary, softmax"),
-            ("gated_activation", "element-wise"),
-            ("expert_mlp_hidden", "experts"),
-            ("input_reduce_fusion_1", "reduce, argmax"),
-            ("wrapped_reduce", "reduce, argmax"),
-            ("MemcpyD2D", "copy, memset"),
-            ("Memset", "copy, memset"),
-            ("copy_fusion", "copy, memset"),
-            ("wrapped_transpose", "copy, memset"),
-            ("loop_gather_fusion", "gather"),
-            ("loop_add_fusion_3", "element-wise"),
-            ("fusion_31", "element-wise"),
-            ("wrapped_convert", "element-wise"),
-            ("set_while_condition_kernel", "other"),
-        ],
-    )
-    def test_kernels_have_classes(self, name, kind):
-        assert kernel_trace.classify(name) == kind
-
-    def test_only_streams_of_gpus_are_read(self):
-        """Lines that XLA derives from the streams would count the same time twice."""
-        text = """
-            planes { name: "/host:CPU"
-              lines { name: "python" events { metadata_id: 1 duration_ps: 9000 } }
-              event_metadata { key: 1 value { id: 1 name: "host work" } } }
-            planes { name: "/device:GPU:0"
-              lines { name: "Stream #20(Compute)" timestamp_ns: 100
-                events { metadata_id: 1 offset_ps: 1000000 duration_ps: 2000000 }
-                events { metadata_id: 2 offset_ps: 4000000 duration_ps: 3000000 } }
-              lines { name: "Stream #21(MemcpyD2D)" timestamp_ns: 100
-                events { metadata_id: 3 offset_ps: 6000000 duration_ps: 2000000 } }
-              lines { name: "XLA Ops" timestamp_ns: 100
-                events { metadata_id: 2 offset_ps: 1000000 duration_ps: 6000000 } }
-              lines { name: "Steps" events { metadata_id: 4 duration_ps: 7000000 } }
-              event_metadata { key: 1 value { id: 1 name: "gemm_fusion_dot_1" } }
-              event_metadata { key: 2 value { id: 2 name: "loop_add_fusion" } }
-              event_metadata { key: 3 value { id: 3 name: "MemcpyD2D" } }
-              event_metadata { key: 4 value { id: 4 name: "1" } } }
-        """
-        data = jax.profiler.ProfileData.from_serialized_xspace(
-            jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
-        )
-        kernels = kernel_trace.kernels_of(data)
-        assert [(kernel.name, kernel.duration_ns) for kernel in kernels] == [
-            ("gemm_fusion_dot_1", 2000),
-            ("loop_add_fusion", 3000),
-            ("MemcpyD2D", 2000),
-        ]
-        assert [kernel.start_ns - kernels[0].start_ns for kernel in kernels] == [0, 3000, 5000]
-
-    def test_time_and_launches_per_round(self):
-        kernels = [
-            kernel_trace.Kernel("nvjet_a", 0, 4000),
-            kernel_trace.Kernel("fusion_1", 4000, 1000),
-            kernel_trace.Kernel("MemcpyD2D", 4500, 2500),  # beside the fusion
-            kernel_trace.Kernel("nvjet_a", 10_000, 2000),
-        ]
-        found = kernel_trace.summarise(kernels, rounds=2)
-        assert found["classes"] == {
-            "matmul": {"us": 3.0, "launches": 1.0},
-            "copy, memset": {"us": 1.25, "launches": 0.5},
-            "element-wise": {"us": 0.5, "launches": 0.5},
-        }
-        assert (found["launches"], found["busy_us"], found["idle_us"]) == (2.0, 4.5, 1.5)
-        assert [(part["kernel"], part["us"], part["mean_us"]) for part in found["top"]] == [
-            ("nvjet_a", 3.0, 3.0),
-            ("MemcpyD2D", 1.25, 2.5),
-            ("fusion_1", 0.5, 1.0),
-        ]
-
-    def test_the_screen_shows_classes_and_the_longest_kernels(self):
-        kernels = [kernel_trace.Kernel("nvjet_a", 0, 4000), kernel_trace.Kernel("fusion_1", 5000, 1000)]
-        row = {
-            **Case(1, 70, 16)._asdict(),
-            **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
-            "waits_per_256_tokens": 16,
-            "compile_seconds": {"decode": 1.0},
-            "phases_ms": {},
-            "profile": kernel_trace.summarise(kernels, rounds=1),
-        }
-        whole, classes, longest = (table for _, table in tables_of([row]))
-        assert [line["budget"] for line in whole] == [16]
-        assert [(line["class"], line["us"], line["launches"]) for line in classes] == [
-            ("matmul", 4.0, 1.0),
-            ("element-wise", 1.0, 1.0),
-            ("(busy)", 5.0, 2.0),
-            ("(idle)", 1.0, 0.0),
-        ]
-        assert [line["kernel"] for line in longest] == ["nvjet_a", "fusion_1"]
+def test_the_screen_shows_classes_and_the_longest_kernels():
+    kernels = [Kernel("nvjet_a", 0, 4000), Kernel("fusion_1", 5000, 1000)]
+    row = {
+        **RoundCase(1, 70, 16)._asdict(),
+        **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
+        "waits_per_256_tokens": 16,
+        "compile_seconds": {"decode": 1.0},
+        "phases_ms": {},
+        "profile": summarise(kernels, rounds=1),
+    }
+    whole, classes, longest = (table for _, table in tables_of([row]))
+    assert [line["budget"] for line in whole] == [16]
+    assert [(line["class"], line["us"], line["launches"]) for line in classes] == [
+        ("matmul", 4.0, 1.0),
+        ("element-wise", 1.0, 1.0),
+        ("(busy)", 5.0, 2.0),
+        ("(idle)", 1.0, 0.0),
+    ]
+    assert [line["kernel"] for line in longest] == ["nvjet_a", "fusion_1"]

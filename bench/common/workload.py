@@ -15,7 +15,7 @@ TASK_OF_SET = "set"
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What is decoded at one temperature.
 
     Attributes:
@@ -30,21 +30,21 @@ class Work:
     params: list[SamplingParams]
     routing: list[Hints | None]
 
-    def parts(self, size: int) -> Iterator["Work"]:
+    def parts(self, size: int) -> Iterator["Workload"]:
         """The same in order, so many prompts at a time."""
         for at in range(0, len(self.ids), size):
             part = slice(at, at + size)
-            yield Work(self.prompts[part], self.ids[part], self.params[part], self.routing[part])
+            yield Workload(self.prompts[part], self.ids[part], self.params[part], self.routing[part])
 
 
-def make_works(
+def make_workloads(
     arguments: argparse.Namespace,
     target: Target,
     prompts: Sequence[Prompt],
     temperatures: Sequence[float],
     *,
     batch: int = 1,
-) -> dict[float, Work]:
+) -> dict[float, Workload]:
     """The work of each temperature, the lowest first.
 
     Args:
@@ -55,11 +55,11 @@ def make_works(
         batch: Most prompts that decode at the same time, while earlier turns are answered.
 
     Raises:
-        ValueError: As `make_work`, or the target's chat template knows nothing of thinking.
+        ValueError: As `make_workload`, or the target's chat template knows nothing of thinking.
     """
     template = template_arguments(target, arguments.enable_thinking)
     return {
-        temperature: make_work(
+        temperature: make_workload(
             target,
             prompts,
             temperature,
@@ -73,7 +73,7 @@ def make_works(
     }
 
 
-def make_work(
+def make_workload(
     target: Target,
     prompts: Sequence[Prompt],
     temperature: float,
@@ -83,7 +83,7 @@ def make_work(
     arguments: Mapping[str, Any],
     batch: int,
     implementation: str | None,
-) -> Work:
+) -> Workload:
     """Prompts as requests of one temperature; prompt i has seed i.
 
     The later turns of a conversation are prompts of their own, which follow plain decoding's answers: every
@@ -103,7 +103,7 @@ def make_work(
     Raises:
         ValueError: A prompt cannot be encoded, or it does not fit the target's context with its answer.
     """
-    work = Work([], [], [], [])
+    work = Workload([], [], [], [])
     turn = list(prompts)
     while turn:
         first = len(work.prompts)

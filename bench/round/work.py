@@ -8,31 +8,11 @@ never too high.
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
 """
 
-import functools
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
-import jax
-
+from bench.common.floors import Work
+from bench.common.shapes import EXPERTS, FEATURES, parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import abstract, weights_of
-
-# Parameters of a draft head that make features of taps: the commit's work, not the draft's.
-FEATURES = frozenset({"fc", "hidden_norm"})
-# The parameters of routed experts, without their router.
-EXPERTS = frozenset({"experts"})
-
-
-class Work(NamedTuple):
-    """Bytes moved to or from memory, and multiplications and additions."""
-
-    bytes: int = 0
-    operations: int = 0
-
-    def seconds(self, bandwidth: float, rate: float) -> float:
-        """Least seconds, at ``bandwidth`` bytes and ``rate`` operations a second."""
-        return max(self.bytes / bandwidth, self.operations / rate)
 
 
 def round_work(
@@ -87,17 +67,6 @@ def round_work(
     return work
 
 
-def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
-    """Number of a model's parameters, or of those below any of the given names."""
-    return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
-
-
-@functools.cache
-def _sizes(config: ModelConfig | DraftHeadConfig) -> dict[tuple[Any, ...], int]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(weights_of(abstract(config)))
-    return {tuple(key.key for key in path): math.prod(leaf.shape) for path, leaf in leaves}
-
-
 def _experts(config: ModelConfig, touched: Mapping[int, float]) -> tuple[int, int]:
     """Parameters of the experts that serve one token in all layers, and of those that are touched."""
     serving = read = 0
@@ -125,5 +94,5 @@ def _scores(config: ModelConfig, context: int) -> int:
 
 
 def _seen(window: int | None, context: int) -> int:
-    """How many tokens the row behind a context sees, in a window or without one: itself is among them."""
+    """How many tokens the row after a context sees, in a window or without one: itself is among them."""
     return context + 1 if window is None else min(window, context + 1)

@@ -1,0 +1,33 @@
+"""Arguments that several commands have, and checks of what a command line says."""
+
+import argparse
+from collections.abc import Collection, Iterable
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the type of random weights, and how programs on them are compiled and recorded."""
+    add = parser.add_argument
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="also record a GPU's kernels, by class",
+    )
+    add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+
+
+def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises ValueError if a given name is none of the known ones."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{option} must be one of {', '.join(known)}, not {name!r}")
+
+
+def check_least(arguments: argparse.Namespace, smallest: int, *names: str) -> None:
+    """Raises ValueError if an argument, or one of a list, is smaller than that; None and no list pass."""
+    for name in names:
+        given = getattr(arguments, name)
+        values = given if isinstance(given, list) else [] if given is None else [given]
+        if values and min(values) < smallest:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {min(values)}")

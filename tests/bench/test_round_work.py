@@ -1,0 +1,173 @@
+"""What a round cannot do without: bytes and operations by hand, and the experts that its nodes choose."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from bench.common.floors import Ceilings, Work
+from bench.common.scene import random_weights
+from bench.common.shapes import EXPERTS, SHAPES, PairShape, parameters
+from bench.round.measure import RoundCase, Setup, measure
+from bench.round.work import round_work
+from jetspec_jax import SamplingParams
+from jetspec_jax.config import Experts, LayerConfig, check_head_fits
+from jetspec_jax.decode.state import DecodeWeights
+from pallas_kernels.expert_choice import Routing
+from tests.decode.tiny import TINY, head_config, with_windows
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SMALL = SHAPES["tiny"]
+DENSE = TINY.layers[0]
+ROUTED = dataclasses.replace(DENSE, mlp_size=0, experts=Experts(16, 24, Routing(3)))
+TARGET = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(ROUTED, DENSE, ROUTED))
+ONE_EXPERT = 3 * TINY.hidden_size * 24
+
+
+@pytest.fixture(scope="module")
+def touched():
+    """What is counted of some cases, in dispatches of so many rounds."""
+    shape = PairShape(TARGET, head_config(TARGET))
+    float32 = jnp.dtype(jnp.float32)
+    weights = DecodeWeights(*(random_weights(own, float32, seed) for seed, own in enumerate(shape)))
+
+    def measured(cases, rounds):
+        setup = Setup(
+            SamplingParams(),
+            width=3,
+            rounds=rounds,
+            repeats=1,
+            implementation=None,
+            phases=False,
+            profile=False,
+        )
+        found = measure(cases, shape, weights, setup, lambda _: None)
+        return [found[case].experts_touched for case in cases]
+
+    return measured
+
+
+def test_what_the_nodes_choose_is_counted_in_every_round_that_is_timed(touched):
+    plain, tree = RoundCase(4, 20, 1), RoundCase(4, 20, 16)
+    anchors, trees = touched([plain, tree], rounds=2)
+    assert list(anchors) == list(trees) == [0, 2]
+    [first] = touched([tree], rounds=1)
+    for layer in (0, 2):
+        assert 3 <= anchors[layer] <= 4 * 3
+        assert anchors[layer] < trees[layer] <= 16
+        # The second round goes on from other tokens.
+        assert 3 <= 2 * trees[layer] - first[layer] <= 16
+    assert trees != first
+
+
+def test_the_floor_reads_them_once_and_computes_those_of_every_row():
+    given = {"batch": 1, "context": 10, "budget": 16, "itemsize": 2}
+    assert parameters(TARGET, EXPERTS) == 2 * 16 * ONE_EXPERT
+    without = round_work(TARGET, None, **given, touched={0: 0, 2: 0})["verify"]
+    some = round_work(TARGET, None, **given, touched={0: 5, 2: 7})["verify"]
+    assert some.bytes - without.bytes == 2 * 12 * ONE_EXPERT
+    assert some.operations == without.operations
+    layers = (dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, routing=Routing(4))),)
+    more = dataclasses.replace(TARGET, layers=(*layers, DENSE, ROUTED))
+    assert round_work(more, None, **given, touched={0: 5, 2: 7})["verify"].operations == (
+        some.operations + 2 * 16 * ONE_EXPERT
+    )
+
+
+def test_a_layer_that_differs_counts_as_it_is():
+    wide = dataclasses.replace(DENSE, num_kv_heads=4, window=8)
+    config = dataclasses.replace(TINY, layers=(DENSE, wide))
+    assert isinstance(wide, LayerConfig)
+    one = round_work(TINY, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
+    other = round_work(config, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
+    assert other.bytes - one.bytes == wide.kv_size - DENSE.kv_size
+
+
+def test_random_biases_leave_tokens_apart():
+    """Norms are 1; a bias of 1 would make all tokens alike, and they would all choose the same experts."""
+    layer = dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, biases=True))
+    target = dataclasses.replace(TARGET, model_type="gpt_oss", layers=(layer,))
+    weights = random_weights(target, jnp.dtype(jnp.float32), 0)["layers"][0]
+    assert (weights["input_layernorm"]["weight"] == 1).all()
+    attention, experts = weights["self_attn"], weights["mlp"]["experts"]
+    for bias in (attention["qkv_bias"], attention["o_bias"], attention["sinks"], experts["down_bias"]):
+        assert abs(bias).max() < 0.2
+        assert bias.std() > 0.005
+
+
+class TestWork:
+    # Of the tiny shape, by hand. A layer: queries and output 64 x 64 each, keys and values 64 x 32 each,
+    # three of 64 x 128 for the feed-forward block, norms of 64, 64, 16 and 16.
+    LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 64 + 64 + 16 + 16
+    LM_HEAD = 512 * 64
+
+    def test_a_plain_step(self):
+        counted = round_work(SMALL.target, None, batch=2, context=100, budget=1, itemsize=4)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        # Two layers, keys and values, two heads of 16.
+        token = 2 * 2 * 2 * 16
+        scores = 2 * 4 * 4 * 16 * 101
+        assert counted == {
+            "verify": Work(4 * (read + 2 * 64 + 2 * 100 * token), 2 * (2 * read + scores)),
+            "commit": Work(4 * 2 * token, 0),
+        }
+
+    def test_a_round(self):
+        counted = round_work(SMALL.target, SMALL.head, batch=1, context=100, budget=32, itemsize=2)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        assert counted["verify"].bytes == 2 * (read + 32 * 64 + 100 * 2 * 2 * 2 * 16)
+        assert counted["verify"].operations == 32 * (2 * read + 2 * 4 * 4 * 16 * 101)
+        # One layer and a norm over 8 slots; logits of the 7 that draft.
+        drafts = self.LAYER + 64
+        assert counted["draft"].bytes == 2 * (drafts + self.LM_HEAD + 8 * 64 + 100 * 2 * 2 * 16)
+        assert counted["draft"].operations == 2 * 8 * drafts + 2 * 7 * self.LM_HEAD + 8 * 4 * 4 * 16 * 101
+        # One tap layer through fc, its norm, keys and values; a row in each of 3 layers.
+        features = 64 * 64 + 64 + 64 * 32 * 2
+        assert counted["commit"] == Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
+
+    def test_tied_embeddings_are_read_once_and_windows_bound_the_context(self):
+        target = dataclasses.replace(with_windows(SMALL.target, 8, None), tie_word_embeddings=True)
+        counted = round_work(target, None, batch=1, context=100, budget=1, itemsize=4)
+        read = 2 * self.LAYER + 64 + self.LM_HEAD
+        assert counted["verify"].bytes == 4 * (read + 64 + (7 + 100) * 2 * 2 * 16)
+        assert counted["verify"].operations == 2 * read + (8 + 101) * 4 * 4 * 16
+
+    @pytest.mark.parametrize(("context", "window"), [(0, 8), (3, 8), (7, 8), (8, 8), (100, 8), (100, 1)])
+    def test_a_window_holds_the_row_itself(self, context, window):
+        """Counted by the rule of the attention: a key is seen while it lies less than the window behind."""
+        target, without = (with_windows(SMALL.target, own, None) for own in (window, None))
+        behind = sum(context - position < window for position in range(context))
+        counted, all_seen = (
+            round_work(config, None, batch=1, context=context, budget=1, itemsize=1)
+            for config in (target, without)
+        )
+        unseen = context - behind
+        assert all_seen["verify"].bytes - counted["verify"].bytes == unseen * 2 * 2 * 16
+        assert all_seen["verify"].operations - counted["verify"].operations == unseen * 4 * 4 * 16
+        # Whatever the window, the root's keys and values are written.
+        assert all_seen["commit"] == counted["commit"]
+
+    def test_the_longer_of_reading_and_computing_counts(self):
+        ceilings = Ceilings(reduction=2, copy=1, matmul=3)
+        assert ceilings.seconds(Work(bytes=10, operations=6)) == 5
+        assert ceilings.seconds(Work(bytes=10, operations=60)) == 20
+
+    @pytest.mark.parametrize(("budget", "milliseconds"), [(1, 3.56), (128, 4.36), (256, 5.90)])
+    def test_qwen3_8b_on_an_h200(self, budget, milliseconds):
+        """At 4.3 TB/s and 790 TFLOP/s, bfloat16, 1,024 tokens of context: 15.1 GB are read, then also 3.4."""
+        target, head = SHAPES["qwen3-8b"]
+        counted = round_work(
+            target, None if budget == 1 else head, batch=1, context=1024, budget=budget, itemsize=2
+        )
+        floor = sum(map(Ceilings(4.3e12, 0, 790e12).seconds, counted.values()))
+        assert 1e3 * floor == pytest.approx(milliseconds, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-0.6b", 0.596), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191)]
+)
+def test_shapes_are_the_published_models(name, billions):
+    target, head = SHAPES[name]
+    check_head_fits(head, target)
+    assert parameters(target) / 1e9 == pytest.approx(billions, abs=1e-3)
