@@ -9,7 +9,7 @@ looks best. The choice changes no token, and all programs exist before it: nothi
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -25,15 +25,13 @@ PROBE_ROUNDS = 8
 _LOOK_ROUNDS = 32
 # Horizons of running means, in rounds of a slot: what the head expects follows the text; how far it is wrong
 # is a property of the pair and of the sampling. Plain rounds tell neither: the text may have changed.
-_RECENT, _LONG, _FADING = 32, 512, 128
+_RECENT, _LONG, _FADING = 16, 512, 128
 # The first guess: drafted tokens accepted for each doubling of the nodes, more than with most pairs, so that
 # what is not known is tried; it counts as so many rounds.
-_PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 4
-# Means are divided by each other, so none is 0.
-_LEAST = 1e-6
+_PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 2
 # Of the pace: the horizon in rounds, the part of an error that is taken for one of all buckets, and the
 # largest error, as a logarithm: an interruption says nothing.
-_PACE, _SHARED, _OUTLIER = 256, 0.8, 0.25
+_PACE, _SHARED, _OUTLIER = 256, 0.9, 0.25
 
 
 class LiveSlot(NamedTuple):
@@ -64,6 +62,7 @@ class Dispatch(NamedTuple):
     rounds: int
 
 
+@runtime_checkable
 class BudgetPolicy(Protocol):
     """Decides before every dispatch, and may learn from what dispatches did."""
 
@@ -128,27 +127,23 @@ class AutoBudget:
         """The bucket that looks best, or a larger one when probing can afford it."""
         self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
         self._context = sum(slot.committed for slot in live) / max(len(live), 1)
-        most, left = rounds_for(live, waiting), _most_left(live)
+        rounds, left = min(rounds_for(live, waiting), _LOOK_ROUNDS), _most_left(live)
         tokens = [min(own, left) for own in self._acceptance.tokens()]
-        # Larger trees come to the end of a request in fewer rounds, which share the cost of a dispatch.
-        lasts = [max(1.0, min(most, left / own)) for own in tokens]
-        pairs = zip(self._buckets, lasts, strict=True)
-        seconds = [self._pace.seconds(bucket, self._context, rounds) for bucket, rounds in pairs]
+        seconds = [self._pace.seconds(bucket, self._context, rounds) for bucket in self._buckets]
         rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        rounds = min(most, PROBE_ROUNDS)
-        each = self._pace.seconds(self._buckets[probe], self._context, rounds)
-        loss = rounds * max(each - tokens[probe] / rates[best], 0.0)
+        turns = min(rounds, PROBE_ROUNDS)
+        each = self._pace.seconds(self._buckets[probe], self._context, turns)
+        loss = turns * max(each - tokens[probe] / rates[best], 0.0)
         if probe > best and self._account >= loss:
             self._account -= loss
-            return Dispatch(self._buckets[probe], rounds)
-        rounds = min(most, _LOOK_ROUNDS)
+            return Dispatch(self._buckets[probe], turns)
         if best > 0:
-            rounds = min(rounds, max(PROBE_ROUNDS, self._acceptance.rounds(best - 1)))
+            # At first a few, then as many as the estimate rests on.
+            rounds = min(rounds, max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1])))
         # Enough for one probe: what is not needed now is not saved up for worse times.
-        earned = self._probing * seconds[best] * min(rounds, lasts[best])
-        self._account = min(self._account + earned, loss)
+        self._account = min(self._account + self._probing * rounds * seconds[best], loss)
         return Dispatch(self._buckets[best], rounds)
 
     def observe(self, record: DispatchRecord) -> None:
@@ -173,16 +168,13 @@ class AcceptanceEstimate:
         guess = _PER_DOUBLING * np.log2(np.asarray(buckets, float))
         # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
         self._means = np.stack([guess] * 3)
-        self._rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
+        # Rounds of a slot that each bucket's means rest on.
+        self.rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
 
     def tokens(self) -> list[float]:
         """Tokens of a round: of a plain one, then of each bucket; never fewer with more nodes."""
         recent, expected, accepted = self._means
         return np.maximum.accumulate([1.0, *(1.0 + recent * accepted / expected)]).tolist()
-
-    def rounds(self, index: int) -> int:
-        """Rounds of a bucket's trees that the estimate rests on, with those that the guess counts as."""
-        return int(self._rounds[index])
 
     def fade(self, rounds: int) -> None:
         """After so many rounds of a slot without trees, what the head expects nears what it did for long."""
@@ -194,12 +186,13 @@ class AcceptanceEstimate:
         values = np.stack([expected.mean(0), expected.mean(0), accepted.mean(0)])
         forgets = -np.expm1(-rounds / np.array([[_RECENT], [_LONG], [_LONG]]))
         # The plain mean at first, then one that forgets.
-        weights = np.maximum(forgets, rounds / (self._rounds[:k] + rounds))
+        weights = np.maximum(forgets, rounds / (self.rounds[:k] + rounds))
         before = self._means[:, k - 1 : k].copy()
-        self._means[:, :k] += weights * (np.maximum(values, _LEAST) - self._means[:, :k])
+        # Means are divided by each other, so none is 0.
+        self._means[:, :k] += weights * (np.maximum(values, 1e-6) - self._means[:, :k])
         # Larger trees than these rounds had rise and fall with the largest that they had.
         self._means[:, k:] *= self._means[:, k - 1 : k] / before
-        self._rounds[:k] += rounds
+        self.rounds[:k] += rounds
 
 
 class Pace:

@@ -7,7 +7,7 @@ from jetspec_jax import SamplingParams, generate_tree, load_draft_head, logits
 from tests.decode.ties import TIE, gaps
 from tests.families.goldens import IDS, NAMES, VARIANTS
 from tests.marks import wide
-from tests.train.tiny_head import RECIPE, changed, losses, write_documents
+from tests.train.head.tiny import RECIPE, changed, losses, write_documents
 from train.head.training import train_head
 from train.loop.stages import Deadline
 

@@ -1,4 +1,4 @@
-"""Trains tiny heads in a process of its own: ``python -m tests.train.head_worker SETTINGS``, in JSON.
+"""Trains tiny heads in a process of its own: ``python -m tests.train.head.worker SETTINGS``, in JSON.
 
 Keys of the settings: "data", the documents' folder; "runs", pairs of a work folder and of changes to the tiny
 recipe; and, where need be, "devices", "die" as ``{"write": 3}``, "process" as ``[index, count, port]``, and
@@ -28,7 +28,7 @@ def main(settings):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", count, index)
     # Only now: what is imported may look at the devices.
-    from tests.train.tiny_head import RECIPE, changed, target
+    from tests.train.head.tiny import RECIPE, changed, target
     from train.head.training import train_head
     from train.loop.stages import Deadline
 
@@ -67,8 +67,8 @@ def watch_layouts():
 
 def die_in(place, call):
     """Lets the process be killed at the end of the n-th call of something."""
-    from train import log
     from train.head.evaluation import HeadEvaluator
+    from train.loop import log
     from train.loop.checkpoints import Checkpoints
 
     owner, name = {

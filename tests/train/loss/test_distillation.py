@@ -11,10 +11,10 @@ import scipy.special
 from jetspec_jax import logits
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.tiny import TINY, head_config, random_head, random_target
-from train.head.recipe import Objective
 from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.distillation import distillation_loss
+from train.loss.objectives import Objective
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -9,13 +9,13 @@ import pytest
 import train.__main__
 import train.demo.command
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
-from train.data.continuations import cut_splits
-from train.data.corpus import HELDOUT, TRAIN, Manifest, load_documents
 from train.data.documents import Documents
-from train.data.tokenizer import Tokenizer
 from train.demo.command import make_pair
+from train.demo.continuations import cut_splits
+from train.demo.corpus import HELDOUT, TRAIN, CorpusManifest, read_corpus
 from train.demo.evaluate import heldout_prompts, repetition, target_bits
 from train.demo.target import token_losses
+from train.demo.tokenizer import Tokenizer
 from train.loop.stages import OutOfTime
 
 
@@ -115,7 +115,7 @@ def test_the_readme_has_the_figures_of_the_json(demo):
 def test_more_prompts_are_kept_than_measured_and_none_twice(demo, recipe, corpus):
     kept = [json.loads(line)["text"] for line in (demo / "prompts.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.read(demo / "target")
-    documents = load_documents(corpus, Manifest.read(recipe.manifest_path()))
+    documents = read_corpus(corpus, CorpusManifest.read(recipe.manifest_path()))
     measured, _ = heldout_prompts(recipe, tokenizer, documents)
     assert kept[: recipe.evaluation.prompts] == [tokenizer.decode(prompt) for prompt in measured]
     assert len(set(kept)) == len(kept) == recipe.evaluation.kept_prompts
@@ -164,7 +164,7 @@ def test_a_wrong_corpus_is_one_error(recipe, tmp_path, monkeypatch, capsys):
 
 
 def test_held_out_files_are_in_no_training_stream(work, recipe, corpus):
-    documents = load_documents(corpus, Manifest.read(recipe.manifest_path()))
+    documents = read_corpus(corpus, CorpusManifest.read(recipe.manifest_path()))
     tokenizer = Tokenizer.read(work / "tokenizer")
     held = [text for source, text in documents.items() if source.split == "heldout"]
     assert len(held) == 2

@@ -15,7 +15,7 @@ import pytest
 from train.data import documents as documents_module
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout, hold_out
-from train.data.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, Settings, Shard
+from train.data.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, DocumentsSettings, Shard
 from train.data.records import Document, decode, encode, learn_spans
 
 VOCABULARY = 1000
@@ -36,7 +36,7 @@ def settings(count, **changes):
         "heldout": default_heldout(count),
         "shard_documents": 4,
     }
-    return Settings(**{**fields, **changes})
+    return DocumentsSettings(**{**fields, **changes})
 
 
 def texts(count, seed=0):
@@ -57,7 +57,7 @@ def same(a, b):
 
 
 def shards_of(folder):
-    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).plans())
+    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).planned())
     return [shard for shard in found if shard is not None]
 
 

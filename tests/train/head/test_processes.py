@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.train.tiny_head import RECIPE, losses, records, write_documents
+from tests.train.head.tiny import RECIPE, losses, records, write_documents
 
 STEPS = RECIPE.fit.steps
 
@@ -21,7 +21,7 @@ def start(data, runs, **settings):
         {"data": str(data), "runs": [[str(work), changes] for work, changes in runs], **settings}
     )
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.train.head_worker", text],
+        [sys.executable, "-m", "tests.train.head.worker", text],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,7 @@
 """The corpus as streams of token ids, and windows cut from them. Shapes: B windows of T tokens.
 
-A stream is one flat array that lives on the device: a step draws its windows there, from a key that follows
-from the step's number, so a run has no data state beyond that number.
+A stream is one flat array on the device. A step draws its windows there with a key that depends on the step's
+number, so the position in the data is that number.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,28 +13,27 @@ import numpy as np
 from jaxtyping import Array, Int, Key, UInt16
 
 from jetspec_jax.checkpoint.files import replacing
-from train.data.corpus import LIBRARY, Source
-from train.data.tokenizer import END_OF_TEXT, Tokenizer
+from train.demo.corpus import LIBRARY, CorpusFile
+from train.demo.tokenizer import END_OF_TEXT, Tokenizer
 
 Stream = UInt16[np.ndarray, "_"]
 
 
 def encode_split(
-    tokenizer: Tokenizer, documents: Mapping[Source, str], split: str, *, library_repeats: int = 1
+    tokenizer: Tokenizer, sources: Mapping[CorpusFile, str], split: str, *, library_repeats: int = 1
 ) -> Stream:
-    """One stream of a split's documents in a fixed random order, each after an end-of-text token.
+    """One stream of a split's files in a fixed random order, each after an end-of-text token.
 
     Args:
-        tokenizer: Turns text into ids.
-        documents: The corpus.
-        split: Which documents to take.
-        library_repeats: How often library code appears for once that tests do. Two thirds of the source
-            are tests; a window drawn uniformly would mostly be assertions.
+        tokenizer: The tokenizer.
+        sources: The texts of the corpus.
+        split: The split.
+        library_repeats: How often library code occurs; tests, two thirds of the source, occur once.
     """
-    chosen = [source for source in documents if source.split == split]
+    chosen = [source for source in sources if source.split == split]
     rng = np.random.default_rng(0)
     chosen = [chosen[i] for i in rng.permutation(len(chosen))]
-    encoded = tokenizer.encode_all([documents[source] for source in chosen])
+    encoded = tokenizer.encode_all([sources[source] for source in chosen])
     return concatenate(
         (
             ids
@@ -45,9 +44,9 @@ def encode_split(
     )
 
 
-def concatenate(documents: Iterable[list[int]], separator: int) -> Stream:
-    """Joins documents, each with the separator before it."""
-    parts = [np.asarray([separator, *ids], np.uint16) for ids in documents]
+def concatenate(texts: Iterable[list[int]], separator: int) -> Stream:
+    """Joins texts, each after a separator."""
+    parts = [np.asarray([separator, *ids], np.uint16) for ids in texts]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 

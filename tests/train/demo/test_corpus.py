@@ -4,15 +4,15 @@ import shutil
 
 import pytest
 
-from train.data.corpus import (
+from train.demo.corpus import (
     HELDOUT,
     LIBRARY,
     TESTS,
     TRAIN,
-    Manifest,
+    CorpusManifest,
     build_manifest,
     kind_of,
-    load_documents,
+    read_corpus,
     split_of,
     unit_of,
 )
@@ -22,7 +22,7 @@ from train.demo.recipes import DEMO
 def test_a_manifest_survives_writing(corpus, tmp_path):
     manifest = build_manifest(corpus, name="tiny", origin="here")
     manifest.write(tmp_path / "m.json")
-    assert Manifest.read(tmp_path / "m.json") == manifest
+    assert CorpusManifest.read(tmp_path / "m.json") == manifest
 
 
 def test_another_corpus_is_refused_and_the_files_are_named(corpus, tmp_path):
@@ -31,9 +31,9 @@ def test_another_corpus_is_refused_and_the_files_are_named(corpus, tmp_path):
     (copy / "module1.py").unlink()
     (copy / "module3.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"module1\.py \(missing\), module3\.py \(differs\)"):
-        load_documents(copy, manifest)
+        read_corpus(copy, manifest)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_documents(tmp_path / "nowhere", manifest)
+        read_corpus(tmp_path / "nowhere", manifest)
 
 
 def test_files_that_nobody_writes_are_left_out(tmp_path):
@@ -64,7 +64,7 @@ def test_a_module_and_its_tests_share_a_split():
 
 
 def test_the_demo_corpus_is_listed_with_its_held_out_modules():
-    manifest = Manifest.read(DEMO.manifest_path())
+    manifest = CorpusManifest.read(DEMO.manifest_path())
     split = {source.path: source.split for source in manifest.files}
     assert len(split) == len(manifest.files) > 1500
     assert {split[p] for p in ("textwrap.py", "heapq.py", "test/test_textwrap.py")} == {HELDOUT}

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from tests.decode.tiny import TINY, head_config
 from train.loss.distillation import distillation_loss
 from train.loop.fit import Fit
-from train.head.recipe import Objective
-from train.loop.mesh import MeshShape, make_mesh, spread
+from train.loop.mesh import MeshSettings, make_mesh, spread
 from train.loop.trainer import Loop
+from train.loss.objectives import Objective
 
 target = dataclasses.replace(TINY, vocab_size=4099)
 head = head_config(target, block_size=4)
 found = {}
 for data, fsdp in ((8, 1), (1, 8)):
-    mesh = make_mesh(MeshShape(data, fsdp))
+    mesh = make_mesh(MeshSettings(data, fsdp))
     loss = distillation_loss(head, target, Objective(anchors=8, chunk=8), jnp.dtype("float32"))
     loop = Loop(Fit(steps=2, batch=16, learning_rate=1e-3, warmup=0), loss, mesh, deterministic=False)
     frozen = spread(weights_of(build(target, rngs=nnx.Rngs(0))), parameter_shardings(target, mesh))

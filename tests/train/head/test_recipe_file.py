@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from train.head.recipe import HeadRecipe, HeadShape
+from train.head.recipe import HeadRecipe, HeadSettings
 from train.head.recipe_file import CONFIGS, read_head_recipe
 from train.loop.fit import Fit
-from train.loop.mesh import MeshShape
+from train.loop.mesh import MeshSettings
 
 SMALL = """
 [fit]
@@ -42,7 +42,7 @@ def test_every_recipe_that_comes_along_is_read_and_can_be_trained(name):
 
 def test_the_published_recipe():
     recipe = read_head_recipe("qwen3-8b")
-    assert recipe.head == HeadShape("random", 5, 16, (1, 9, 17, 25, 33), None, 151669, None)
+    assert recipe.head == HeadSettings("random", 5, 16, (1, 9, 17, 25, 33), None, 151669, None)
     assert (recipe.objective.loss, recipe.objective.gamma, recipe.objective.anchors) == ("forward_kl", 0, 512)
 
 
@@ -64,8 +64,8 @@ def test_changes_replace_what_the_file_says(file):
     recipe = read_head_recipe(file(SMALL), changes)
     assert recipe.fit == dataclasses.replace(read_head_recipe(file(SMALL)).fit, steps=20)
     assert (recipe.window, recipe.deterministic, recipe.objective.gamma) == (64, True, 4.0)
-    assert recipe.head == HeadShape("target", taps=(1, 2), mask_token="<|x|>")
-    assert recipe.mesh == MeshShape(-1, 2)
+    assert recipe.head == HeadSettings("target", taps=(1, 2), mask_token="<|x|>")
+    assert recipe.mesh == MeshSettings(-1, 2)
     # The last one counts; a token may be named by its id.
     assert read_head_recipe(file(SMALL), ["seed=1", "seed=2"]).seed == 2
     assert read_head_recipe(file(SMALL), ["head.mask_token=7"]).head.mask_token == 7

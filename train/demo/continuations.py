@@ -1,4 +1,4 @@
-"""Documents that a target writes from lines of its own corpus: those of the demo pair."""
+"""Documents that begin at lines of a corpus, continued by a target or by the corpus itself."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,21 +13,21 @@ from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Documents, Writer
 from train.data.records import Document
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
-from train.data.tokens import Stream, line_starts
+from train.demo.tokens import Stream, line_starts
 from train.loop.stages import Deadline
 
-# Prompts drawn for each held-out document: some are dropped because a training document begins alike.
+# Prompts drawn for each held-out document: those that a training document has too are dropped.
 DRAWS = 4
 
 
 class Cuts(NamedTuple):
-    """Where documents begin in a corpus, how long their prompts are, and how they are to be continued.
+    """Beginnings of documents in a corpus, lengths of their prompts, and temperatures of their continuations.
 
     Attributes:
         stream: The corpus.
         begin: Index of each document's first token.
         prompt: Tokens of each prompt.
-        temperature: Of each continuation.
+        temperature: Sampling temperature of each continuation.
     """
 
     stream: Stream
@@ -36,7 +36,7 @@ class Cuts(NamedTuple):
     temperature: Float[np.ndarray, "n"]
 
     def prompts(self, length: int) -> Prompts:
-        """Prompts that a target continues to ``length`` tokens; as in pretraining, past a text's end."""
+        """Prompts that a target continues to ``length`` tokens, past a text's end as in pretraining."""
         params = [
             SamplingParams(temperature=float(t), max_tokens=length - int(n), ignore_eos=True)
             for t, n in zip(self.temperature, self.prompt, strict=True)
@@ -44,12 +44,12 @@ class Cuts(NamedTuple):
         return Prompts(self.prompt_tokens(), params)
 
     def documents(self, length: int) -> list[Document]:
-        """The same prompts with what really follows them; where the corpus ends, so does a document."""
+        """The same prompts with the corpus's own continuation; a document ends where the corpus does."""
         texts = [self._tokens(int(b), length) for b in self.begin]
         return [Document(text, np.arange(len(text)) >= n) for text, n in zip(texts, self.prompt, strict=True)]
 
     def prompt_tokens(self) -> list[Int32[np.ndarray, "t"]]:
-        """The prompts themselves."""
+        """Token ids of the prompts."""
         return [self._tokens(int(b), int(n)) for b, n in zip(self.begin, self.prompt, strict=True)]
 
     def _tokens(self, begin: int, count: int) -> Int32[np.ndarray, "t"]:
@@ -57,7 +57,7 @@ class Cuts(NamedTuple):
 
 
 class SplitCuts(NamedTuple):
-    """Cuts for training, and behind them those held out, which come from another stream.
+    """Cuts for training and, after them, held-out cuts from another stream.
 
     Attributes:
         train: The first documents.
@@ -69,17 +69,17 @@ class SplitCuts(NamedTuple):
 
     @property
     def held_indices(self) -> range:
-        """Which of all documents are held out."""
+        """Indices of the held-out documents among all documents."""
         first = len(self.train.begin)
         return range(first, first + len(self.held.begin))
 
     def prompts(self, length: int) -> Prompts:
-        """As those of `Cuts`."""
+        """As by `Cuts`, the training documents first."""
         train, held = self.train.prompts(length), self.held.prompts(length)
         return Prompts([*train.tokens, *held.tokens], [*train.params, *held.params])
 
     def documents(self, length: int) -> list[Document]:
-        """As those of `Cuts`."""
+        """As by `Cuts`, the training documents first."""
         return self.train.documents(length) + self.held.documents(length)
 
 
@@ -97,15 +97,15 @@ def cut_corpus(
     Args:
         stream: The corpus.
         newline_ids: Tokens that end a line.
-        count: How many.
+        count: Number of documents.
         prompt: Shortest and longest prompt.
-        temperatures: Each document is written at one of these.
-        seed: Of the choice of all that.
+        temperatures: Each document gets one of these.
+        seed: Seed of all these choices.
 
     Raises:
         ValueError: The stream has no line with room for a prompt.
     """
-    # One token more, so that a continuation of the corpus's own is never empty.
+    # One more token, so that the corpus's own continuation is never empty.
     starts = line_starts(stream, newline_ids, before_end=prompt[1] + 1)
     if not len(starts):
         raise ValueError(f"no line of the corpus has {prompt[1] + 1} tokens after it")
@@ -126,20 +126,20 @@ def cut_splits(
     temperatures: Sequence[float],
     seed: Sequence[int],
 ) -> SplitCuts:
-    """Documents of a stream to learn from, and held-out ones of another, which have prompts of their own.
+    """Training documents from one stream, and held-out documents with other prompts from another.
 
     Args:
-        train: The corpus to learn from.
-        held: The corpus of the held-out documents.
+        train: The stream of the training documents.
+        held: The stream of the held-out documents.
         newline_ids: Tokens that end a line.
-        count: How many documents, those held out included.
-        heldout: How many are held out; a prompt that a training document has too is not taken.
+        count: Number of documents, the held-out ones included.
+        heldout: Number of held-out documents; prompts of training documents are not taken.
         prompt: Shortest and longest prompt.
-        temperatures: Each document is written at one of these.
-        seed: Of the choice of all that.
+        temperatures: Each document gets one of these.
+        seed: Seed of all these choices.
 
     Raises:
-        ValueError: A stream has no line with room for a prompt, or the second has too few of its own.
+        ValueError: A stream has no line with room for a prompt, or the second has too few other prompts.
     """
     cut = partial(cut_corpus, newline_ids=newline_ids, prompt=prompt, temperatures=temperatures)
     own = cut(train, count=count - heldout, seed=seed)
@@ -166,21 +166,21 @@ def continue_corpus(
     slots: int,
     deadline: Deadline,
 ) -> None:
-    """A folder of documents that a target wrote from prompts of its corpus; a finished one is left alone.
+    """Lets a target continue prompts of its corpus into a folder of documents; a finished one is left alone.
 
     Args:
-        folder: Where.
-        target: Who writes.
-        prompts: What to continue.
-        name: The target's.
-        seed: Of the sampling.
-        held: Indices of the documents that are not for training, in order.
+        folder: The folder.
+        target: The target.
+        prompts: The prompts to continue.
+        name: The target's name.
+        seed: Seed of the sampling.
+        held: Indices of the held-out documents, in order.
         shard_documents: Most documents of a shard.
-        slots: Documents written at a time.
+        slots: Documents generated at a time.
         deadline: Checked before a shard is begun.
 
     Raises:
-        OutOfTime: The deadline passed; calling again goes on.
+        OutOfTime: The deadline passed; call again to resume.
         ValueError: The folder was begun with other settings.
     """
     settings = regeneration_settings(
@@ -197,10 +197,10 @@ def continue_corpus(
 
 
 def read_rows(folder: Path) -> tuple[Int32[np.ndarray, "N T"], Bool[np.ndarray, "N T"]]:
-    """The tokens of all training documents, which are of one length, and the marks on what the target wrote.
+    """Tokens of all training documents, which have one length, and marks on those that the target wrote.
 
     Raises:
-        ValueError: The folder is not finished or damaged, or documents differ in length.
+        ValueError: The folder is unfinished or damaged, or documents differ in length.
     """
     documents = list(Documents.open(folder))
     return np.stack([d.tokens for d in documents]), np.stack([d.learn for d in documents])

@@ -1,7 +1,7 @@
 """The corpus: the Python standard library's source of one named version, pinned by a manifest of hashes.
 
-A manifest is made once and kept with the code; every run checks the folder it is given against it, so a model
-names exactly what it was trained on, and the held-out modules are the same for everybody.
+A manifest is made once and kept with the code. Every run checks its folder against the manifest, so the
+training text of a model is known exactly, and the held-out modules are always the same.
 """
 
 import hashlib
@@ -13,14 +13,16 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-TRAIN, VALIDATION, HELDOUT = "train", "validation", "heldout"
+from train.data.manifest import HELDOUT, TRAIN
+
+VALIDATION = "validation"
 LIBRARY, TESTS = "library", "tests"
 
 VERSION = "3.12.1"
 ORIGIN = f"https://www.python.org/ftp/python/{VERSION}/Python-{VERSION}.tar.xz"
 LICENCE = "PSF-2.0 (Python Software Foundation License Version 2), https://docs.python.org/3/license.html"
 
-# Not source that people write: bundled or generated files, tables, and inputs of lexer tests.
+# Files that nobody wrote as source: bundled or generated ones, tables, and inputs of lexer tests.
 EXCLUDED = (
     "site-packages/*",
     "*__pycache__*",
@@ -38,23 +40,23 @@ EXCLUDED = (
     "test/test_strtod.py",
     "test/re_tests.py",
 )
-# What marks the generated character tables of `encodings`.
+# Texts that occur in the generated character tables of `encodings`.
 TABLE_MARKS = ("decoding_table = (", "decoding_map = ", "aliases = {")
 
-# Modules that a reader knows at sight, held out besides those that the hash picks.
+# Well-known modules, held out besides those that the hash picks.
 NAMED_HELDOUT = frozenset({"textwrap", "heapq", "calendar", "configparser", "queue", "graphlib"})
 HELDOUT_PERCENT, VALIDATION_PERCENT = 3, 2
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusFile:
     """One file of the corpus.
 
     Attributes:
         path: Relative to the library's folder, with forward slashes.
-        sha256: Of the file's bytes.
+        sha256: Hash of the file's bytes.
         size: In bytes.
-        split: "train", "validation" (chooses when to stop) or "heldout" (only ever evaluated).
+        split: "train", "validation" (chooses the best weights) or "heldout" (only evaluated).
         kind: "library" or "tests".
     """
 
@@ -66,13 +68,13 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """Which files make up a corpus."""
 
     name: str
     licence: str
     origin: str
-    files: tuple[Source, ...]
+    files: tuple[CorpusFile, ...]
 
     def write(self, path: Path) -> None:
         """Writes JSON with one line per file, so that two manifests compare well."""
@@ -81,28 +83,28 @@ class Manifest:
         path.write_text(json.dumps(head)[:-1] + ',\n"files": [\n' + rows + "\n]}\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> "Manifest":
+    def read(cls, path: Path) -> "CorpusManifest":
         """Reads what `write` wrote."""
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**raw, "files": tuple(Source(*row) for row in raw["files"])})
+        return cls(**{**raw, "files": tuple(CorpusFile(*row) for row in raw["files"])})
 
 
-def build_manifest(folder: Path, *, name: str, origin: str = "", licence: str = LICENCE) -> Manifest:
+def build_manifest(folder: Path, *, name: str, origin: str = "", licence: str = LICENCE) -> CorpusManifest:
     """Chooses the files of a library's folder and assigns each a split."""
     files, seen = [], set()
     for path, data in _candidates(folder):
         digest = hashlib.sha256(data).hexdigest()
         if digest not in seen:
             seen.add(digest)
-            files.append(Source(path, digest, len(data), split_of(path), kind_of(path)))
-    return Manifest(name, licence, origin, tuple(files))
+            files.append(CorpusFile(path, digest, len(data), split_of(path), kind_of(path)))
+    return CorpusManifest(name, licence, origin, tuple(files))
 
 
 def own_library() -> Path:
     """The running Python's standard library.
 
     Raises:
-        ValueError: It is another version than the corpus.
+        ValueError: Its version is not the corpus's.
     """
     if platform.python_version() != VERSION:
         raise ValueError(
@@ -112,12 +114,12 @@ def own_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def load_documents(folder: Path, manifest: Manifest) -> dict[Source, str]:
-    """Reads a corpus, refusing one that is not exactly the manifest's.
+def read_corpus(folder: Path, manifest: CorpusManifest) -> dict[CorpusFile, str]:
+    """Reads the files of a corpus, which must be exactly those of its manifest.
 
     Raises:
-        FileNotFoundError: The folder is not there.
-        ValueError: Files are missing or differ; the first ten are named.
+        FileNotFoundError: There is no such folder.
+        ValueError: Files are missing or differ; the message names the first ten.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"no corpus folder {folder}")
@@ -139,7 +141,7 @@ def load_documents(folder: Path, manifest: Manifest) -> dict[Source, str]:
 
 
 def split_of(path: str) -> str:
-    """A file's split. A module and its tests go the same way: tests quote what they test."""
+    """A file's split. A module and its tests go to one split, because tests quote what they test."""
     unit = unit_of(path)
     if unit in NAMED_HELDOUT:
         return HELDOUT

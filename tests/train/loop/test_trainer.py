@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.tiny_head import losses, records
+from tests.train.head.tiny import losses, records
 from train.loop.checkpoints import CheckpointError, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import NonFiniteLoss
-from train.loop.mesh import MeshShape, make_mesh, one_device
+from train.loop.mesh import MeshSettings, make_mesh, one_device
 from train.loop.stages import Deadline, OutOfTime, claim
 from train.loop.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
 from train.loss.objectives import Mean
@@ -425,8 +425,14 @@ def test_a_fit_that_cannot_be_is_refused_before_anything_is_written(tmp_path, ch
 def test_a_mesh_that_does_not_divide_the_devices_lists_those_that_would(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match=r"data -1 x fsdp 3 .* 8 devices; possible: data 8 x fsdp 1, data 4"):
-        make_mesh(MeshShape(fsdp=3))
-    for shape in (MeshShape(2, 2), MeshShape(0, 8), MeshShape(-1, 0), MeshShape(-1, 16), MeshShape(-2, -4)):
+        make_mesh(MeshSettings(fsdp=3))
+    for shape in (
+        MeshSettings(2, 2),
+        MeshSettings(0, 8),
+        MeshSettings(-1, 0),
+        MeshSettings(-1, 16),
+        MeshSettings(-2, -4),
+    ):
         with pytest.raises(ValueError, match=r"possible: .*data 2 x fsdp 4, data 1 x fsdp 8"):
             make_mesh(shape)
 

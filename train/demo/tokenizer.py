@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer for Python source, trained from the corpus itself.
+"""A byte-level BPE tokenizer for Python source, trained on the corpus.
 
-Newlines and indentation are pieces of their own: text can then be cut at any line and still tokenises as it
-does inside a document, which keeps a prompt's last line from being a tokenisation the model never saw.
+Newlines and indentation are pieces of their own, so text that is cut at a line has the same tokens as in its
+document, and a prompt never ends in tokens that the model has not seen.
 """
 
 import json
@@ -14,7 +14,7 @@ from jaxtyping import Int
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT, MASK, TURN_START, TURN_END = "<|endoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"
-# In the order of their ids: the vocabulary begins with them.
+# In the order of their ids, at the beginning of the vocabulary.
 SPECIAL = (END_OF_TEXT, MASK, TURN_START, TURN_END)
 
 # Runs of newlines; indentation; words with underscores; up to three digits; punctuation; other blanks.
@@ -34,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer):
         """Wraps a tokenizer of the `tokenizers` library."""
-        # Source that spells a special token (this file, say) must not end a document.
+        # Source that contains the text of a special token, as this file does, must not end a document.
         inner.encode_special_tokens = True
         self.inner = inner
 
@@ -56,7 +56,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=list(SPECIAL),
-            # All 256 bytes: any text can be written, whatever the corpus holds.
+            # All 256 bytes, so that any text can be encoded.
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
@@ -81,7 +81,7 @@ class Tokenizer:
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; special tokens are shown."""
+        """The text of some ids, special tokens included."""
         return self.inner.decode(list(ids), skip_special_tokens=False)
 
     def id_of(self, token: str) -> int:
@@ -102,11 +102,11 @@ class Tokenizer:
 
     def newline_ids(self) -> Int[np.ndarray, "n"]:
         """Ids of all runs of newlines."""
-        newline = "Ċ"  # how byte-level BPE writes it
+        newline = "Ċ"  # byte-level BPE writes a newline so
         return np.array(sorted(i for token, i in self.inner.get_vocab().items() if set(token) == {newline}))
 
     def files(self, *, max_length: int) -> dict[str, str]:
-        """The files that a Hugging Face folder holds for it, by name."""
+        """The tokenizer's files in Hugging Face layout, by name."""
         end = self.id_of(END_OF_TEXT)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -11,13 +11,13 @@ from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
-from tests.train.tiny_head import MASK
-from train.head.recipe import HeadShape
+from tests.train.head.tiny import MASK
+from train.head.recipe import HeadSettings
 from train.head.start import begin_head
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-SHAPE = HeadShape(layers=2, block_size=4, taps=(0, 1), mask_token=MASK)
+SHAPE = HeadSettings(layers=2, block_size=4, taps=(0, 1), mask_token=MASK)
 
 
 def shape(**changes):
@@ -47,7 +47,7 @@ def test_a_random_head_is_its_seed_s_and_drafts(target):
 
 
 def test_what_the_recipe_leaves_open_is_the_target_s_or_the_published_heads(target):
-    begun = begin_head(target, HeadShape(layers=1, mask_token=MASK), None, 0)
+    begun = begin_head(target, HeadSettings(layers=1, mask_token=MASK), None, 0)
     config = begun.config
     assert (config.block_size, config.causal, config.mask_token_id) == (16, True, MASK)
     assert config.layers.layers[0].mlp_size == TINY.layers[0].mlp_size
@@ -56,7 +56,7 @@ def test_what_the_recipe_leaves_open_is_the_target_s_or_the_published_heads(targ
     assert (given.causal, given.layers.layers[0].mlp_size, given.tap_layers) == (False, 24, (0, 1))
     # An early layer, a late one, and those between: as many taps as layers, all of them the target's.
     deep = dataclasses.replace(target, config=with_windows(TINY, *(None,) * 36))
-    five = begin_head(deep, HeadShape(mask_token=MASK), None, 0).config
+    five = begin_head(deep, HeadSettings(mask_token=MASK), None, 0).config
     assert (five.layers.num_layers, five.tap_layers) == (5, (1, 9, 17, 25, 33))
 
 
@@ -116,7 +116,7 @@ def test_a_target_that_does_not_fit_the_head_is_refused(target):
 def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
     made = begin_head(target, SHAPE, None, 5)
     save_checkpoint(tmp_path / "head", made.raw, made.weights)
-    begun = begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
+    begun = begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
     assert (begun.raw, begun.config) == (made.raw, made.config)
     same(begun.weights, load_draft_head(tmp_path / "head", dtype="float32").weights)
     assert {leaf.dtype for leaf in jax.tree.leaves(begun.weights)} == {jnp.dtype(jnp.float32)}
@@ -125,17 +125,17 @@ def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
     with pytest.raises(ValueError, match=r"is what that is; unset layers, block_size, taps, mask_token"):
         begin_head(target, shape(start="checkpoint"), Source(tmp_path / "head"), 0)
     with pytest.raises(ValueError, match=r"begins with a checkpoint: name a head with --draft-head"):
-        begin_head(target, HeadShape("checkpoint"), None, 0)
+        begin_head(target, HeadSettings("checkpoint"), None, 0)
     for start in ("random", "target"):
         with pytest.raises(
             ValueError, match=f"begins '{start}', not as .*head; set head.start to 'checkpoint'"
         ):
             begin_head(target, shape(start=start), Source(tmp_path / "head"), 0)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "nowhere"), 0)
+        begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "nowhere"), 0)
     other = dataclasses.replace(target, config=dataclasses.replace(TINY, vocab_size=65))
     with pytest.raises(ValueError, match="does not fit the target"):
-        begin_head(other, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
+        begin_head(other, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
 
 
 def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
@@ -145,9 +145,9 @@ def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
         save_checkpoint(tmp_path / "head", raw, made.weights)
     save_checkpoint(tmp_path / "head", raw, made.weights, config=made.config)
     with pytest.raises(ValueError, match=r"unknown keys \['zoom'\]"):
-        begin_head(target, HeadShape("checkpoint"), Source(tmp_path / "head"), 0)
+        begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
     begun = begin_head(
-        target, HeadShape("checkpoint"), Source(tmp_path / "head", ignore_config_keys=["zoom"]), 0
+        target, HeadSettings("checkpoint"), Source(tmp_path / "head", ignore_config_keys=["zoom"]), 0
     )
     assert (begun.raw, begun.config) == (raw, made.config)
 

@@ -12,10 +12,10 @@ from jetspec_jax.models import build, weights_of
 from train.ablations import command as ablations
 from train.ablations.command import VARIANTS, Ablations
 from train.ablations.report import judge, table, write_report
-from train.data.corpus import HELDOUT, TRAIN, VALIDATION, Manifest, load_documents
 from train.data.documents import Documents
-from train.data.tokenizer import Tokenizer
-from train.demo import layout
+from train.demo.corpus import HELDOUT, TRAIN, VALIDATION, CorpusManifest, read_corpus
+from train.demo.target import target_json, write_target
+from train.demo.tokenizer import Tokenizer
 from train.loop.stages import Deadline, OutOfTime
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -66,10 +66,10 @@ class TestJudge:
 def pair(quick_compiles, recipe, corpus, tmp_path_factory):
     """A random target of the tiny recipe, with its tokenizer."""
     folder = tmp_path_factory.mktemp("target") / "target"
-    texts = load_documents(corpus, Manifest.read(recipe.manifest_path())).values()
-    config = parse_model_config(layout.target_json(recipe))
+    texts = read_corpus(corpus, CorpusManifest.read(recipe.manifest_path())).values()
+    config = parse_model_config(target_json(recipe))
     weights = weights_of(build(config, rngs=nnx.Rngs(0)))
-    layout.write_target(folder, recipe, Tokenizer.train(texts, recipe.vocab_size), weights)
+    write_target(folder, recipe, Tokenizer.train(texts, recipe.vocab_size), weights)
     return folder
 
 
@@ -121,7 +121,7 @@ def test_both_texts_have_the_same_prompts(work, split, count):
 
 @pytest.mark.parametrize(("split", "source_split"), [(TRAIN, TRAIN), (HELDOUT, VALIDATION)])
 def test_the_corpus_text_is_the_corpus(work, pair, recipe, corpus, split, source_split):
-    sources = load_documents(corpus, Manifest.read(recipe.manifest_path()))
+    sources = read_corpus(corpus, CorpusManifest.read(recipe.manifest_path()))
     text = "".join(source for key, source in sources.items() if key.split == source_split)
     tokenizer = Tokenizer.read(pair)
     for document in Documents.open(work / "corpus", split):

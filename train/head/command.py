@@ -1,4 +1,4 @@
-"""``python -m train head``, ``finetune`` and ``export``: draft heads from documents or from prompts."""
+"""``python -m train head``, ``finetune`` and ``export``: train draft heads and write them."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
 from train.head.recipe import HeadRecipe
-from train.head.recipe_file import CONFIGS, read_head_recipe
+from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
 from train.head.training import export_best, train_head
 from train.loop.log import read_log
 from train.loop.stages import Deadline
@@ -49,18 +49,12 @@ def add_command(commands: Any) -> None:
         parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
         parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="replaces a setting of the recipe, as fit.steps=100; may recur",
-        )
+        add_set_option(parser, "the")
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
 
 
 def _join(arguments: argparse.Namespace) -> None:
-    """Meets the other processes of a run, if there are any; they share the work folder."""
+    """Connects to the other processes of a run, if there are any; they share the work folder."""
     if arguments.coordinator:
         if arguments.processes is None or arguments.process is None:
             raise ValueError("--coordinator needs --processes and --process")
@@ -77,7 +71,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _head(arguments: argparse.Namespace) -> int:
-    """Trains a draft head, or goes on with one; the finished head is in the work folder."""
+    """Trains a draft head, or resumes a run; the finished head is in the work folder."""
     recipe = read_head_recipe(arguments.recipe, arguments.set)
     return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
 
@@ -120,12 +114,12 @@ def _train(
 
 
 def _measured(work: Path) -> str:
-    """What the finished head does on held-out documents, and what it did before."""
+    """A message about the finished head's results on held-out documents, and those before training."""
     report = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))
-    looks = [record for record in read_log(work / "log.jsonl") if "validation_loss" in record]
-    before = looks[0] if looks[0]["step"] == 0 else {}
+    evaluations = [record for record in read_log(work / "log.jsonl") if "validation_loss" in record]
+    before = evaluations[0] if evaluations[0]["step"] == 0 else {}
     if not report["tau"]:
-        now, then = min(look["validation_loss"] for look in looks), before.get("validation_loss")
+        now, then = min(own["validation_loss"] for own in evaluations), before.get("validation_loss")
         return f"validation loss {now:.3f}" + ("" if then is None else f", {then:.3f} before")
     parts = []
     for budget, tau in report["tau"].items():

@@ -9,10 +9,10 @@ from flax import nnx
 
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import build, weights_of
-from train.data.corpus import LIBRARY, TRAIN, Manifest, load_documents
-from train.data.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
-from train.data.tokens import concatenate, draw_windows, encode_split, line_starts
-from train.demo import layout
+from train.demo.corpus import LIBRARY, TRAIN, CorpusManifest, read_corpus
+from train.demo.target import target_json, write_target
+from train.demo.tokenizer import END_OF_TEXT, SPECIAL, Tokenizer
+from train.demo.tokens import concatenate, draw_windows, encode_split, line_starts
 
 TEXTS = [
     "def f(self, x_1):\n\tif x:\n\t    return  12345 != x  # done\n\n\n",
@@ -25,7 +25,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def documents(corpus, recipe):
-    return load_documents(corpus, Manifest.read(recipe.manifest_path()))
+    return read_corpus(corpus, CorpusManifest.read(recipe.manifest_path()))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_text_cut_at_lines_tokenises_alike(tokenizer):
 
 
 def test_transformers_reads_the_same_tokenizer(tokenizer, recipe, tmp_path):
-    layout.write_target(tmp_path / "target", recipe, tokenizer, _weights(recipe))
+    write_target(tmp_path / "target", recipe, tokenizer, _weights(recipe))
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "target")
     for text in TEXTS[:3]:
         assert loaded(text)["input_ids"] == tokenizer.encode(text)
@@ -72,7 +72,7 @@ def test_too_little_text_is_refused():
 
 
 def _weights(recipe):
-    return weights_of(build(parse_model_config(layout.target_json(recipe)), rngs=nnx.Rngs(0)))
+    return weights_of(build(parse_model_config(target_json(recipe)), rngs=nnx.Rngs(0)))
 
 
 def test_library_code_is_repeated(tokenizer, documents):

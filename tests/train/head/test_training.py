@@ -14,7 +14,7 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
-from tests.train.tiny_head import (
+from tests.train.head.tiny import (
     RECIPE,
     changed,
     records,
@@ -22,7 +22,7 @@ from tests.train.tiny_head import (
     write_documents,
 )
 from train.data.documents import Document
-from train.data.tokenizer import Tokenizer
+from train.demo.tokenizer import Tokenizer
 from train.head.config import decoder_json
 from train.head.evaluation import prompt_of
 from train.head.start import begin_head

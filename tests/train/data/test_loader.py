@@ -12,14 +12,14 @@ import pytest
 
 from train.data.documents import Documents, Writer
 from train.data.loader import Windows, batches, index_windows
-from train.data.manifest import Settings
+from train.data.manifest import DocumentsSettings
 from train.data.records import Document, learn_spans
 
 WINDOW = 8
 
 
 def folder_of(path, documents, heldout=0):
-    settings = Settings(
+    settings = DocumentsSettings(
         "corpus", "tiny", 100_000, None, (), {}, (), "here", "abc", len(documents), heldout, shard_documents=3
     )
     writer = Writer(path, settings)

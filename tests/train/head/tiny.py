@@ -7,9 +7,10 @@ import numpy as np
 
 from tests.decode.tiny import TINY, random_target
 from train.data.documents import Document, Writer
-from train.data.manifest import Settings
-from train.head.recipe import HeadEvaluation, HeadRecipe, HeadShape, Objective
+from train.data.manifest import DocumentsSettings
+from train.head.recipe import HeadEvaluation, HeadRecipe, HeadSettings
 from train.loop.fit import Fit
+from train.loss.objectives import Objective
 
 MASK = TINY.vocab_size - 1
 RECIPE = HeadRecipe(
@@ -23,7 +24,7 @@ RECIPE = HeadRecipe(
         log_every=1,
     ),
     window=16,
-    head=HeadShape(layers=1, block_size=4, taps=(0, 1), mask_token=MASK),
+    head=HeadSettings(layers=1, block_size=4, taps=(0, 1), mask_token=MASK),
     objective=Objective(anchors=4, chunk=8),
     # Decoding takes long to compile: most runs are judged by their validation loss alone.
     evaluation=HeadEvaluation(windows=12, prompts=0, prompt_tokens=4, new_tokens=6, budgets=(16,)),
@@ -57,7 +58,7 @@ def write_documents(folder, vocab_size=TINY.vocab_size, count=40):
 
 def write(folder, documents, vocab_size):
     count = len(documents)
-    settings = Settings(
+    settings = DocumentsSettings(
         *("corpus", "tiny", vocab_size, None, (0.0,), {}, (0,), "tests", "0" * 64),
         *(count, count // 4, 16),
     )

@@ -15,11 +15,11 @@ from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from train.data import command as data
 from train.data import make_data, regenerate
-from train.data.continuations import continue_corpus, cut_corpus, cut_splits, read_rows
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
 from train.data.records import Document
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
+from train.demo.continuations import continue_corpus, cut_corpus, cut_splits, read_rows
 from train.loop.stages import Deadline, OutOfTime
 
 COUNT = 11
