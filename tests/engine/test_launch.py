@@ -8,6 +8,7 @@ from jetspec_jax import SamplingParams, TreeDecoder, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.runner import Runner
 from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, with_windows
 
@@ -89,7 +90,8 @@ def test_an_interrupted_wait_loses_nothing(engine, expected, monkeypatch, turn):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(TreeDecoder, "prefill"), (TreeDecoder, "decode"), (Runner, "launch"), (Request, "take")]
+    ("owner", "name"),
+    [(TreeDecoder, "prefill"), (TreeDecoder, "decode"), (Runner, "launch"), (Request, "take")],
 )
 def test_an_interrupted_decision_is_said(engine, expected, monkeypatch, owner, name):
     """Host and device may be at odds then: no tokens come of it."""
@@ -118,9 +120,10 @@ class Turns:
 
 def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatch):
     """Neither a prompt, nor the compilation of a bucket's first dispatch."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "round_costs", lambda *_: None)
-        engine = TinyEngine(target, head, TreeSettings(16, 3, algorithm="auto"), slots=2)
+    # Measuring the costs would compile them all.
+    costs = RoundCosts((64, 128), {1: (1.0, 1.0), 16: (1.0, 1.0)}, {1: 0.0, 16: 0.0})
+    monkeypatch.setattr(Runner, "round_costs", lambda _: costs)
+    engine = TinyEngine(target, head, TreeSettings(16, 3, algorithm="auto"), slots=2)
     policy = engine.scheduler.policy = Turns(1, 1, 16, 16, 16)
     engine.submit(PROMPT, PARAMS)
     for _ in range(4):

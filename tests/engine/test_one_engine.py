@@ -59,13 +59,12 @@ def test_equal_calls_share_an_engine(target, head):
     "other",
     [
         lambda target, head: generate(target, [PROMPT], PARAMS),
-        lambda target, head: generate_tree(target, head, [PROMPT], PARAMS, budget=32, width=3),
         lambda target, head: generate_tree(target, head, [PROMPT] * 2, PARAMS, **TREE)[:1],
         lambda target, head: generate_tree(
             target, Head(head.config, random_weights(head.config, 3)), [PROMPT], PARAMS, **TREE
         ),
     ],
-    ids=["plain", "bucket", "slots", "head"],
+    ids=["plain", "slots", "head"],
 )
 def test_other_settings_replace_it_and_stores_never_coexist(target, head, expected, monkeypatch, other):
     generate_tree(target, head, [PROMPT], SHORT, **TREE)
@@ -93,14 +92,16 @@ def test_an_engine_is_freed_with_its_target(head):
 
 
 def test_threads_take_turns(target, head, expected):
-    got, calls = [], [
-        lambda: generate(target, [PROMPT], PARAMS),
-        lambda: generate_tree(target, head, [PROMPT], PARAMS, **TREE),
-    ]
+    got, calls = (
+        [],
+        [
+            lambda: generate(target, [PROMPT], PARAMS),
+            lambda: generate_tree(target, head, [PROMPT], PARAMS, **TREE),
+        ],
+    )
 
     def run(call):
-        for _ in range(3):
-            got.append(tokens_of(call()))
+        got.extend(tokens_of(call()) for _ in range(3))
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]
     for thread in threads:
@@ -128,8 +129,8 @@ def test_beside_an_open_stream_others_get_engines_of_their_own(target, head, exp
     text = next(stream)
     engine = target.keeper.engine
     assert tokens_of(generate(target, [PROMPT], PARAMS)) == expected
-    assert tokens_of(generate_tree(target, head, [PROMPT], PARAMS, budget=32, width=3)) == expected
-    [*_], trace = list(trace := trace_rounds(target, head, PROMPT, PARAMS, TreeSettings(16, 3))), trace
+    trace = trace_rounds(target, head, PROMPT, PARAMS, TreeSettings(16, 3))
+    assert len(list(trace)) > 0
     assert trace.completion.token_ids == expected
     assert target.keeper.engine is engine
     text += "".join(stream)
@@ -139,11 +140,11 @@ def test_beside_an_open_stream_others_get_engines_of_their_own(target, head, exp
 def test_a_stream_s_engine_that_is_too_small(head):
     config = dataclasses.replace(CONFIG, max_position_embeddings=4096)
     llm = LLM(random_target(config, 0, tokenizer=word_tokenizer(64)), **TREE)
-    with llm.stream(PROMPT, SHORT) as stream:
-        with pytest.raises(RuntimeError, match="hold an engine for 1024 tokens, and 2048 are needed"):
-            llm.generate([[1] * 1100], SHORT)
-        assert "".join(stream)
-    assert len(tokens_of(llm.generate([[1] * 1100], SHORT))) == 4
+    said = "hold an engine for 1024 tokens, and 2048 are needed; end or close them first"
+    with llm.stream(PROMPT, SHORT), pytest.raises(RuntimeError, match=said):
+        llm.generate([[1] * 1100], SHORT)
+    with llm.stream([1] * 1100, SHORT):
+        assert llm.target.keeper.engine.plan.size.capacity == 2048
 
 
 def test_an_open_trace_is_left_alone(target, head, expected):
@@ -161,7 +162,9 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("owner", "name"), [(TreeDecoder, "decode"), (TreeDecoder, "prefill"), (jax, "device_get")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(TreeDecoder, "decode"), (TreeDecoder, "prefill"), (jax, "device_get")]
+)
 def test_after_an_interrupt_all_calls_work(target, head, expected, monkeypatch, owner, name):
     """An engine that was interrupted while it waited goes on; another is replaced."""
     generate_tree(target, head, [PROMPT], SHORT, **TREE)
