@@ -1,5 +1,7 @@
 """Losses and their gradients against float64 NumPy, whatever the chunks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,7 @@ def i32(x):
     return jnp.asarray(x, jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnames=("loss", "temperature", "chunk"))
 def ours(student, loss="forward_kl", temperature=1.0, chunk=4, teacher=TEACHER):
     return draft_losses(
         student,
@@ -67,9 +70,10 @@ def slope(function, x, step=1e-6):
     return np.stack([(function(x + s) - function(x - s)) / (2 * step) for s in shifts], axis=-1)
 
 
-@pytest.mark.parametrize("chunk", [4, N, 100])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "temperature", "chunk"),
+    [("forward_kl", 1.0, 4), ("forward_kl", 2.5, 100), ("reverse_kl", 2.5, 4), ("sft", 2.5, N)],
+)
 def test_rows_and_their_gradient(loss, temperature, chunk):
     def total(student):
         rows = ours(student, loss, temperature, chunk)
@@ -114,7 +118,7 @@ def test_rows_in_bfloat16_are_summed_in_float32():
     assert jax.grad(lambda x: jnp.sum(ours(x).loss))(student).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("chunk", [4, 100])
 def test_next_token_losses_and_their_gradient(chunk):
     def total(hidden):
         losses = next_token_losses(hidden, i32(LABELS), logits, chunk=chunk)
