@@ -1,6 +1,13 @@
-"""Whether the artists of a figure overlap."""
+"""Figures that a module saves, and whether their artists overlap."""
 
 import itertools
+
+
+def saved_figures(monkeypatch, module):
+    """A list that gets every figure, drawn, once the module has saved it."""
+    saved, save = [], module.save
+    monkeypatch.setattr(module, "save", lambda figure, path: (save(figure, path), saved.append(figure)))
+    return saved
 
 
 def boxes(artists):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from tests.train.figures import assert_apart, boxes
+from tests.train.figures import assert_apart, boxes, saved_figures
 from train.ablations import plot
 from train.ablations.plot import plot_ablations
 
@@ -33,11 +33,7 @@ def ablations(variants=7):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved, drawn."""
-    saved = []
-    save = plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, path: (save(figure, path), saved.append(figure)))
-    return saved
+    return saved_figures(monkeypatch, plot)
 
 
 def test_bars_have_the_lengths_and_values_of_the_results(tmp_path, figures):

@@ -8,7 +8,7 @@ import pytest
 from matplotlib import image, pyplot
 from matplotlib.figure import Figure
 
-from tests.train.figures import assert_apart, boxes
+from tests.train.figures import assert_apart, boxes, saved_figures
 from train.loop import plot
 from train.loop.log import TrainingLog
 from train.loop.plot import plot_training, smooth
@@ -57,11 +57,7 @@ def size(picture):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved, drawn."""
-    saved = []
-    save = plot.save
-    monkeypatch.setattr(plot, "save", lambda figure, path: (save(figure, path), saved.append(figure)))
-    return saved
+    return saved_figures(monkeypatch, plot)
 
 
 class TestTraining:
