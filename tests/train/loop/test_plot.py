@@ -119,12 +119,10 @@ class TestTraining:
                 assert not any(part in text.get_text() for text in texts for part in lacking)
             return len(figures[-1].axes)
 
-        assert count() == 8
         assert count("validation") == 8
         assert count("accuracy") == 6
         assert count("accepted", "tau") == 7
         assert count("tau") == 8
-        assert count("accuracy", "accepted", "tau", "rate") == 4
         assert count("accuracy", "accepted", "tau", "rate", "norm", "tokens", "memory") == 1
         assert count("seconds", "memory", "norm") == 6
 
