@@ -6,16 +6,22 @@ A machine has slow spells of seconds. What is compared by the percent takes turn
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import numpy as np
 
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
-from jetspec_jax import Completion, Head, Target
+from jetspec_jax import Completion, DecodeWeights, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.planning import EnginePlan, make_request, plan_engine
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import check_engine_memory, default_capacity
-from jetspec_jax.generate import slots_for
+from jetspec_jax.engine.serving import complete
+from jetspec_jax.engine.size import default_capacity, slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
 
 # Enough tokens for one round of every kind to compile.
@@ -90,16 +96,14 @@ class Bench:
         largest = max(methods, key=lambda method: method.settings.budget)
         held = 0
         for nth, method in enumerate(methods if self._together else [largest]):
+            plan = self._plan(method)
+            before = {"stores of the methods before it": held} if held else {}
             try:
-                # One at a time: the most memory in use is to tell of single methods.
-                engine = self._engine(method)
-                own = array_bytes(engine.state)
-                check_engine_memory(engine.decoder, engine.size, engine.dtype, reclaimed=own - held)
+                plan.check_memory(partial(dict, before))
             except DeviceMemoryError as error:
                 beside = f", beside the {nth} before it" if nth else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
-            held += own
-            del engine
+            held += array_bytes(jax.eval_shape(partial(empty_state, plan.decoder, plan.size, plan.dtype)))
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
@@ -140,47 +144,60 @@ class Bench:
         """One timed run of all prompts with each engine, then the first token of each alone."""
         work = self._works[temperature]
         seconds = dict.fromkeys(engines, 0.0)
-        requests: dict[Method, list[Request]] = {method: [] for method in engines}
+        completions: dict[Method, list[Completion]] = {method: [] for method in engines}
         for part in work.parts(PROMPTS_PER_TURN * self._slots if self._together else len(work.ids)):
             for method, engine in engines.items():
                 step(f"{method.name}, T = {temperature:g}", len(part.ids))
                 started = time.perf_counter()
-                requests[method] += engine.complete(part.ids, part.params, part.routing)
+                completions[method] += self._complete(engine, method, part)
                 seconds[method] += time.perf_counter() - started
         for method, engine in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(seconds[method])
-            measured.tokens.append(sum(len(request.output.token_ids) for request in requests[method]))
-            if not measured.completions:
-                measured.completions = [request.output.completion() for request in requests[method]]
-            measured.first_token_seconds += _first_tokens(engine, work)
+            measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
+            measured.completions = measured.completions or completions[method]
+            measured.first_token_seconds += self._first_tokens(engine, method, work)
 
-    def _engine(self, method: Method) -> Engine:
-        return Engine(
-            self._target,
-            None if method.settings.budget == 1 else self._head,
+    def _plan(self, method: Method) -> EnginePlan:
+        return plan_engine(
+            self._target.config,
+            None if method.settings.budget == 1 else self._head.config,
             method.settings,
+            self._target.dtype,
             slots=self._slots,
             capacity=self._capacity,
             implementation=self._implementation,
         )
 
+    def _engine(self, method: Method) -> Engine:
+        return Engine(self._plan(method), DecodeWeights(self._target.weights, self._head.weights))
+
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all that a method runs; the most bytes that have been in use."""
-        engine, work = self._engine(method), next(iter(self._works.values()))
+        [work, *_] = next(iter(self._works.values())).parts(1)
         # A request of one token, or one that ends with its first, has no round.
         most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
-        params = replace(work.params[0], max_tokens=most, ignore_eos=True)
-        engine.complete(work.ids[:1], [params], work.routing[:1])
+        work = replace(work, params=[replace(work.params[0], max_tokens=most, ignore_eos=True)])
+        self._complete(self._engine(method), method, work)
         return peak_bytes()
 
+    def _complete(self, engine: Engine, method: Method, work: Workload) -> list[Completion]:
+        return complete(engine, self._requests(engine, method, work), self._target.tokenizer)
 
-def _first_tokens(engine: Engine, work: Workload) -> Iterator[float]:
-    """Seconds to the first token of each prompt, one after another."""
-    for ids, params, routing in zip(work.ids, work.params, work.routing, strict=True):
-        started = time.perf_counter()
-        request = engine.submit(ids, params, routing)
-        while not request.output.token_ids:
-            engine.step(STREAM_ROUNDS)
-        yield time.perf_counter() - started
-        engine.cancel(request)
+    def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
+        return [
+            make_request(
+                self._target, engine.plan.decoder, method.settings, np.asarray(ids, np.int32), params, hints
+            )
+            for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True)
+        ]
+
+    def _first_tokens(self, engine: Engine, method: Method, work: Workload) -> Iterator[float]:
+        """Seconds to the first token of each prompt, one after another."""
+        for request in self._requests(engine, method, work):
+            started = time.perf_counter()
+            engine.admit(request)
+            while not request.tokens:
+                engine.step(STREAM_ROUNDS)
+            yield time.perf_counter() - started
+            engine.cancel(request)

@@ -6,20 +6,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.common.picture import (
-    GREEN,
-    ORANGE,
-    PURPLE,
-    SKY,
-    YELLOW,
-    grid_of,
-    grouped,
-    without_frame,
-    write_png,
-)
+from bench.common.picture import GREEN, ORANGE, SKY, grid_of, grouped, without_frame, write_png
 from bench.round.phases import PHASES
 
-PHASE_COLOURS = dict(zip(PHASES, (ORANGE, PURPLE, SKY, YELLOW, GREEN), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (ORANGE, SKY, GREEN), strict=True))
 
 
 def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
