@@ -10,20 +10,25 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test parity lint clean
+.PHONY: help demo test test-all parity lint clean
 
 help:
-	@echo "make demo     generate text with the embedded model pair and check it against plain decoding"
-	@echo "make test     lint, types and tests"
-	@echo "make parity   live comparisons with transformers (installs PyTorch)"
-	@echo "make lint     ruff and pyright alone"
-	@echo "make clean    remove the virtual environment and everything built"
+	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
+	@echo "make test      lint, types and tests"
+	@echo "make test-all  the same with the wide sweeps"
+	@echo "make parity    live comparisons with transformers (installs PyTorch)"
+	@echo "make lint      ruff and pyright alone"
+	@echo "make clean     remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/jetspec-jax generate --check --stats "def read_lines(path):"
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# An empty expression selects every test, those marked `wide` too.
+test-all: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ""
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity

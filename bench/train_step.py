@@ -23,13 +23,12 @@ from bench.common.shapes import FEATURES, SHAPES, PairShape, find_pair_shape, pa
 from bench.common.timing import compile_seconds, median, on_gpu, peak_bytes, seconds_of
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
-from jetspec_jax.checkpoint.loading import resolve_dtype
-from train.head.recipe import Objective
+from jetspec_jax.checkpoint.source import resolve_dtype
 from train.loop.fit import Fit
 from train.loop.mesh import one_device, replicated
 from train.loop.trainer import Loop
 from train.loss.distillation import distillation_loss
-from train.loss.objectives import LOSSES
+from train.loss.objectives import LOSSES, Objective
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

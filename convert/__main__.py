@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
-from convert.folders import locate
+from convert.folders import Checkpoint, locate
 from convert.verification import Verification, check_target, verify
-from jetspec_jax.checkpoint.safetensors_io import MAX_SHARD_BYTES
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
 from jetspec_jax.cli.options import add_ignore_option
 
 # Names that are shown of the tensors left out for one reason; the rest are counted.
@@ -58,38 +58,34 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    source, destination = arguments.source, arguments.destination
+    def found(place: str) -> Checkpoint:
+        return locate(place, ignore_config_keys=arguments.ignore_config_key)
+
+    destination, target = arguments.destination, None
     # All that can be said before the weights are read is said now.
     shard_bytes = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
-    ignored = arguments.ignore_config_key
-    checkpoint = locate(source, ignore_config_keys=ignored)
-    if arguments.target is not None and not arguments.verify:
-        raise ValueError("--target is used by --verify only")
-    check_target(checkpoint, arguments.target, ignored)
+    checkpoint = found(arguments.source)
+    if arguments.target is not None:
+        if not arguments.verify:
+            raise ValueError("--target is used by --verify only")
+        target = check_target(checkpoint, found(arguments.target))
     if checkpoint.layout == "huggingface":
         if shard_bytes is not None:
             raise ValueError("--max-shard-size is about safetensors, and this writes an Orbax folder")
-        done = to_orbax(checkpoint.folder, destination, dtype=arguments.dtype, ignore_config_keys=ignored)
+        done = to_orbax(checkpoint, destination, dtype=arguments.dtype)
     else:
         done = to_huggingface(
-            checkpoint.folder,
+            checkpoint,
             destination,
             dtype=arguments.dtype,
             max_shard_bytes=MAX_SHARD_BYTES if shard_bytes is None else shard_bytes,
-            ignore_config_keys=ignored,
         )
     _report(done)
     if not arguments.verify:
         return 0
-    found = verify(
-        checkpoint.folder,
-        destination,
-        target=arguments.target,
-        dtype=arguments.dtype,
-        ignore_config_keys=ignored,
-    )
-    _report_verification(found, arguments.dtype)
-    return 0 if found.ok else 1
+    verified = verify(checkpoint, found(destination), target=target, dtype=arguments.dtype)
+    _report_verification(verified, arguments.dtype)
+    return 0 if verified.ok else 1
 
 
 def parse_size(text: str) -> int:

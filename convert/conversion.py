@@ -1,6 +1,6 @@
 """The two conversions. Neither needs a device, nor memory for more than about one copy of the weights."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,11 @@ import numpy as np
 from flax import nnx
 
 from convert.folders import Checkpoint, converted_files, locate
-from convert.orbax_io import check_manifest, read_orbax, write_orbax
-from jetspec_jax.checkpoint.safetensors_io import (
-    MAX_SHARD_BYTES,
-    put,
-    read_parameters,
-    refuse_existing,
-    save_checkpoint,
-    unused_tensors,
-)
+from convert.orbax_io import read_orbax, write_orbax
+from jetspec_jax.checkpoint.files import refuse_existing
+from jetspec_jax.checkpoint.reading import put, read_parameters, unused_tensors
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.models import Weights
 
 #: The word for leaving each parameter in the type that it is stored in.
@@ -49,31 +44,24 @@ class Conversion:
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def to_orbax(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    dtype: str = STORED,
-    ignore_config_keys: Collection[str] = (),
-) -> Conversion:
+def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype: str = STORED) -> Conversion:
     """Converts a Hugging Face checkpoint, a target or a draft head, to an Orbax folder.
 
     Args:
-        source: A folder or a hub id.
+        source: A folder or a hub id; or what `locate` found, which may have ignored unknown config keys.
         destination: The folder to write; it must not exist.
         dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case,
             but for MXFP4, which is widened and so no longer named there.
-        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for; they are kept.
 
     Raises:
         FileExistsError: The destination exists.
-        FileNotFoundError: The source is not to be had.
+        FileNotFoundError: The source cannot be found or fetched.
         ValueError: It is no Hugging Face checkpoint, its tensors are not its config's, those of one parameter
             are of different types and none is named, or a value has no counterpart in the type that is.
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
-    checkpoint = _source(source, "huggingface", ignore_config_keys)
+    checkpoint = _source(source, "huggingface")
     to = parse_dtype(dtype)
     left_out = unused_tensors(checkpoint.folder, checkpoint.config)
     weights: Weights = {}
@@ -81,27 +69,25 @@ def to_orbax(
         for path, value in read_parameters(checkpoint.folder, checkpoint.config, to):
             put(weights, path, value)
     if to is not None:
-        _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
+        _refuse_lost(weights, dtype)
     write_orbax(destination, checkpoint.kind, converted_files(checkpoint.folder), weights)
     return _conversion(checkpoint, destination, "orbax", weights, left_out)
 
 
 def to_huggingface(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     destination: str | Path,
     *,
     dtype: str = STORED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    ignore_config_keys: Collection[str] = (),
 ) -> Conversion:
     """Converts an Orbax folder to a Hugging Face checkpoint in the published layout.
 
     Args:
-        source: An Orbax folder.
+        source: An Orbax folder, or what `locate` found.
         destination: The folder to write; it must not exist.
         dtype: As for `to_orbax`.
         max_shard_bytes: Tensors of more bytes than this go into several files and an index.
-        ignore_config_keys: As for `to_orbax`.
 
     Raises:
         FileExistsError: The destination exists.
@@ -111,22 +97,20 @@ def to_huggingface(
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
-    checkpoint = _source(source, "orbax", ignore_config_keys)
-    check_manifest(checkpoint)
+    checkpoint = _source(source, "orbax")
     to = parse_dtype(dtype)
     weights = read_orbax(checkpoint)
     if to is not None:
         cast_in_place(weights, to)
-        _refuse_lost([name for name, value in named(weights).items() if not _finite(value)], dtype)
-    files = converted_files(checkpoint.folder)
+        _refuse_lost(weights, dtype)
     save_checkpoint(
         destination,
         checkpoint.raw,
         weights,
         dtype=None,
-        extra_files=files,
+        extra_files=converted_files(checkpoint.folder),
         max_shard_bytes=max_shard_bytes,
-        ignore_config_keys=ignore_config_keys,
+        config=checkpoint.config,
     )
     return _conversion(checkpoint, destination, "huggingface", weights)
 
@@ -158,19 +142,17 @@ def cast_in_place(weights: Weights, dtype: np.dtype) -> None:
             put(weights, path, flat.pop(path).astype(dtype, copy=False))
 
 
-def _source(source: str | Path, layout: str, ignore_config_keys: Collection[str]) -> Checkpoint:
-    checkpoint = locate(source, ignore_config_keys=ignore_config_keys)
+def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
+    checkpoint = locate(source)
     if checkpoint.layout != layout:
         names = {"huggingface": "a Hugging Face folder", "orbax": "an Orbax folder"}
-        raise ValueError(f"{source} is {names[checkpoint.layout]}, not {names[layout]}")
+        raise ValueError(f"{checkpoint.folder} is {names[checkpoint.layout]}, not {names[layout]}")
     return checkpoint
 
 
-def _finite(value: np.ndarray) -> bool:
-    return bool(np.isfinite(value).all())
-
-
-def _refuse_lost(names: list[str], dtype: str) -> None:
+def _refuse_lost(weights: Weights, dtype: str) -> None:
+    """Raises ValueError where a type could not hold a value."""
+    names = [name for name, value in named(weights).items() if not np.isfinite(value).all()]
     if names:
         raise ValueError(f"values that are not finite in {dtype}, in {names}")
 

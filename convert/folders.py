@@ -7,20 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.loading import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
 from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    ModelConfig,
-    is_draft_head,
-    parse_draft_head_config,
-    parse_model_config,
-    read_json,
-)
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_json
 
 Layout = Literal["huggingface", "orbax"]
 
-#: The file that makes a folder one of ours, and says which.
+#: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
 
 #: Weights that are read here only to say why they are not.
@@ -52,25 +45,26 @@ class Checkpoint:
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
 
-def locate(path_or_id: str | Path, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
+def locate(path_or_id: str | Path | Checkpoint, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
 
     Args:
-        path_or_id: The folder or the hub id.
+        path_or_id: The folder or the hub id; what has been found already is returned as it is.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
 
     Raises:
         FileNotFoundError: There is no such folder and no such hub id.
         ValueError: The folder is neither layout or both, or its config is not a supported one.
     """
+    if isinstance(path_or_id, Checkpoint):
+        return path_or_id
     folder = Path(path_or_id).expanduser()
     if not folder.is_dir():
         folder = resolve(path_or_id)
     layout = _layout(folder)
     path = folder / "config.json"
     raw = read_json(path)
-    parse = parse_draft_head_config if is_draft_head(raw) else parse_model_config
-    config = parse(raw, ignore_config_keys=ignore_config_keys, where=str(path))
+    config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
     return Checkpoint(folder, layout, raw, config)
 
 

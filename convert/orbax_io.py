@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from convert.folders import MANIFEST, Checkpoint, locate
 from jetspec_jax import __version__
-from jetspec_jax.checkpoint.safetensors_io import new_folder, put, write_files
+from jetspec_jax.checkpoint.files import new_folder, write_files
+from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
 from jetspec_jax.models import Weights
@@ -75,7 +76,7 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
         ValueError: It is no Orbax folder, or one of another version, or its parameters are not its config's
             (all that differ are listed), or they cannot be read.
     """
-    checkpoint = folder if isinstance(folder, Checkpoint) else locate(Path(folder))
+    checkpoint = locate(folder)
     folder = checkpoint.folder
     if checkpoint.layout != "orbax":
         raise ValueError(f"{folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}")

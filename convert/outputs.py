@@ -1,7 +1,7 @@
 """What a model computes with given weights, of inputs that are always the same.
 
 A target's logits of random tokens; a draft head's draft logits with a target, or without one its hidden
-states of random slots behind random taps. In float32, whatever the weights are stored in, and layer by layer:
+states of random slots after random taps. In float32, whatever the weights are stored in, and layer by layer:
 a program of the whole model would hold all weights in float32 at once.
 """
 
@@ -19,7 +19,7 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import Store, empty_stores
-from jetspec_jax.checkpoint.safetensors_io import put, read_parameters
+from jetspec_jax.checkpoint.reading import put, read_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
@@ -41,7 +41,7 @@ def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weig
 
 
 def _on_device(weights: Weights) -> Weights:
-    """Moves arrays to JAX one by one, so that only one is there twice; NumPy's are let go."""
+    """Moves arrays to JAX one by one and drops NumPy's, so that memory holds only one of them twice."""
     flat = nnx.traversals.flatten_mapping(weights)
     for path in list(flat):
         put(weights, path, jnp.asarray(flat.pop(path)))
@@ -64,7 +64,7 @@ def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[W
     module = in_float32(target.config, read_on_host(target))
     tokens = fixed_tokens(target.config)
     taps = forward(module, tokens, config.tap_layers).taps
-    # The anchor comes behind the tapped tokens; any token will do.
+    # The anchor comes after the tapped tokens; any token will do.
     return lambda weights: _draft_logits(config, weights, module, taps, tokens[:, 0])
 
 
@@ -81,14 +81,14 @@ def _draft_logits(
     taps: Float[Array, "1 T F"],
     anchor: Int[Array, "1"],
 ) -> np.ndarray:
-    """Draft logits behind tapped tokens, as decoding gets them."""
+    """Draft logits after tapped tokens, as decoding gets them."""
     proposer, weights = DraftHeadProposer(config), _on_device(weights)
     context, slots = _context(config, weights, taps)
     return np.asarray(proposer.propose(weights, context, target, anchor, slots))
 
 
 def _hidden_states(config: DraftHeadConfig, weights: Weights) -> np.ndarray:
-    """A head's final hidden states of random draft slots behind a context of random taps."""
+    """A head's final hidden states of random draft slots after a context of random taps."""
     rng = np.random.default_rng(0)
     size = config.layers.hidden_size
     taps = rng.standard_normal((1, TOKENS, len(config.tap_layers) * size), np.float32)

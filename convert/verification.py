@@ -5,7 +5,7 @@ one at a time; the outputs are computed with one after the other, layer by layer
 weights there is little more in memory than the embedding in float32.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
-from jetspec_jax.checkpoint.safetensors_io import read_parameters
+from jetspec_jax.checkpoint.reading import read_parameters
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
 from jetspec_jax.config import DraftHeadConfig, check_head_fits
 from jetspec_jax.models import Weights
@@ -64,39 +64,36 @@ class Verification:
 
 
 def verify(
-    source: str | Path,
-    destination: str | Path,
+    source: str | Path | Checkpoint,
+    destination: str | Path | Checkpoint,
     *,
-    target: str | Path | None = None,
+    target: str | Path | Checkpoint | None = None,
     dtype: str = STORED,
-    ignore_config_keys: Collection[str] = (),
 ) -> Verification:
     """Compares a checkpoint with what it was converted to.
 
     The parameters must be the source's bit for bit, or, with a type named, the source's rounded to it. The
     outputs are a target's logits of random tokens; a draft head's draft logits with a target; or, without
-    one, its hidden states of random slots behind random taps. They are computed in float32 on the CPU.
+    one, its hidden states of random slots after random taps. They are computed in float32 on the CPU.
 
     Args:
-        source: What was converted: a folder of either layout, or a hub id.
+        source: What was converted: a folder of either layout, a hub id, or what `locate` found.
         destination: What it was converted to, of the other layout.
         target: For a draft head, the target to draft for.
         dtype: As it was given to the conversion.
-        ignore_config_keys: Unknown keys of any ``config.json`` that the caller vouches for.
 
     Raises:
-        FileNotFoundError: One of them is not to be had.
+        FileNotFoundError: One of them cannot be found or fetched.
         ValueError: One of them is no checkpoint or cannot be read, both have one layout or the configs
             differ; or ``target`` is given for something that is no head, or does not fit.
     """
-    ignored = {"ignore_config_keys": ignore_config_keys}
-    before, after = locate(source, **ignored), locate(destination, **ignored)
-    if {before.layout, after.layout} != {"huggingface", "orbax"}:
-        raise ValueError(f"{source} and {destination} are both of the layout {before.layout}")
+    before, after = locate(source), locate(destination)
+    if before.layout == after.layout:
+        raise ValueError(f"{before.folder} and {after.folder} are both of the layout {before.layout}")
     if before.config != after.config:
-        raise ValueError(f"{destination} has another config than {source}")
+        raise ValueError(f"{after.folder} has another config than {before.folder}")
     to = parse_dtype(dtype)
-    drafted_for = check_target(before, target, ignore_config_keys)
+    drafted_for = check_target(before, target)
     orbax, huggingface = (before, after) if before.layout == "orbax" else (after, before)
     # The CPU has the memory; a GPU may be smaller than the model.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -125,27 +122,24 @@ def verify(
     )
 
 
-def check_target(
-    checkpoint: Checkpoint, target: str | Path | None, ignore_config_keys: Collection[str] = ()
-) -> Checkpoint | None:
+def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None) -> Checkpoint | None:
     """The target that a head's outputs are computed with; None without one.
 
     Args:
         checkpoint: The head.
-        target: A folder of either layout or a hub id.
-        ignore_config_keys: Unknown keys of the target's ``config.json`` that the caller vouches for.
+        target: A folder of either layout, a hub id, or what `locate` found.
 
     Raises:
-        FileNotFoundError: It is not to be had.
+        FileNotFoundError: It cannot be found or fetched.
         ValueError: It is no target or the head does not fit it, or the checkpoint is no head.
     """
     if target is None:
         return None
     if not isinstance(checkpoint.config, DraftHeadConfig):
         raise ValueError(f"{checkpoint.folder} is a target: only a draft head is verified with a target")
-    found = locate(target, ignore_config_keys=ignore_config_keys)
+    found = locate(target)
     if isinstance(found.config, DraftHeadConfig):
-        raise ValueError(f"{target} is a draft head; a target is needed")
+        raise ValueError(f"{found.folder} is a draft head; a target is needed")
     check_head_fits(checkpoint.config, found.config)
     return found
 

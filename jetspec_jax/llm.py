@@ -7,15 +7,8 @@ from typing import cast
 import numpy as np
 
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
-from jetspec_jax.checkpoint.loading import (
-    Head,
-    Target,
-    load_draft_head,
-    load_target,
-    read_draft_head_config,
-    read_target_config,
-    resolve_dtype,
-)
+from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
+from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -90,19 +83,23 @@ class LLM:
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        ignored = {"ignore_config_keys": ignore_config_keys}
+        ours = target if isinstance(target, Target) else Source(target, dtype, ignore_config_keys)
+        head: Head | Source | None = None
+        if draft_head is not None:
+            loaded = isinstance(draft_head, Head)
+            head = draft_head if loaded else Source(draft_head, dtype, ignore_config_keys)
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
-        if isinstance(target, Target):
-            config, stores_dtype = target.config, target.dtype
+        if isinstance(ours, Target):
+            config, stores_dtype = ours.config, ours.dtype
         else:
-            config, stores_dtype = read_target_config(target, **ignored), resolved
+            config, stores_dtype = ours.target_config, resolved
             unread[TARGET_WEIGHTS] = config
         head_config = None
-        if isinstance(draft_head, Head):
-            head_config = draft_head.config
-        elif draft_head is not None:
-            head_config = unread[HEAD_WEIGHTS] = read_draft_head_config(draft_head, **ignored)
+        if isinstance(head, Head):
+            head_config = head.config
+        elif head is not None:
+            head_config = unread[HEAD_WEIGHTS] = head.head_config
         settings = TreeSettings(budget, width, depth, algorithm)
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
@@ -118,10 +115,8 @@ class LLM:
         )
         plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
         enable_compilation_cache(compilation_cache)
-        self.target = target if isinstance(target, Target) else load_target(target, dtype=dtype, **ignored)
-        if draft_head is not None and not isinstance(draft_head, Head):
-            draft_head = load_draft_head(draft_head, dtype=dtype, target=self.target, **ignored)
-        self.draft_head = draft_head
+        self.target = read_target(ours) if isinstance(ours, Source) else ours
+        self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
 
     def generate(
         self,

@@ -13,6 +13,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the u
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
 from jax._src import compiler
 from jaxtyping import install_import_hook
@@ -32,30 +33,55 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("fixed")
 
 
-@pytest.fixture(scope="module")
-def quick_compiles():
-    """For modules of many small programs: compiling is most of their time, and less without optimisations."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Before JAX 0.11 XLA has two ways to make code of a fusion on a CPU. The default takes twice as
-        # long without optimisations, and an option for all programs JAX has only in the environment.
-        if jax.__version_info__ < (0, 11):
-            patch.setattr(compiler, "get_compile_options", _with_older_fusions)
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
-
+# Compiling is most of the tests' time, and less without optimisations.
+jax.config.update("jax_disable_most_optimizations", True)
 
 _get_compile_options = compiler.get_compile_options
 
 
 def _with_older_fusions(*args, **kwargs):
     options = _get_compile_options(*args, **kwargs)
-    options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+    if jax.config.read("jax_disable_most_optimizations"):
+        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
     return options
+
+
+# Before JAX 0.11 XLA has two ways to make code of a fusion on a CPU. The default takes twice as
+# long without optimisations, and an option for all programs JAX has only in the environment.
+if jax.__version_info__ < (0, 11):
+    compiler.get_compile_options = _with_older_fusions
+
+# XLA has crashed while compiling in a process that kept many thousands of programs.
+MOST_PROGRAMS = 2000
+
+
+@pytest.fixture
+def no_type_checks():
+    """Calls as users make them: nothing but the operation itself looks at its arrays."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Programs as users have them, for modules where that is the point."""
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """All modules have it."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
-    """No module leaves its programs: XLA has crashed while compiling in a process that kept thousands."""
+    """Modules share programs, as long as a process does not hold too many."""
     yield
-    jax.clear_caches()
+    if len(jax.local_devices()[0].client.live_executables()) > MOST_PROGRAMS:
+        jax.clear_caches()

@@ -8,7 +8,7 @@ from jetspec_jax import enable_compilation_cache
 from train.ablations import command as ablations
 from train.data import command as data
 from train.demo import command as demo
-from train.head import commands as head_commands
+from train.head import command as head
 from train.loop.stages import OutOfTime
 
 
@@ -22,13 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (data, head_commands, ablations, demo):
+    for module in (data, head, ablations, demo):
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
         join = getattr(parsed, "join", None)
         if join is not None:
-            join(parsed)  # before anything asks for devices
+            join(parsed)  # before anything uses devices
         enable_compilation_cache(parsed.compilation_cache)
         return parsed.run(parsed)
     except OutOfTime as stop:

@@ -10,7 +10,9 @@ from bench.common.options import check_least
 from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import DEMO, Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
-from jetspec_jax import Head, SamplingParams, Target, load_draft_head, load_target
+from jetspec_jax import Head, SamplingParams, Target
+from jetspec_jax.checkpoint.loading import read_draft_head, read_target
+from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
@@ -183,9 +185,8 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
         path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
-    ignored = arguments.ignore_config_key
-    target = load_target(path, dtype=dtype, ignore_config_keys=ignored)
-    head = load_draft_head(head_path, dtype=dtype, target=target, ignore_config_keys=ignored)
+    target = read_target(Source(path, dtype, arguments.ignore_config_key))
+    head = read_draft_head(Source(head_path, dtype, arguments.ignore_config_key), target)
     for own in settings:
         own.check(target.config, head.config.depth)
     return Pair(target, head)

@@ -30,7 +30,7 @@ from jetspec_jax import (
     SamplingParams,
     enable_compilation_cache,
 )
-from jetspec_jax.checkpoint.loading import resolve_dtype
+from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 #: Settings of a rendering that its caller makes, so that nobody can pass them on to the template.
 RESERVED = frozenset({"tokenize", "add_generation_prompt", "return_dict", "return_assistant_tokens_mask"})
 
@@ -40,6 +38,8 @@ def render_chat(
         ValueError: The template refuses the conversation, which is also how a template says that roles must
             alternate, or cannot be run with it; the message holds what it says.
     """
+    import jinja2
+
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template_arguments)
     except (jinja2.TemplateError, TypeError, ValueError) as error:

@@ -2,8 +2,9 @@
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,45 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes what JSON can say, for people too; as `replacing`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def refuse_existing(folder: Path) -> None:
+    """Checks that a folder to be written is a new one.
+
+    Raises:
+        FileExistsError: It exists.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise FileExistsError(f"{folder} exists; name a new folder")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which gets its name when all is written and is removed otherwise.
+
+    Raises:
+        FileExistsError: The folder exists.
+    """
+    refuse_existing(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)  # it was made the owner's alone
+        partial.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(folder)  # a full disk is reported without a name
+        raise
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Writes small files by their names, which may have folders in them; text is UTF-8."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _place(path: Path) -> Path:

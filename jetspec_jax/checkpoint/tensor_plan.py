@@ -1,8 +1,8 @@
 """What a checkpoint has to hold: the tensors of each parameter of a config's module, by its key table.
 
 Files of one model differ in the prefix of their names, in whether experts lie apart or fused, and in what
-else they hold. All of that is found out from the names, shapes and types of what is there, before a single
-tensor is read, and everything that is wrong is said in one error.
+else they hold. All of that follows from the names, shapes and types in the files' headers, before a tensor is
+read, and one error lists everything that is wrong.
 """
 
 import re
@@ -25,7 +25,7 @@ FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16"
 #: Where a parameter is in the nested weights.
 ParameterPath = tuple[str | int, ...]
 
-# What any family's files may hold besides their parameters.
+# Tensors that the files of any family may hold besides their parameters.
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
 TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
 
@@ -181,7 +181,7 @@ def stored_dtypes(sources: Iterable[Source], stored: Mapping[str, Stored], where
 
 
 def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
-    """The prefix that most of the stored names have in front of what the key table has behind its first."""
+    """The prefix of `PREFIXES` that most of the stored names begin with, before a root of the key table."""
     first = module.PREFIXES[0]
     roots = {
         key.name.removeprefix(first).partition(".")[0] for key in module.KEYS if key.name.startswith(first)

@@ -4,7 +4,12 @@ Both dialects are read: the older one (``rope_theta``, ``rope_scaling``, ``torch
 transformers 5 writes (``rope_parameters``, ``dtype``). One file reads the keys of one family.
 """
 
-from jetspec_jax.config.draft_head import check_head_fits, default_tap_layers, parse_draft_head_config
+from jetspec_jax.config.draft_head import (
+    check_head_fits,
+    default_tap_layers,
+    parse_config,
+    parse_draft_head_config,
+)
 from jetspec_jax.config.fields import IGNORE_OPTION, read_json
 from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.target import (
@@ -26,6 +31,7 @@ __all__ = [
     "check_head_fits",
     "default_tap_layers",
     "is_draft_head",
+    "parse_config",
     "parse_draft_head_config",
     "parse_eos_token_ids",
     "parse_model_config",

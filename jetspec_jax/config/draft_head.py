@@ -6,7 +6,15 @@ from typing import Any
 from jetspec_jax.config import qwen3
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
-from jetspec_jax.config.target import is_draft_head
+from jetspec_jax.config.target import is_draft_head, parse_model_config
+
+
+def parse_config(
+    raw: Mapping[str, Any], *, ignore_config_keys: Collection[str] = (), where: str = "config.json"
+) -> ModelConfig | DraftHeadConfig:
+    """Validates the ``config.json`` of a target or of a draft head, as `parse_model_config` does."""
+    parse = parse_draft_head_config if is_draft_head(raw) else parse_model_config
+    return parse(raw, ignore_config_keys=ignore_config_keys, where=where)
 
 
 def parse_draft_head_config(
@@ -14,11 +22,7 @@ def parse_draft_head_config(
 ) -> DraftHeadConfig:
     """Validates the ``config.json`` of a draft head.
 
-    Args:
-        raw: The parsed JSON.
-        ignore_config_keys: Unknown keys that the caller vouches for as having no effect; those that
-            are understood cannot be ignored.
-        where: What error messages call the file.
+    The arguments are those of `parse_model_config`.
 
     Raises:
         ValueError: As for `parse_model_config`, and for a ``dflash_config`` that makes no head.

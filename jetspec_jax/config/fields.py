@@ -75,7 +75,7 @@ class Fields:
         Args:
             raw: The object.
             where: What error messages call it.
-            ignored: Unknown keys that the caller vouches for; of keys that are understood it makes no odds.
+            ignored: Unknown keys that the caller vouches for. A key that is understood is never ignored.
         """
         self.raw, self.where, self.ignored = raw, where, ignored
         self.used: set[str] = set()

@@ -134,7 +134,7 @@ class ModelConfig:
         layers: Its layers; they may differ.
         embedding_scale: What embeddings are multiplied with, once it is rounded to their dtype.
         logit_softcap: c makes logits ``c * tanh(logits / c)``; None leaves them.
-        further_layers: Layers behind these that files may hold, for predicting further tokens. None is run.
+        further_layers: Layers after these that files may hold, for predicting further tokens. None is run.
     """
 
     model_type: str

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import platformdirs
 from jax.experimental.compilation_cache import compilation_cache
 
 # All programs are kept, also those that compile in less than JAX's usual second: a run begins with some
@@ -45,6 +44,8 @@ def enable_compilation_cache(folder: str | Path = "auto") -> None:
         # and compiles anew (jax-ml/jax#38445), or worse, runs what the processor cannot.
         if chosen or jax.default_backend() == "cpu":
             return
+        import platformdirs
+
         path = platformdirs.user_cache_path("jetspec_jax", appauthor=False) / "compiled"
     else:
         path = Path(folder).expanduser().absolute()

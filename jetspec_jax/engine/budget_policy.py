@@ -1,10 +1,10 @@
-"""How many nodes a dispatch's trees have, and how many rounds it runs: decided on the host, between dispatches.
+"""The nodes of a dispatch's trees, and its rounds: decided on the host, between dispatches.
 
 A round commits some tokens and takes some seconds; the bucket with the most tokens per second is the best.
-Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by dispatches that were timed.
-Tokens are estimated from the rounds that ran: each tells what every smaller tree would have had accepted,
-nothing about larger ones, and a plain round nothing at all. So now and then a dispatch probes a larger bucket
-than looks best. The choice changes no token, and all programs exist before it: nothing compiles.
+Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by timed dispatches. Tokens
+are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, nothing
+about larger ones, and a plain round nothing at all. So now and then a dispatch probes a larger bucket than
+looks best. The choice changes no token, and all programs exist before it: nothing compiles.
 """
 
 import math
@@ -17,25 +17,21 @@ from jaxtyping import Float
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
 
-#: Rounds of a dispatch: the most at all, as many as usual, and where a slot may end among others at any round.
+#: Rounds of a dispatch: the most, as many as usual, and where a slot may end among others.
 MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
-#: Rounds of a probe, and of the first dispatch of trees that nothing is known of.
+#: Rounds of a probe, and of the first dispatch of trees.
 PROBE_ROUNDS = 8
-# Where the text decides, dispatches are short, but no shorter than this nor so short that launching them takes
-# more than this share of their time.
-_LEAST_ROUNDS, _LAUNCHING = 16, 0.01
-# Horizons of running means, in rounds of a slot. What the head expects follows the text; how far it is wrong
-# is a property of the pair and of the sampling, and takes many rounds to tell.
-_RECENT, _LONG = 32, 512
-# At first a doubling of the nodes has so many more drafted tokens accepted: a little more than with most
-# pairs, so that what is not known is tried. That counts as so many rounds.
-_PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 4
-# Means are divided by each other, so none is 0.
-_LEAST = 1e-6
-# Of the pace: the horizon in rounds, and as how many rounds of a bucket the pace of all buckets counts.
-_PACE, _PACE_PRIOR = 2048, 64
-# A dispatch that took longer than so many times what is expected of it counts as one that took as long.
-_OUTLIER = 1.25
+# Rounds after which "auto" looks again.
+_LOOK_ROUNDS = 32
+# Horizons of running means, in rounds of a slot: what the head expects follows the text; how far it is wrong
+# is a property of the pair and of the sampling. Plain rounds tell neither: the text may have changed.
+_RECENT, _LONG, _FADING = 16, 512, 128
+# The first guess: drafted tokens accepted for each doubling of the nodes, more than with most pairs, so that
+# what is not known is tried; it counts as so many rounds.
+_PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 2
+# Of the pace: the horizon in rounds, the part of an error that is taken for one of all buckets, and the
+# largest error, as a logarithm: an interruption says nothing.
+_PACE, _SHARED, _OUTLIER = 256, 0.9, 0.25
 
 
 class LiveSlot(NamedTuple):
@@ -121,66 +117,46 @@ class AutoBudget:
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
         # Greedy and sampled requests have other shares of their drafts accepted.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
-        self._acceptance = self._acceptances[False]
+        # Of the last choice: the estimate, and the mean context.
+        self._acceptance, self._context = self._acceptances[False], 0.0
         # Seconds that probes may lose now.
         self._account = 0.0
-        # Of the last choice: the mean context, and what each request had left.
-        self._context, self._lefts = 0.0, []
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger one when probing can afford it."""
         self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
-        self._acceptance.begin(self._share_of_new(live))
         self._context = sum(slot.committed for slot in live) / max(len(live), 1)
-        most, left = rounds_for(live, waiting), _most_left(live)
+        rounds, left = min(rounds_for(live, waiting), _LOOK_ROUNDS), _most_left(live)
         tokens = [min(own, left) for own in self._acceptance.tokens()]
-        # Larger trees come to the end of a request in fewer rounds, which share the cost of a dispatch.
-        lasts = [max(1.0, min(most, left / own)) for own in tokens]
-        seconds = [self._pace.seconds(own, self._context, last) for own, last in zip(self._buckets, lasts)]
-        rates = [own / each for own, each in zip(tokens, seconds)]
+        seconds = [self._pace.seconds(bucket, self._context, rounds) for bucket in self._buckets]
+        rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
-        probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=None)
-        if probe is not None:
-            rounds = min(most, PROBE_ROUNDS)
-            each = self._pace.seconds(self._buckets[probe], self._context, rounds)
-            loss = rounds * max(each - tokens[probe] / rates[best], 0.0)
-            if self._account >= loss:
-                self._account -= loss
-                return Dispatch(self._buckets[probe], rounds)
-        rounds = min(most, self._rounds(best))
-        if probe is not None:
-            # Enough for one probe: what is not needed now is not saved up for worse times.
-            earned = self._probing * seconds[best] * min(rounds, lasts[best])
-            self._account = min(self._account + earned, loss)
+        probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
+        turns = min(rounds, PROBE_ROUNDS)
+        each = self._pace.seconds(self._buckets[probe], self._context, turns)
+        loss = turns * max(each - tokens[probe] / rates[best], 0.0)
+        if probe > best and self._account >= loss:
+            self._account -= loss
+            return Dispatch(self._buckets[probe], turns)
+        if best > 0:
+            # At first a few, then as many as the estimate rests on.
+            rounds = min(rounds, max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1])))
+        # Enough for one probe: what is not needed now is not saved up for worse times.
+        self._account = min(self._account + self._probing * rounds * seconds[best], loss)
         return Dispatch(self._buckets[best], rounds)
 
     def observe(self, record: DispatchRecord) -> None:
-        """Learns from the rounds in which anybody decoded, and from the time if it was taken.
-
-        The record is taken for one of requests like those of the last choice.
-        """
+        """Learns from rounds of requests like those of the last choice."""
         ran = record.tree_sizes > 0
         rounds = int(ran.any(axis=1).sum())
-        if rounds and record.expected is not None and record.accepted is not None:
+        if rounds == 0:
+            return
+        if record.expected is None or record.accepted is None:
+            self._acceptance.fade(int(ran.sum()))
+        else:
             self._acceptance.learn(record.expected[ran], record.accepted[ran])
-        if rounds and record.seconds is not None:
+        if record.seconds is not None:
             self._pace.learn(record.bucket, self._context, rounds, record.seconds)
-
-    def _rounds(self, index: int) -> int:
-        """Rounds after which to look again."""
-        bucket = self._buckets[index]
-        alone = self._pace.seconds(bucket, self._context, math.inf)
-        launching = self._pace.seconds(bucket, self._context, 1) - alone
-        rounds = max(_LEAST_ROUNDS, math.ceil(launching / (_LAUNCHING * alone)))
-        return rounds if index == 0 else min(rounds, max(PROBE_ROUNDS, self._acceptance.seen(index - 1)))
-
-    def _share_of_new(self, live: Sequence[LiveSlot]) -> float:
-        """At least this share of the requests, 0 to 1, decode for the first time."""
-        lefts, before = sorted((slot.left for slot in live), reverse=True), self._lefts
-        self._lefts = lefts
-        # In falling order, numbers that only fall stay below what stood in their place.
-        padded = [*before, *[0] * len(lefts)]
-        return sum(now > then for now, then in zip(lefts, padded)) / max(len(lefts), 1)
 
 
 class AcceptanceEstimate:
@@ -191,68 +167,50 @@ class AcceptanceEstimate:
         guess = _PER_DOUBLING * np.log2(np.asarray(buckets, float))
         # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
         self._means = np.stack([guess] * 3)
-        self._rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
+        # Rounds of a slot that each bucket's means rest on.
+        self.rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
 
     def tokens(self) -> list[float]:
         """Tokens of a round: of a plain one, then of each bucket; never fewer with more nodes."""
         recent, expected, accepted = self._means
         return np.maximum.accumulate([1.0, *(1.0 + recent * accepted / expected)]).tolist()
 
-    def seen(self, index: int) -> int:
-        """Rounds of a bucket's trees that the estimate rests on, with those that the guess counts as."""
-        return int(self._rounds[index])
-
-    def begin(self, share: float) -> None:
-        """This share of the texts, 0 to 1, is new: they are taken for what texts were for long.
-
-        While plain rounds are best nothing else would tell that a hard text is over.
-        """
-        self._means[0] += share * (self._means[1] - self._means[0])
+    def fade(self, rounds: int) -> None:
+        """After so many rounds of a slot without trees, what the head expects nears what it did for long."""
+        self._means[0] += -math.expm1(-rounds / _FADING) * (self._means[1] - self._means[0])
 
     def learn(self, expected: Float[np.ndarray, "S k"], accepted: Float[np.ndarray, "S k"]) -> None:
-        """Takes in S rounds of a slot, at least 1: drafted tokens of their own bucket and all smaller ones."""
+        """Takes in S >= 1 rounds of a slot: drafted tokens of their own bucket and all smaller ones."""
         rounds, k = expected.shape
         values = np.stack([expected.mean(0), expected.mean(0), accepted.mean(0)])
         forgets = -np.expm1(-rounds / np.array([[_RECENT], [_LONG], [_LONG]]))
         # The plain mean at first, then one that forgets.
-        weights = np.maximum(forgets, rounds / (self._rounds[:k] + rounds))
+        weights = np.maximum(forgets, rounds / (self.rounds[:k] + rounds))
         before = self._means[:, k - 1 : k].copy()
-        self._means[:, :k] += weights * (np.maximum(values, _LEAST) - self._means[:, :k])
+        # Means are divided by each other, so none is 0.
+        self._means[:, :k] += weights * (np.maximum(values, 1e-6) - self._means[:, :k])
         # Larger trees than these rounds had rise and fall with the largest that they had.
         self._means[:, k:] *= self._means[:, k - 1 : k] / before
-        self._rounds[:k] += rounds
+        self.rounds[:k] += rounds
 
 
 class Pace:
-    """How many times longer rounds take than their costs say: sampling, other processes, other text.
-
-    The ratio of a bucket is that of its own dispatches, and that of all while it has had few.
-    """
+    """Seconds of rounds: what they cost alone, times a running ratio of all buckets and one of each."""
 
     def __init__(self, costs: RoundCosts):
         """Begins with what the costs say."""
         self._costs = costs
-        # Of each bucket: rounds, of which older ones count less, and the sum of their ratios.
-        self._rounds = dict.fromkeys(costs.seconds, 0.0)
-        self._sums = dict.fromkeys(costs.seconds, 0.0)
+        # Logarithms of the ratios.
+        self._common, self._own = 0.0, dict.fromkeys(costs.seconds, 0.0)
 
     def seconds(self, bucket: int, context: float, rounds: float) -> float:
         """Seconds of a round of a bucket, in a dispatch of so many rounds."""
-        return self._ratio(bucket) * self._costs.at(bucket, context, rounds)
+        return math.exp(self._common + self._own[bucket]) * self._costs.at(bucket, context, rounds)
 
     def learn(self, bucket: int, context: float, rounds: int, seconds: float) -> None:
         """Takes in how long a dispatch of so many rounds took."""
-        ratio = seconds / (rounds * self._costs.at(bucket, context, rounds))
-        ratio = min(ratio, _OUTLIER * self._ratio(bucket))
-        # Also what was learnt of the others gets old: a machine that was busy need not be.
-        keep = math.exp(-rounds / _PACE)
-        for own in self._rounds:
-            self._rounds[own] *= keep
-            self._sums[own] *= keep
-        self._rounds[bucket] += rounds
-        self._sums[bucket] += rounds * ratio
-
-    def _ratio(self, bucket: int) -> float:
-        rounds = sum(self._rounds.values())
-        together = sum(self._sums.values()) / rounds if rounds else 1.0
-        return (_PACE_PRIOR * together + self._sums[bucket]) / (_PACE_PRIOR + self._rounds[bucket])
+        error = math.log(seconds / (rounds * self.seconds(bucket, context, rounds)))
+        step = -math.expm1(-rounds / _PACE) * min(error, _OUTLIER)
+        # A busy machine or a large batch slows all buckets down.
+        self._common += _SHARED * step
+        self._own[bucket] += (1 - _SHARED) * step

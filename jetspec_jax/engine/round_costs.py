@@ -2,14 +2,13 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
-#: Timed dispatches of each bucket and context: as many as these seconds allow. Their median counts.
-LEAST_REPEATS, MOST_REPEATS, SECONDS = 5, 25, 2.0
+#: Timed pairs of dispatches of each bucket and context, whose median counts.
+REPEATS = 7
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
 
@@ -59,23 +58,17 @@ def measure_round_costs(
         turns[bucket] = min(rounds, max(4, enough))
     times: dict[tuple[int, int], list[float]] = {(own, at): [] for own in buckets for at in contexts}
     beside: dict[int, list[float]] = {bucket: [] for bucket in buckets}
-    started = time.perf_counter()
-    for repeat in tqdm(range(MOST_REPEATS), desc="round costs", delay=2, disable=None, leave=False):
-        if repeat >= LEAST_REPEATS and time.perf_counter() - started > SECONDS:
-            break
+    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=None, leave=False):
         for (bucket, context), own in times.items():
             # Two dispatches tell the rounds from what the dispatch takes.
             one = time_dispatch(bucket, context, 1)
             more = time_dispatch(bucket, context, turns[bucket])
             own.append((more - one) / (turns[bucket] - 1))
             beside[bucket].append(one - own[-1])
-
-    def median(bucket: int, context: int) -> float:
-        return max(statistics.median(times[bucket, context]), 1e-9)
-
+    middle = {at: max(statistics.median(own), 1e-9) for at, own in times.items()}
     return RoundCosts(
         contexts,
-        {bucket: (median(bucket, contexts[0]), median(bucket, contexts[1])) for bucket in buckets},
+        {bucket: (middle[bucket, contexts[0]], middle[bucket, contexts[1]]) for bucket in buckets},
         {bucket: max(statistics.median(own), 0.0) for bucket, own in beside.items()},
     )
 

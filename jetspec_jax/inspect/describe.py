@@ -4,6 +4,7 @@ Of the weights only the files' headers are read, or fetched from the hub.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,10 @@ import jax.numpy as jnp
 
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.cache.slots import PAGE_SIZE
-from jetspec_jax.checkpoint.loading import CONFIG_PATTERNS, find_headers, resolve
-from jetspec_jax.checkpoint.safetensors_io import Headers
-from jetspec_jax.config import (
-    DraftHeadConfig,
-    LayerConfig,
-    ModelConfig,
-    check_head_fits,
-    is_draft_head,
-    parse_draft_head_config,
-    parse_model_config,
-    read_json,
-)
+from jetspec_jax.checkpoint.hub import find_headers
+from jetspec_jax.checkpoint.reading import Headers
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.memory import weight_bytes
 
 
@@ -40,50 +33,49 @@ def describe(
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
 
     Raises:
-        FileNotFoundError: The checkpoint is not to be had.
+        FileNotFoundError: The checkpoint cannot be found or fetched.
         ValueError: It is not valid, or ``target`` was given for something that is no head.
     """
-    folder = resolve(path_or_id, CONFIG_PATTERNS)
-    raw = read_json(folder / "config.json")
-    if not is_draft_head(raw):
-        if target is not None:
-            raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
-        config = parse_model_config(
-            raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json")
-        )
-        about = {"kind": "target", "path": str(folder), **_model(raw, config)}
-        return about | _weights(find_headers(path_or_id, folder), config)
-    head = parse_draft_head_config(
-        raw, ignore_config_keys=ignore_config_keys, where=str(folder / "config.json")
-    )
-    about_target = {} if target is None else _fit(head, target, ignore_config_keys)
-    about = {
-        "kind": "draft head",
+    source = Source(path_or_id, ignore_config_keys=ignore_config_keys)
+    folder, config = source.config_path.parent, source.config
+    if isinstance(config, DraftHeadConfig):
+        kind, model, about_head = "draft head", config.layers, _head(config)
+        fit = {} if target is None else _fit(config, replace(source, path_or_id=target))
+    elif target is None:
+        kind, model, about_head, fit = "target", config, {}, {}
+    else:
+        raise ValueError(f"{folder} is a target, not a draft head: there is nothing to fit to {target}")
+    return {
+        "kind": kind,
         "path": str(folder),
-        "block_size": head.block_size,
-        "causal": head.causal,
-        "tap_layers": list(head.tap_layers),
-        "mask_token_id": head.mask_token_id,
-        "num_target_layers": head.num_target_layers,
-        "scaled_embeddings": head.scaled_embeddings,
-        "capped_logits": head.capped_logits,
-        **_model(raw, head.layers),
-        **_weights(find_headers(path_or_id, folder), head),
+        **about_head,
+        **_model(source.raw_config, model),
+        **_weights(find_headers(path_or_id, folder), config),
+        **fit,
     }
-    return about | about_target
 
 
-def _fit(head: DraftHeadConfig, target: str | Path, ignore_config_keys: Collection[str]) -> dict[str, Any]:
+def _head(config: DraftHeadConfig) -> dict[str, Any]:
+    return {
+        "block_size": config.block_size,
+        "causal": config.causal,
+        "tap_layers": list(config.tap_layers),
+        "mask_token_id": config.mask_token_id,
+        "num_target_layers": config.num_target_layers,
+        "scaled_embeddings": config.scaled_embeddings,
+        "capped_logits": config.capped_logits,
+    }
+
+
+def _fit(head: DraftHeadConfig, target: Source) -> dict[str, Any]:
     """Whether a head fits a target, and why not."""
-    folder = resolve(target, CONFIG_PATTERNS)
-    raw, problem = read_json(folder / "config.json"), None
+    problem = None
+    target.raw_config  # noqa: B018 (a file that cannot be read is an error, no misfit)
     try:
-        check_head_fits(
-            head, parse_model_config(raw, ignore_config_keys=ignore_config_keys, where=str(folder))
-        )
+        check_head_fits(head, target.target_config)
     except ValueError as error:
         problem = str(error)
-    return {"target": str(folder), "fits": problem is None, "fit_problem": problem}
+    return {"target": str(target.config_path.parent), "fits": problem is None, "fit_problem": problem}
 
 
 def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Skip:
         return 0 <= int(match[1]) - config.num_layers < config.further_layers
 
 
-#: What lies before and behind the layers.
+#: The parameters before and after the layers.
 ENDS = (
     Key("model.embed_tokens.weight", "embed_tokens"),
     Key("model.norm.weight", "norm.weight"),

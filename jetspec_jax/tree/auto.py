@@ -16,15 +16,15 @@ class Auto(Algorithm):
     """Trees of as many nodes as pay, up to the budget, or none at all: the engine chooses while it decodes.
 
     It weighs how many tokens a round of each bucket is expected to commit against what the round costs on
-    this device: see `jetspec_jax.engine.auto_budget`. Outside of an engine it is the algorithm below.
+    this device: see `jetspec_jax.engine.budget_policy`. Outside of an engine it is the algorithm below.
 
     Attributes:
         tree: The algorithm that shapes the trees: a name, or one with its options.
-        probing: Share of the time that may go into rounds with buckets that do not look best, to find out.
+        probing: Share of the time that may be lost to rounds with buckets that do not look best, to find out.
     """
 
     tree: str | Algorithm = _USUAL
-    probing: float = 0.004
+    probing: float = 0.01
 
     def __post_init__(self) -> None:
         """Checks the options.

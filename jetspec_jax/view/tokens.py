@@ -5,8 +5,6 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 # From this many equal white-space characters on they are counted: four and five dots look alike.
 _COUNTED = 4
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
@@ -53,6 +51,8 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """
     if tokenizer is None:
         return [f"{token} " for token in tokens]
+    from tokenizers.decoders import DecodeStream
+
     stream, backend = DecodeStream(skip_special_tokens=False), tokenizer.backend_tokenizer
     return [stream.step(backend, int(token)) or "" for token in tokens]
 

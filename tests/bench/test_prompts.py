@@ -12,7 +12,7 @@ from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_
 from bench.common.report import settings_of
 from bench.common.workload import make_workload
 from jetspec_jax import Completion
-from jetspec_jax.checkpoint.loading import load_tokenizer
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
 from tests.bench.conftest import text_prompt
 from tests.decode.tiny import TINY, random_target

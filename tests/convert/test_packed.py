@@ -14,7 +14,6 @@ from tests.convert.checkpoints import files_of
 from tests.loading.published import without, write
 from tests.loading.test_gpt_oss import TINY, other_tensors, packed_experts
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 WIDENED = without(TINY, "quantization_config")
 
 

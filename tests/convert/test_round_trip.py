@@ -24,6 +24,7 @@ from tests.convert.checkpoints import (
     read_raw,
     shapes_of,
 )
+from tests.marks import wide
 
 
 def assert_same_bits(weights, others):
@@ -38,9 +39,9 @@ class TestThereAndBack:
         ("raw", "dtype", "sharded"),
         [
             (UNTIED, "float32", True),
-            (NEWER, "bfloat16", False),
+            wide(NEWER, "bfloat16", False),
             (TIED, "float16", False),
-            (DRAFT, "float32", False),
+            wide(DRAFT, "float32", False),
             (DRAFT, "bfloat16", True),
         ],
         ids=["untied-f32-shards", "newer-bf16", "tied-f16", "head-f32", "head-bf16-shards"],
@@ -130,8 +131,15 @@ class TestThereAndBack:
 
 
 class TestType:
-    @pytest.mark.parametrize("way", ["orbax", "huggingface"])
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        ("way", "dtype"),
+        [
+            ("orbax", "bfloat16"),
+            ("huggingface", "float16"),
+            wide("orbax", "float16"),
+            wide("huggingface", "bfloat16"),
+        ],
+    )
     def test_is_given_to_all_parameters(self, tmp_path, way, dtype):
         tensors = random_values(shapes_of(DRAFT))
         make(tmp_path / "source", DRAFT, tensors)

@@ -12,6 +12,7 @@ from convert.folders import locate
 from convert.orbax_io import read_orbax, write_orbax
 from jetspec_jax import draft_logits, load_draft_head, load_target, logits
 from tests.convert.checkpoints import DRAFT, TIED, UNTIED, make, random_bits, random_values, shapes_of
+from tests.marks import wide
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,15 @@ class TestRight:
             assert found.ok
             assert found.compared == "draft logits"
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("way", [to_orbax, to_huggingface])
+    @pytest.mark.parametrize(
+        ("way", "dtype"),
+        [
+            (to_orbax, "bfloat16"),
+            (to_huggingface, "float16"),
+            wide(to_orbax, "float16"),
+            wide(to_huggingface, "bfloat16"),
+        ],
+    )
     def test_rounded(self, tmp_path, dtype, way):
         source = make(tmp_path / "source", TIED, random_values(shapes_of(TIED)))
         if way is to_huggingface:

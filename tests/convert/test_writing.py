@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
+from jetspec_jax.checkpoint.reading import read_weights
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_draft_head_config
 from tests.convert.checkpoints import DRAFT, make, random_bits, read_raw, shapes_of
 

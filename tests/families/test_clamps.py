@@ -9,8 +9,6 @@ from jetspec_jax import logits
 from pallas_kernels.activation import Activation
 from tests.families.goldens import IDS, golden_logits, golden_target
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def without_limits(layer, experts):
     """A layer whose routed experts, or whose dense or shared block, have no limit any more."""

@@ -13,9 +13,9 @@ from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.families.goldens import IDS, TOLERANCE, golden_logits
+from tests.marks import wide
 from train.loss.attention import causal_attend
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 PAGE = 4
 
 
@@ -29,7 +29,9 @@ def test_logits_are_those_of_transformers(family, target):
     close(logits(target, IDS), theirs)
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 33, (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"])
+@pytest.mark.parametrize(
+    "sizes", [wide((1,) * 33), (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"]
+)
 def test_in_parts(target, sizes):
     """A prompt token by token, and in chunks between which single tokens lie: the same logits as at once."""
     close(in_parts(target, sizes), logits(target, IDS))
@@ -73,7 +75,7 @@ def test_under_training(target):
     close(forward(target.weights, jnp.asarray(IDS)), logits(target, IDS))
 
 
-@pytest.mark.parametrize("prefix", [3, 23])
+@pytest.mark.parametrize("prefix", [wide(3), 23])
 def test_trees_node_by_node(target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""
     rng = np.random.default_rng(prefix)

@@ -9,8 +9,7 @@ from jetspec_jax.engine.engine import Engine
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import serve
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 NEW_TOKENS = 20
 # One of less than a window of 8, one of more than a prompt chunk of 128, and others between.
@@ -51,7 +50,7 @@ def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
 
 @pytest.mark.parametrize(
     ("slots", "groups"),
-    [(1, [[0], [1], [2], [3]]), (4, [[1, 2], [3, 0, 2], [0, 1, 2, 3]])],
+    [wide(1, [[0], [1], [2], [3]]), (4, [[1, 2], [3, 0, 2], [0, 1, 2, 3]])],
     ids=["one", "two, three and four"],
 )
 def test_deep_and_branching_paths(target, oracle, plain, slots, groups):

@@ -7,8 +7,6 @@ import pytest
 
 from jetspec_jax.models.layers import einsum
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def rows_of_product(spec, *arrays):
     """Rows that the product itself has."""

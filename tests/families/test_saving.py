@@ -3,7 +3,8 @@ import json
 import numpy as np
 from safetensors.numpy import load_file
 
-from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint, unused_tensors
+from jetspec_jax.checkpoint.reading import read_weights, unused_tensors
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from tests.families.goldens import FOLDER
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_write import api, implementations, paged_write, pallas_triton
+from pallas_kernels.paged_write import api, paged_write, pallas_triton
 from tests.kernels.lowering import KERNEL, lower_for_gpu
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 PAGES, PAGE = 6, 4
 SLOTS = PAGES * PAGE
@@ -156,7 +155,7 @@ class TestPallasTritonInterpreted(PagedWriteSuite):
     def interpreted(self, stand_in):
         stand_in(api, partial(pallas_triton.paged_write, interpret=True))
 
-    @pytest.mark.parametrize(("per_call", "per_program"), [(128, 1), (128, 3), (4, 2), (1, 8)])
+    @pytest.mark.parametrize(("per_call", "per_program"), [wide(128, 1), (128, 3), (4, 2), wide(1, 8)])
     def test_many_pools(self, monkeypatch, per_call, per_program):
         """More than a program's, more than a launch's."""
         monkeypatch.setattr(pallas_triton, "_POOLS_PER_CALL", per_call)
@@ -191,14 +190,6 @@ def test_unsupported_shape(pages, dtype, reason):
     good = jax.ShapeDtypeStruct((640, 64, 8, 128), jnp.float32)
     jax.eval_shape(ask, good, jax.ShapeDtypeStruct((pages, 64, 8, 128), dtype))
     assert reasons[0].startswith(reason)
-
-
-def test_implementations():
-    assert implementations() == ("pallas_triton", "xla")
-    case = make_case(GEOMETRIES["layers"])
-    assert_same_bits(jax.jit(paged_write)(*case.args()), oracle(case))
-    with pytest.raises(ValueError, match="paged_write has no implementation 'triton'"):
-        paged_write(*case.args(), implementation="triton")
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -2,6 +2,7 @@
 
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
+from itertools import starmap
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +10,21 @@ import numpy as np
 import pytest
 
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.qkv_rotary import api, implementations, pallas_triton, qkv_rotary, reference
+from pallas_kernels.qkv_rotary import api, pallas_triton, qkv_rotary, reference
 from tests.kernels.lowering import KERNEL, lower_for_gpu
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 EPS = 1e-3  # large enough to matter
 # Relative to a head's largest element, as rotary mixes two: five roundings of each.
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1.5e-2, jnp.float16: 2e-3}
-# B, N, G, R, E, and a dtype; the last has keys and values alone.
+# B, N, G, R, E, and a dtype; one has keys and values alone.
 CASES = [
     ((2, 3, 3, 5, 16), jnp.float32),
     ((2, 3, 3, 5, 16), jnp.bfloat16),
-    ((1, 1, 2, 4, 16), jnp.bfloat16),
     ((2, 5, 2, 1, 64), jnp.float32),
-    ((1, 7, 1, 3, 128), jnp.bfloat16),
     ((1, 2, 2, 0, 32), jnp.float32),
 ]
+MORE_CASES = [((1, 1, 2, 4, 16), jnp.bfloat16), ((1, 7, 1, 3, 128), jnp.bfloat16)]
 
 
 @dataclass(frozen=True)
@@ -117,20 +116,20 @@ class QkvRotarySuite:
         if not case.norm_values:
             np.testing.assert_array_equal(out[2], case.qkv[:, :, :, -1])
 
-    @pytest.mark.parametrize(("shape", "dtype"), CASES)
+    @pytest.mark.parametrize(("shape", "dtype"), [*CASES, *starmap(wide, MORE_CASES)])
     def test_oracle(self, shape, dtype):
         self.check(make_case(shape, dtype))
 
-    @pytest.mark.parametrize("norms", ["", "q", "k"])
+    @pytest.mark.parametrize("norms", [wide(""), "q", "k"])
     def test_norms(self, norms):
         """Of one of the two or neither, and in the third dtype."""
         self.check(only(norms, make_case((2, 3, 2, 4, 16), jnp.float16)))
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("dtype", [wide(jnp.float32), jnp.bfloat16])
     def test_values_with_a_norm(self, dtype):
         self.check(replace(make_case((2, 3, 2, 4, 16), dtype), norm_values=True))
 
-    @pytest.mark.parametrize("half", [1, 4, 12])
+    @pytest.mark.parametrize("half", [wide(1), 4, wide(12)])
     def test_a_part_of_each_head_turns(self, half):
         self.check(make_case((2, 3, 2, 3, 32), jnp.float32, half=half))
         self.check(only("", make_case((1, 2, 2, 0, 32), jnp.bfloat16, half=half)))
@@ -150,7 +149,7 @@ class QkvRotarySuite:
         rounded = self.run(case.qkv, *(wide.astype(jnp.bfloat16),) * 2, cos, sin)[1]
         np.testing.assert_array_equal(rounded, one)
 
-    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    @pytest.mark.parametrize("offset", [wide(0.0), 1.0])
     def test_an_offset(self, offset):
         """Bit for bit as with the sums, in float32, as weights, and not as without one."""
         case = replace(make_case((2, 3, 3, 5, 16), jnp.bfloat16), norm_values=True)
@@ -198,7 +197,7 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
         ("norms", "dtype", "settings"),
         [
             ("", jnp.bfloat16, {}),
-            ("qk", jnp.float32, {}),
+            wide("qk", jnp.float32, {}),
             ("qk", jnp.bfloat16, {"weight_offset": 1.0, "norm_values": True}),
         ],
     )
@@ -221,13 +220,13 @@ class TestPallasTritonInterpreted(QkvRotarySuite):
             np.testing.assert_allclose(one, other, rtol=0, atol=8 * TOLERANCE[dtype] * np.abs(other).max())
 
 
-@pytest.mark.parametrize("norms", ["", "qk"])
+@pytest.mark.parametrize("norms", [wide(""), "qk"])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *CASES,
         *(((2, 128, 8, 4, 128), dtype) for dtype in TOLERANCE),
-        ((1, 1, 2, 8, 512), jnp.bfloat16),
+        *starmap(wide, [*CASES, *MORE_CASES]),
+        wide((1, 1, 2, 8, 512), jnp.bfloat16),
         ((1, 1, 1, 71, 64), jnp.bfloat16),
     ],
 )
@@ -235,29 +234,6 @@ def test_lowers_for_cuda(shape, dtype, norms):
     """To one kernel, on a machine without a GPU too."""
     args = only(norms, make_case(shape, dtype)).args()
     assert lower_for_gpu(partial(pallas_triton.qkv_rotary, eps=EPS), *args).count(KERNEL) == 1
-
-
-def test_the_kernel_is_differentiable():
-    """As it is registered, that is."""
-
-    def loss(*args):
-        return sum(map(jnp.sum, api._IMPLEMENTATIONS["pallas_triton"].function(*args, eps=EPS)))
-
-    args = make_case((1, 3, 2, 4, 16)).args()
-    assert lower_for_gpu(jax.value_and_grad(loss), *args).count(KERNEL) == 1
-
-
-def test_choice(monkeypatch):
-    args = make_case(*CASES[0]).args()
-    monkeypatch.setattr(pallas_triton, "gpu_problem", lambda: "no GPU here")
-    assert implementations() == ("pallas_triton", "xla")
-    default = jax.jit(partial(qkv_rotary, eps=EPS))(*args)
-    jax.tree.map(np.testing.assert_array_equal, default, TestXla().run(*args))
-    args = tuple(map(jnp.asarray, args))
-    with pytest.raises(NotImplementedError, match="qkv_rotary: pallas_triton cannot run: no GPU here"):
-        qkv_rotary(*args, eps=EPS, implementation="pallas_triton")
-    with pytest.raises(ValueError, match="qkv_rotary has no implementation 'cuda'; available: pallas_triton"):
-        qkv_rotary(*args, eps=EPS, implementation="cuda")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from jetspec_jax.checkpoint.mxfp4 import widen
-from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint
+from jetspec_jax.checkpoint.reading import read_weights
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import FAMILIES
 from tests.loading.families import EXPERTS, Packed, random_experts

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jetspec_jax.checkpoint.safetensors_io import read_weights, unused_tensors
+from jetspec_jax.checkpoint.reading import read_weights, unused_tensors
 from jetspec_jax.config import Experts, Rope, parse_eos_token_ids, parse_model_config
 from jetspec_jax.config.geometry import Llama3
 from pallas_kernels.activation import SILU, Activation

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jetspec_jax.checkpoint.safetensors_io import read_weights, save_checkpoint, unused_tensors
+from jetspec_jax.checkpoint.reading import read_weights, unused_tensors
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.inspect.describe import describe
 from jetspec_jax.models import FAMILIES

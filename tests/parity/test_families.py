@@ -17,7 +17,7 @@ from tests.parity.oracle import (
     valid_rows,
 )
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

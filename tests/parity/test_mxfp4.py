@@ -11,7 +11,7 @@ from tests.loading.published import write
 from tests.loading.test_gpt_oss import TINY, other_tensors, packed_experts
 from tests.parity.oracle import assert_close, oracle_logits, random_ids
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 
 
 class TestExperts:

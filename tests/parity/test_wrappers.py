@@ -10,7 +10,7 @@ from jetspec_jax.inspect.describe import describe
 from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, Family
 from tests.parity.oracle import assert_close, oracle_logits, random_ids
 
-pytestmark = [pytest.mark.parity, pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.parity
 
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WRAPPERS = {

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from train.data.corpus import build_manifest
+from train.demo.corpus import build_manifest
 from train.demo.recipes import TINY
 
 NAMES = ("path", "line", "value", "queue", "item", "name")

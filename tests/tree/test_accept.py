@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from jetspec_jax.tree import accept
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 jitted = jax.jit(accept, static_argnames="max_depth")
 
 
@@ -88,7 +86,7 @@ TREE = ([9, 4, 5, 6, 6, 7], [-1, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2])
 def test_by_hand(make_tree, choices, path, bonus):
     tree = make_tree(*([rows] for rows in TREE))
     choices = np.array([choices + [0] * 10], np.int32)
-    result = accept(tree, choices, max_depth=3)
+    result = jitted(tree, choices, max_depth=3)
     assert [x.tolist() for x in result] == [[padded(path, 3)], [len(path) - 1], [bonus]]
     assert [x.dtype for x in result] == ["int32"] * 3
 
@@ -97,12 +95,12 @@ def test_the_earliest_of_equal_siblings(make_tree):
     # Only the later twin leads on, yet the earlier is taken: the same on every device.
     tree = make_tree([[1, 2, 2, 3]], [[-1, 0, 0, 2]], [[0, 1, 1, 2]])
     choices = np.array([[2, 7, 3, 8] + [0] * 12], np.int32)
-    assert [x.tolist() for x in accept(tree, choices, max_depth=2)] == [[[0, 1, -1]], [1], [7]]
+    assert [x.tolist() for x in jitted(tree, choices, max_depth=2)] == [[[0, 1, -1]], [1], [7]]
 
 
 def test_one_node(make_tree):
     tree = make_tree([[3], [4]], [[-1], [-1]], [[0], [0]])
-    result = accept(tree, np.array([[8], [4]], np.int32), max_depth=0)
+    result = jitted(tree, np.array([[8], [4]], np.int32), max_depth=0)
     assert [x.tolist() for x in result] == [[[0], [0]], [0, 0], [8, 4]]
 
 

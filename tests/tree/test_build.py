@@ -17,15 +17,11 @@ from jetspec_jax.tree import (
     Candidates,
     Plan,
     TokenTree,
-    algorithm_names,
     bucket_for,
     build_tree,
-    check_algorithm,
     grow_tree,
     top_candidates,
 )
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def grow(candidates, roots, caps, budget, max_depth, num_nodes):
@@ -68,27 +64,6 @@ def random_logits(*shape, seed=0):
 @pytest.fixture(scope="module")
 def candidates():
     return top_candidates(jnp.asarray(random_logits(6, 7, 40)), 3)
-
-
-class TestTopCandidates:
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-    def test_full_vocabulary_log_probs(self, dtype):
-        logits = jnp.asarray(random_logits(2, 3, 50), dtype)
-        found = top_candidates(logits, 7)
-        expected = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        order = np.argsort(-np.asarray(expected), axis=-1, kind="stable")[..., :7]
-        assert (found.tokens.dtype, found.log_probs.dtype) == (jnp.int32, jnp.float32)
-        np.testing.assert_array_equal(found.tokens, order)
-        np.testing.assert_allclose(
-            found.log_probs, np.take_along_axis(np.asarray(expected), order, -1), atol=1e-5
-        )
-
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    @pytest.mark.parametrize("vocabulary", [9, 5000])
-    def test_lower_id_first_on_ties(self, dtype, vocabulary):
-        logits = np.random.default_rng(1).integers(0, 3, (2, 3, vocabulary))
-        order = np.argsort(-logits, axis=-1, kind="stable")[..., :7]
-        np.testing.assert_array_equal(top_candidates(jnp.asarray(logits, dtype), 7).tokens, order)
 
 
 @st.composite
@@ -196,15 +171,6 @@ class TestBuild:
         assert tree.valid.sum(axis=1).tolist() == tree.num_nodes.tolist() == [10, 10]
         assert isinstance(jax.eval_shape(lambda tree: tree, tree), TokenTree)
 
-    def test_batched_equals_single(self):
-        logits, roots = random_logits(4, 5, 60, seed=3), np.arange(4)
-        together = build_tree(logits, roots, width=4, budget=50)
-        for b in range(4):
-            alone = build_tree(logits[b : b + 1], roots[b : b + 1], width=4, budget=50)
-            built, expected = nodes_of(together, b), nodes_of(alone, 0)
-            assert [node[:3] for node in built] == [node[:3] for node in expected]
-            np.testing.assert_allclose([node[3] for node in built], [node[3] for node in expected], atol=1e-5)
-
     def test_width_one_is_the_greedy_chain(self):
         logits = random_logits(1, 6, 30)
         tree = build_tree(logits, np.array([2]), width=1, budget=64)
@@ -292,10 +258,3 @@ class TestArguments:
         for budget in (-1, 0, 257):
             with pytest.raises(ValueError, match=r"1\.\.256"):
                 bucket_for(budget)
-
-    def test_algorithm_names(self):
-        assert algorithm_names()[0] == "accum_logp"
-        for name in algorithm_names():
-            check_algorithm(name)
-        with pytest.raises(ValueError, match=r"unknown tree algorithm 'beam'.*accum_logp"):
-            check_algorithm("beam")

@@ -4,18 +4,24 @@ import numpy as np
 import pytest
 
 from jetspec_jax.tree import top_candidates
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 jitted = jax.jit(top_candidates, static_argnums=1)
 
 
 # 1 and 2027 are one chunk, 2500 is two, 9496 eight of Qwen3's 1187.
-@pytest.mark.parametrize("vocabulary", [1, 2027, 2500, 9496])
-@pytest.mark.parametrize("width", [1, 7])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "dtype"),
+    [
+        (1, 1, jnp.float32),
+        (2500, 7, jnp.bfloat16),
+        (9496, 7, jnp.float32),
+        (2027, 7, jnp.float16),
+        *(wide(v, w, d) for v in (2027, 2500, 9496) for w in (1, 7) for d in (jnp.float32, jnp.bfloat16)),
+    ],
+)
 def test_is_top_k(vocabulary, width, dtype):
-    width = min(width, vocabulary)
+    """Also among equals: the lower id comes first."""
     rng = np.random.default_rng(vocabulary + width)
     shape = (2, 3, vocabulary)
     for values in (rng.normal(0, 3, shape), rng.integers(0, 5, shape)):

@@ -29,8 +29,7 @@ from jetspec_jax.tree import (
 )
 from jetspec_jax.tree import algorithms as registry
 from jetspec_jax.tree.trial import DRAFTS, sample_logits
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
 
 BATCH, DEPTH, WIDTH = 3, 4, 5
 LOGITS = np.random.default_rng(0).normal(scale=3.0, size=(BATCH, DEPTH, 40)).astype(np.float32)
@@ -292,7 +291,7 @@ class TestKnownAlgorithms:
     def test_keep_the_contract(self, name):
         check_algorithm_contract(name, depth=DEPTH, width=WIDTH)
 
-    @pytest.mark.parametrize("shape", [(1, 3), (5, 1)])
+    @pytest.mark.parametrize("shape", [wide((1, 3)), (5, 1)])
     def test_in_the_smallest_shapes(self, shape):
         for name in algorithm_names():
             candidates, routing = _sample(*shape)

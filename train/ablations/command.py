@@ -1,8 +1,8 @@
 """``python -m train ablations``: the JetSpec paper's comparisons, at the scale of the demo pair.
 
-Seven heads of one shape are trained for the embedded target on the same number of documents and steps, each
-unlike the first in one thing, and decode the same held-out prompts. The work folder keeps what is done; the
-same command goes on. Source of what is expected: the paper's ablations (arXiv 2606.18394).
+Seven heads of one size are trained for the embedded target on the same number of documents and steps. Each
+differs from the first in one setting, and all decode the same held-out prompts. The same command resumes.
+Source of the expected orderings: the paper's ablations (arXiv 2606.18394).
 """
 
 import argparse
@@ -17,30 +17,31 @@ import jax
 from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, load_target
 from jetspec_jax.demo import DEMO_TARGET
 from train.ablations.report import write_report
-from train.data.continuations import SplitCuts, continue_corpus, cut_splits
-from train.data.corpus import HELDOUT, TRAIN, VALIDATION, Manifest, Source, load_documents, own_library
 from train.data.documents import Documents
 from train.data.given import write_given
-from train.data.tokenizer import Tokenizer
-from train.data.tokens import encode_split
+from train.data.manifest import HELDOUT, TRAIN
+from train.demo.continuations import SplitCuts, continue_corpus, cut_splits
+from train.demo.corpus import VALIDATION, CorpusFile, CorpusManifest, own_library, read_corpus
 from train.demo.evaluate import Results, heldout_prompts, tau
-from train.demo.recipes import DEMO, Recipe
+from train.demo.recipes import DEMO, PairRecipe
+from train.demo.tokenizer import Tokenizer
+from train.demo.tokens import encode_split
 from train.head.recipe import HeadRecipe
-from train.head.recipe_file import read_head_recipe
+from train.head.recipe_file import add_set_option, read_head_recipe
 from train.head.training import train_head, validate
 from train.loop.stages import Deadline, claim, run_stages
 
-#: Budget and temperature of what is decoded with each head.
+#: Budgets and temperatures at which each head decodes.
 DECODED = ((16, 0.0), (64, 0.0), (256, 0.0), (64, 1.0))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A head that differs from the first in one thing.
+    """A head that differs from the first in one setting.
 
     Attributes:
-        label: For people.
-        change: Makes its recipe of the first one's.
+        label: Its name in the report.
+        change: Makes its recipe from the first one's.
         text: Which documents it learns from: "regenerated" or "corpus".
     """
 
@@ -78,19 +79,13 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
     parser.add_argument("--corpus", type=Path, help="Lib folder of the demo's corpus; default: this Python's")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replaces a setting of all variants' recipe, as fit.steps=100; may recur",
-    )
+    add_set_option(parser, "all variants'")
     parser.add_argument("--documents", type=int, default=24576, help="of each kind (default: 24576)")
     parser.add_argument(
         "--text-temperatures",
         type=float,
         nargs="+",
-        # The target's own distribution: there hard labels and forward KL have one optimum.
+        # At the target's own distribution hard labels and forward KL have the same optimum.
         default=[1.0],
         help="each regenerated document is written at one of these (default: 1)",
     )
@@ -100,7 +95,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains and measures what is missing, then writes the report.
+    """Trains and measures the missing variants, then writes the report.
 
     Raises:
         OutOfTime: The limit was reached.
@@ -122,11 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Ablations:
-    """The stages, and what they share, which is read when it is first needed."""
+    """The stages, and what they share, which is loaded on first use."""
 
     def __init__(
         self,
-        demo: Recipe,
+        demo: PairRecipe,
         recipe: HeadRecipe,
         work: Path,
         corpus: Path,
@@ -142,15 +137,15 @@ class Ablations:
 
         Args:
             demo: The recipe of the target's corpus and of the prompts.
-            recipe: Of the first variant.
-            work: Everything made goes here.
+            recipe: The recipe of the first variant.
+            work: The folder for everything that is made.
             corpus: The standard library's folder.
-            documents: Of each kind of text.
-            temperatures: Each regenerated document is written at one of these.
+            documents: Documents of each kind of text.
+            temperatures: Each regenerated document has one of these.
             prompts: Held-out prompts that are decoded.
-            variants: Which heads.
+            variants: Names of the heads.
             deadline: When to stop, after saving.
-            target: Whose heads they are.
+            target: The heads' target.
 
         Raises:
             ValueError: The folder was begun with other settings.
@@ -171,15 +166,15 @@ class Ablations:
         self.results = Results(work / "results.json", deadline)
 
     def run(self) -> None:
-        """Does what is missing and writes ``report/``.
+        """Runs the missing stages and writes ``report/``.
 
         Raises:
-            OutOfTime: The deadline passed; calling again goes on.
+            OutOfTime: The deadline passed; call again to resume.
         """
         stages = {"regenerated": self._regenerate, "corpus text": self._take_corpus}
         stages |= {name: partial(self._train, name) for name in self.variants}
         run_stages(self.work, stages, self.deadline)
-        self._measure()  # no stage: what is measured already is not measured again, other variants may be new
+        self._measure()  # not a stage, because later runs may add variants; `Results` skips what it holds
         verdicts = write_report(self.work / "report", self._report())
         for verdict in verdicts:
             print(f"{'holds' if verdict.holds else 'DOES NOT HOLD'}: {verdict.claim}: {verdict.figures}")
@@ -190,8 +185,8 @@ class Ablations:
         return load_target(self.target_path)
 
     @cached_property
-    def _sources(self) -> dict[Source, str]:
-        return load_documents(self.corpus, Manifest.read(self.demo.manifest_path()))
+    def _sources(self) -> dict[CorpusFile, str]:
+        return read_corpus(self.corpus, CorpusManifest.read(self.demo.manifest_path()))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -199,7 +194,7 @@ class Ablations:
 
     @cached_property
     def _cuts(self) -> SplitCuts:
-        """Where documents begin, the same places for both kinds of text."""
+        """Beginnings of documents, the same for both kinds of text."""
         settings, repeats = self.demo.regeneration, self.demo.library_repeats
         train, held = (
             encode_split(self._tokenizer, self._sources, split, library_repeats=repeats)
@@ -265,7 +260,7 @@ class Ablations:
         return self.work / "heads" / name
 
     def _validate(self, head: Head) -> dict[str, Any]:
-        """Accuracy and accepted length over held-out text of the target's own, the same for all variants."""
+        """Accuracy and accepted length on held-out regenerated text, the same for all variants."""
         record = validate(head, self._target, Documents.open(self.work / "regenerated", HELDOUT), self.recipe)
         return {key: record[f"validation_{key}"] for key in ("accepted_length", "accuracy_by_depth")}
 

@@ -1,4 +1,4 @@
-"""What the ablations show: a table, a verdict on each ordering, JSON, a plot, and a page with all of it."""
+"""The report of the ablations: a table, a verdict on each expected ordering, JSON, a plot and a page."""
 
 import itertools
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.checkpoint.files import write_json
-from train.loop.plot import plot_ablations
+from train.ablations.plot import plot_ablations
 
 #: tau by budget, for each variant.
 Taus = Mapping[str, Mapping[str, float]]
 
 
 class Verdict(NamedTuple):
-    """An ordering that the paper reports, and whether it is there.
+    """An ordering that the paper reports, and whether it was measured.
 
     Attributes:
-        claim: What is expected.
-        figures: What was measured.
-        holds: Whether it holds at every budget.
+        claim: The expected ordering.
+        figures: The measured figures.
+        holds: Whether the ordering holds at every budget.
     """
 
     claim: str
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 def judge(taus: Taus) -> list[Verdict]:
-    """Compares what was measured with the orderings that the paper reports."""
+    """Compares measured taus with the orderings that the paper reports."""
     pairs = (
         ("forward KL is at least hard labels less 3 %", "forward_kl", "sft", 0.97),
         ("forward KL is well above reverse KL (5 % and more)", "forward_kl", "reverse_kl", 1.05),
@@ -74,7 +74,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def write_report(folder: Path, results: Mapping[str, Any]) -> list[Verdict]:
-    """Writes ``ablations.json``, ``ablations.png`` and ``README.md``; what the figures say is returned."""
+    """Writes ``ablations.json``, ``ablations.png`` and ``README.md``, and returns the verdicts."""
     verdicts = judge({name: own["tau"] for name, own in results["variants"].items()})
     record = {**results, "verdicts": [verdict._asdict() for verdict in verdicts]}
     folder.mkdir(parents=True, exist_ok=True)

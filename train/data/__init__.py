@@ -1,1 +1,1 @@
-"""Documents that models learn from: made, kept, read."""
+"""Documents that draft heads learn from: how they are made, stored and read."""

@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that all commands have in which a target answers prompts."""
+    """Adds the arguments of all commands in which a target answers prompts."""
     parser.add_argument("--budget", type=int, default=64, help="nodes of the head's trees (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
@@ -56,10 +56,10 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `add_generation_arguments` added, as keyword arguments of `make_data`.
+    """The values of `add_generation_arguments`, as keyword arguments of `make_data`.
 
     Raises:
-        ValueError: The template's arguments are not a JSON object.
+        ValueError: The template arguments are not a JSON object.
     """
     return {
         "budget": arguments.budget,
@@ -76,7 +76,7 @@ def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes the folder and prints what it holds.
+    """Makes the folder and prints a summary of it.
 
     Raises:
         OutOfTime: The limit was reached.
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(made: Made) -> str:
-    """A few lines on what a folder holds."""
+    """A few lines about the contents of a folder."""
     lines = [
         f"{made.folder} is finished{' already' if made.was_finished else ''}: {made.documents:,} documents, "
         f"{made.documents - made.heldout:,} to train on and {made.heldout:,} held out",

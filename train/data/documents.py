@@ -1,8 +1,8 @@
-"""Documents on disk: what draft heads learn from, in shards that are written whole or not at all.
+"""Folders of documents: their shards are written whole or not at all.
 
-A folder holds ``documents.json`` (see `train.data.manifest`) and ArrayRecord files,
-``train-00000.array_record``, each with a ``train-00000.json`` that says how long its documents are and which of their tokens are to be
-learnt, so that no shard is read before training asks for a document. `train.data.records` says what one is.
+A folder holds ``documents.json`` (see `train.data.manifest`) and ArrayRecord files such as
+``train-00000.array_record``, whose records `train.data.records` describes. Each has a ``train-00000.json``
+with the lengths of its documents and their tokens to learn, so no shard is read before a document is needed.
 """
 
 import threading
@@ -20,43 +20,43 @@ from train.data.manifest import (
     MANIFEST,
     TRAIN,
     DocumentsManifest,
-    Settings,
+    DocumentsSettings,
+    PlannedShard,
     Shard,
-    ShardPlan,
     description,
 )
 from train.data.records import Document, decode, encode, learn_spans
 
-# One record a chunk, as random access wants it; the compression is the library's usual one, named.
+# One record per chunk suits random access; the compression is the library's default.
 WRITER_OPTIONS = "group_size:1,zstd:3"
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
 class Writer:
-    """A folder of documents in the making.
+    """Writes a folder of documents.
 
     Attributes:
-        folder: Where.
-        settings: What it is made with.
-        plans: All shards, finished or not.
+        folder: The folder.
+        settings: The settings of its documents.
+        planned: All shards, finished or not.
     """
 
-    def __init__(self, folder: Path, settings: Settings, held: Sequence[int] | None = None):
-        """Begins a folder, or takes up one that was begun with the same settings.
+    def __init__(self, folder: Path, settings: DocumentsSettings, held: Sequence[int] | None = None):
+        """Begins a folder, or resumes one that was begun with the same settings.
 
-        Shards that are lost or damaged count as missing again, which is printed.
+        Lost or damaged shards count as missing again, and a line is printed.
 
         Args:
-            folder: Where.
-            settings: What it is made with.
-            held: Indices of the documents held out; None for evenly spaced ones, where none are equal.
+            folder: The folder.
+            settings: The settings of its documents.
+            held: Indices of the held-out documents; None for evenly spaced ones, where none are equal.
 
         Raises:
-            ValueError: It was begun with other settings, which are listed, or its manifest is missing or
-                damaged; or the held-out documents are not those that the settings count.
+            ValueError: It was begun with other settings, which are listed; its manifest is missing or
+                damaged; or ``held`` does not fit the settings.
         """
         manifest = DocumentsManifest.of(settings, held)
-        self.folder, self.settings, self.plans = folder, settings, manifest.plans()
+        self.folder, self.settings, self.planned = folder, settings, manifest.planned()
         self._done: dict[str, Shard] = {}
         if (folder / MANIFEST).exists():
             DocumentsManifest.read(folder).refuse_other(folder, manifest)
@@ -69,16 +69,16 @@ class Writer:
 
     def _take_up(self) -> None:
         lost = []
-        for plan in self.plans:
+        for planned in self.planned:
             try:
-                shard = Shard.read(self.folder, plan)
+                shard = Shard.read(self.folder, planned)
             except ValueError:
-                # Or else it would describe the new shard, if that has the same size, before it is finished.
-                description(self.folder, plan.file).unlink()
-                lost.append(plan.file)
+                # Otherwise it would pass for the description of the new shard.
+                description(self.folder, planned.file).unlink()
+                lost.append(planned.file)
             else:
                 if shard is not None:
-                    self._done[plan.file] = shard
+                    self._done[planned.file] = shard
         if lost:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             listed = ", ".join(lost[:3]) + more
@@ -86,33 +86,33 @@ class Writer:
 
     @property
     def shards(self) -> list[Shard]:
-        """What is finished, in the order of the plans, whatever the order of writing was."""
-        return [self._done[plan.file] for plan in self.plans if plan.file in self._done]
+        """The finished shards in the order of `planned`, not in that of writing."""
+        return [self._done[planned.file] for planned in self.planned if planned.file in self._done]
 
     @property
-    def missing(self) -> list[ShardPlan]:
-        """Shards that are not there yet."""
-        return [plan for plan in self.plans if plan.file not in self._done]
+    def missing(self) -> list[PlannedShard]:
+        """Shards that are not finished."""
+        return [planned for planned in self.planned if planned.file not in self._done]
 
     @property
     def progress(self) -> str:
-        """How far the folder is, in words."""
-        return f"{self.folder}: {len(self._done)} of {len(self.plans)} shards are written"
+        """A message about how many shards are written."""
+        return f"{self.folder}: {len(self._done)} of {len(self.planned)} shards are written"
 
-    def write(self, plan: ShardPlan, documents: Sequence[Document], ended: int | None) -> None:
+    def write(self, planned: PlannedShard, documents: Sequence[Document], ended: int | None) -> None:
         """Writes a shard, whole or not at all, and then its description.
 
         Args:
-            plan: Which.
-            documents: Those of its indices, in order.
-            ended: How many of them end with an end-of-sequence token; None where nothing was generated.
+            planned: The shard.
+            documents: The documents of its indices, in order.
+            ended: How many end with an end-of-sequence token; None where nothing was generated.
 
         Raises:
             ValueError: A token id is outside the target's vocabulary.
             OSError: The file cannot be written.
         """
-        path = self.folder / plan.file
-        for index, document in zip(plan.indices, documents, strict=True):
+        path = self.folder / planned.file
+        for index, document in zip(planned.indices, documents, strict=True):
             _check_ids(document, self.settings.vocab_size, f"{path}: document {index}")
         try:
             with replacing(path) as partial:
@@ -120,12 +120,12 @@ class Writer:
                 for document in documents:
                     writer.write(encode(document))
                 writer.close()
-        except RuntimeError as error:  # what the library makes of a full disk
+        except RuntimeError as error:  # the library raises this for a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
         index = [(len(document.tokens), learn_spans(document.learn)) for document in documents]
         shard = Shard(
-            plan.split,
-            plan.file,
+            planned.split,
+            planned.file,
             path.stat().st_size,
             len(documents),
             sum(len(document.tokens) for document in documents),
@@ -134,30 +134,30 @@ class Writer:
             index,
         )
         shard.write(self.folder)
-        self._done[plan.file] = shard
+        self._done[planned.file] = shard
 
 
 class Documents:
     """The documents of one split of a finished folder, by index; several threads may read.
 
     Attributes:
-        folder: Where they are.
-        settings: What they were made with.
+        folder: The folder.
+        settings: The settings that they were made with.
         split: "train" or "heldout".
-        numbers: Each document's place among all documents of the folder.
+        numbers: Index of each document among all documents of the folder.
         lengths: Tokens of each document.
         spans: The runs of tokens to be learnt, each as document, start, stop.
     """
 
     folder: Path
-    settings: Settings
+    settings: DocumentsSettings
     split: str
     numbers: Int[np.ndarray, "n"]
     lengths: Int[np.ndarray, "n"]
     spans: Int[np.ndarray, "m 3"]
 
     def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
-        """Takes the shards of a split; `open` finds out about them first."""
+        """Takes the shards of a folder; `open` reads their descriptions first."""
         self.folder, self.settings, self.split = folder, manifest.settings, split
         self._shards = [shard for shard in shards if shard.split == split]
         self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
@@ -171,16 +171,16 @@ class Documents:
 
     @classmethod
     def open(cls, folder: Path, split: str = TRAIN) -> "Documents":
-        """The documents of a split; none are read yet.
+        """The documents of a split; no shard is read yet.
 
         Raises:
             FileNotFoundError: The folder holds no documents.
-            ValueError: It is not finished or damaged, or there is no such split.
+            ValueError: It is unfinished or damaged, or there is no such split.
         """
         if split not in (TRAIN, HELDOUT):
             raise ValueError(f"the splits are {TRAIN} and {HELDOUT}, not {split!r}")
         manifest = DocumentsManifest.read(folder)
-        shards = [Shard.read(folder, plan) for plan in manifest.plans()]
+        shards = [Shard.read(folder, planned) for planned in manifest.planned()]
         finished = [shard for shard in shards if shard is not None]
         if missing := len(shards) - len(finished):
             raise ValueError(
@@ -224,7 +224,7 @@ class Documents:
                 reader = array_record_module.ArrayRecordReader(
                     str(path), options=READER_OPTIONS, file_reader_buffer_size=32768
                 )
-                # A file that cannot be opened says so only when something is read; until then it is empty.
+                # A file that cannot be opened seems empty and raises only when a record is read.
                 if reader.ok() and reader.num_records() != shard.documents:
                     raise ValueError(f"{reader.num_records()} documents instead of {shard.documents}")
                 self._readers[number] = reader

@@ -1,4 +1,4 @@
-"""Documents that are there already: nobody writes them anew."""
+"""Folders of documents that exist already, which no target has to write."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from train.data.documents import Writer
-from train.data.manifest import CORPUS, Settings
+from train.data.manifest import CORPUS, DocumentsSettings
 from train.data.records import Document, encode
 from train.loop.stages import Deadline
 
@@ -23,26 +23,26 @@ def write_given(
     shard_documents: int,
     deadline: Deadline,
 ) -> bool:
-    """Writes a folder of documents, or what is missing of one; says whether anything was.
+    """Writes a folder of documents or its missing shards; returns whether any were missing.
 
     Args:
-        folder: Where.
-        documents: All of them, those held out included.
+        folder: The folder.
+        documents: All documents, the held-out ones included.
         target: The name of the target whose tokens they are.
-        vocab_size: Its vocabulary.
-        source: Where they come from.
-        held: Indices of the documents that are not for training, in order.
+        vocab_size: The target's vocabulary size.
+        source: Their origin, for the manifest.
+        held: Indices of the held-out documents, in order.
         shard_documents: Most documents of a shard.
         deadline: Checked before a shard is begun.
 
     Raises:
-        OutOfTime: The deadline passed; calling again goes on.
+        OutOfTime: The deadline passed; call again to resume.
         ValueError: The folder was begun with other settings, or a setting is out of its range.
     """
     digest = hashlib.sha256()
     for document in documents:
         digest.update(encode(document))
-    settings = Settings(
+    settings = DocumentsSettings(
         mode=CORPUS,
         target=target,
         vocab_size=vocab_size,
@@ -58,12 +58,12 @@ def write_given(
     )
     writer = Writer(folder, settings, held)
     missing = writer.missing
-    done = settings.count - sum(len(plan.indices) for plan in missing)
+    done = settings.count - sum(len(planned.indices) for planned in missing)
     with tqdm(
         total=settings.count, initial=done, desc="documents", unit=" documents", delay=1, leave=False
     ) as bar:
-        for plan in missing:
+        for planned in missing:
             deadline.check(writer.progress)
-            writer.write(plan, [documents[index] for index in plan.indices], None)
-            bar.update(len(plan.indices))
+            writer.write(planned, [documents[index] for index in planned.indices], None)
+            bar.update(len(planned.indices))
     return bool(missing)

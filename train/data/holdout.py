@@ -1,4 +1,4 @@
-"""Which documents are held out: those that a head is measured on, and that it never learns from."""
+"""Chooses the held-out documents: a head is evaluated on them and never learns from them."""
 
 from collections.abc import Hashable, Sequence
 
@@ -8,25 +8,25 @@ MOST_HELDOUT = 64
 
 
 def default_heldout(count: int) -> int:
-    """Documents held out unless somebody says otherwise: an eighth, at least 1 of 2, at most 64."""
+    """The default number of held-out documents: an eighth, at least 1 of 2, at most 64."""
     return min(MOST_HELDOUT, max(count // 8, 1)) if count >= 2 else 0
 
 
 def hold_out(keys: Sequence[Hashable], heldout: int) -> list[int]:
-    """Which documents are held out: evenly spaced ones, and with one of them all that have its key.
+    """Chooses evenly spaced documents, and with each one all documents of the same key.
 
-    Where keys recur, a few less than ``heldout`` may be chosen, or all of one key if each has more. For 6
-    documents, of which 2 are to be held out::
+    Where keys recur, somewhat fewer than ``heldout`` may be chosen, or all documents of one key if every key
+    has more. Choosing 2 of 6::
 
         a b c d e f    a b a b c d
         . h . . h .    h . h . . .
 
     Args:
-        keys: Each document's; equal ones must not stand on both sides.
-        heldout: About how many.
+        keys: A key per document; documents with equal keys go to the same split.
+        heldout: About how many documents to choose.
 
     Raises:
-        ValueError: There are not so many, or all keys are equal.
+        ValueError: There are too few documents, or all keys are equal.
     """
     count = len(keys)
     check_heldout(count, heldout)
@@ -41,15 +41,15 @@ def hold_out(keys: Sequence[Hashable], heldout: int) -> list[int]:
         )
     sizes = np.bincount(group)
     free, held = np.ones(len(sizes), bool), 0
-    # Places among the documents in the order of their groups: a group is met as often as it has documents.
+    # The group of each place, with the documents in the order of their groups.
     owners = np.repeat(np.arange(len(sizes)), sizes)
     for number, place in enumerate(evenly_spaced(count, heldout)):
         if held > number:
-            continue  # a group took the place of several documents
+            continue  # an earlier group counted for several documents
         here = int(owners[place])
         if not free[here] or sizes[here] > heldout - held:
             fitting = np.flatnonzero(free & (sizes <= heldout - held))
-            if len(fitting):  # the next one, and after the last the first
+            if len(fitting):  # the next group that fits, cyclically
                 here = int(fitting[np.searchsorted(fitting, here) % len(fitting)])
             elif held:
                 break
@@ -61,11 +61,11 @@ def hold_out(keys: Sequence[Hashable], heldout: int) -> list[int]:
 
 
 def evenly_spaced(count: int, heldout: int) -> list[int]:
-    """Indices of so many of ``count`` documents: 1 and 4 for 2 of 6."""
+    """Evenly spaced indices of ``heldout`` of ``count`` documents: 1 and 4 for 2 of 6."""
     return ((2 * np.arange(heldout) + 1) * count // (2 * max(heldout, 1))).tolist()
 
 
 def check_heldout(count: int, heldout: int) -> None:
-    """Raises ValueError unless so many can be held out with at least one left."""
+    """Raises ValueError unless so many documents can be held out and at least one is left."""
     if not 0 <= heldout < max(count, 1):
         raise ValueError(f"{heldout} of {count} documents cannot be held out: 0..{max(count, 1) - 1} can")

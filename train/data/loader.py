@@ -1,4 +1,4 @@
-"""Batches of windows from documents on disk, shuffled anew in every epoch. Shapes: B windows of T tokens."""
+"""Batches of windows of documents, shuffled again in every epoch. Shapes: B windows of T tokens."""
 
 from typing import TypedDict
 
@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Int32
 
 from train.data.documents import Documents
 
-# Threads that read whole batches, and batches that they read ahead.
+# Threads that read whole batches, and how many batches they read ahead.
 THREADS, AHEAD = 4, 8
 
 
@@ -16,8 +16,8 @@ class Window(TypedDict):
     """A window, or with a leading axis a batch of them.
 
     Attributes:
-        tokens: Token ids; 0 behind a document's end.
-        learn: Which of them are to be learnt; none behind a document's end.
+        tokens: Token ids; 0 after a document's end.
+        learn: Which of them are to be learnt; none after a document's end.
     """
 
     tokens: Int32[np.ndarray, "*B T"]
@@ -25,22 +25,22 @@ class Window(TypedDict):
 
 
 class Windows:
-    """Documents cut into consecutive windows of one length, by index: a source for grain.
+    """Documents cut into consecutive windows of one length, as a source for grain.
 
-    A document of 10 tokens in windows of 4, of which the last is filled up::
+    A document of 10 tokens in windows of 4; the last is padded::
 
         a b c d | e f g h | i j . .
 
-    A window's first token cannot be predicted in it, so a window with no token to be learnt behind its first
+    A window's first token cannot be predicted in it, so a window with no token to be learnt after its first
     is left out.
 
     Attributes:
-        documents: Where they come from.
-        window: Their length.
+        documents: The documents.
+        window: Tokens of a window.
     """
 
     def __init__(self, documents: Documents, window: int):
-        """Makes the index, from what the manifest says.
+        """Makes the index from the lengths and spans of the documents.
 
         Raises:
             ValueError: The window is shorter than 2, or there are no documents or none with tokens to learn.
@@ -54,7 +54,7 @@ class Windows:
         if not len(self._document):
             raise ValueError(
                 f"{documents.folder}: no window of {window} tokens of its {documents.split} documents has a "
-                "token to be learnt behind its first"
+                "token to be learnt after its first"
             )
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Windows:
 def index_windows(
     lengths: Int[np.ndarray, "n"], spans: Int[np.ndarray, "m 3"], window: int
 ) -> tuple[Int[np.ndarray, "w"], Int[np.ndarray, "w"]]:
-    """The windows that have something to learn: their documents, and where in those they begin."""
+    """The windows that have something to learn: their documents, and their first tokens in those."""
     counts = -(-lengths // window)
     first = np.cumsum(counts) - counts
     document, start, stop = spans.T
@@ -89,7 +89,7 @@ def index_windows(
     reach = (stop - 1) // window - start // window + 1
     nth = np.arange(reach.sum()) - np.repeat(np.cumsum(reach) - reach, reach)
     number = np.repeat(start // window, reach) + nth
-    # What it has there, behind the window's first token.
+    # The part of the span in the window, without the window's first token.
     begin = np.maximum(np.repeat(start, reach), number * window + 1)
     end = np.minimum(np.repeat(stop, reach), (number + 1) * window)
     useful = np.zeros(int(counts.sum()), bool)
@@ -108,19 +108,18 @@ def batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> "grain.DatasetIterator[Window]":
-    """Batches without end. All windows are used once in an epoch, in an order that only the seed decides.
+    """Endless batches. An epoch uses every window once, in an order that depends on the seed alone.
 
-    The windows of all epochs are one sequence, cut into global batches; a process takes its own rows of each,
-    so that the parts of all processes, one below the other, are the batch of a single process. The position
-    is ``get_state()``, which fits into JSON, and ``set_state()`` goes there. Reading threads end with
-    ``close()`` or with the iterator.
+    The windows of all epochs form one sequence, cut into global batches. A process takes its own rows of
+    each, so the stacked parts of all processes are the batch of a single process. ``get_state()`` gives the
+    position, which fits into JSON, and ``set_state()`` restores it. ``close()`` ends the reading threads.
 
     Args:
-        documents: What to read.
+        documents: The documents.
         window: Tokens of a window.
         batch: Windows per batch of this process.
-        seed: Of the order.
-        process_index: Which process this is.
+        seed: Seed of the order.
+        process_index: The index of this process.
         process_count: How many processes read.
 
     Raises:
@@ -142,8 +141,8 @@ def batches(
             "learn": np.stack([row["learn"] for row in rows]),
         }
 
-    # Indices are shuffled and batched, and windows read only after that: a process reads none but its own.
+    # Indices are shuffled and batched before windows are read, so a process reads only its own rows.
     order = grain.MapDataset.range(len(windows)).shuffle(seed=seed).repeat()
-    # The sequence has no end, so there is no remainder to keep.
+    # The sequence is endless, so there is no remainder.
     dataset = order.batch(batch * process_count, drop_remainder=True).map(read)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)))

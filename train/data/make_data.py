@@ -1,4 +1,4 @@
-"""A folder of documents from prompts or conversations: what ``python -m train data`` does."""
+"""Makes a folder of documents from prompts or conversations, for ``python -m train data``."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.loading import (
-    HUB_PATTERNS,
-    load_draft_head,
-    load_target,
-    load_tokenizer,
-    read_draft_head_config,
-    read_target_config,
-    resolve,
-    resolve_dtype,
-)
+from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.loading import read_draft_head, read_target
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -32,24 +26,24 @@ from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.loop.stages import Deadline
 
-# Of a hub id: all but the weights, which wait until the prompts are known to be good.
+# All files of a hub id but the weights, which are fetched after the prompts were checked.
 TOKENIZER_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a folder of documents holds.
+    """A summary of a folder of documents.
 
     Attributes:
-        folder: Where it is.
-        documents: How many, those held out included.
-        heldout: How many of them are held out.
-        duplicates: How many have the prompt, or in mode corpus the text, of an earlier one.
-        tokens: Of all documents.
-        learn_tokens: Those of them that are to be learnt.
+        folder: The folder.
+        documents: Number of documents, the held-out ones included.
+        heldout: Number of held-out documents.
+        duplicates: Documents that repeat the prompt, or in mode corpus the text, of an earlier one.
+        tokens: Tokens of all documents.
+        learn_tokens: Tokens to be learnt.
         ended: Documents that end with an end-of-sequence token; None where nothing was generated.
         skipped: Prompts that were dropped because they are too long.
-        was_finished: Nothing was left to do.
+        was_finished: Whether the folder was complete before.
     """
 
     folder: Path
@@ -87,37 +81,37 @@ def make_data(
     ignore_config_keys: Collection[str] = (),
     deadline: Deadline | None = None,
 ) -> Made:
-    """Makes a folder of documents, or goes on with one; a finished one is left alone.
+    """Makes or completes a folder of documents; a finished one is left alone.
 
-    All prompts are read and checked before the target's weights are.
+    All prompts are read and checked before the target's weights are loaded.
 
     Args:
         target: A folder, a hub id, or "demo": the embedded target.
         prompts: A JSONL file or a data set, see `train.data.prompts`.
         out: The folder of documents.
-        mode: "regenerate": the target answers or continues each prompt. "corpus": the texts as they are.
-        draft_head: Makes regeneration faster and changes nothing: a folder, a hub id, or "demo".
-        budget: Of the draft head's trees.
-        temperature: Of the sampling; 0 is greedy.
-        top_p: Of the sampling.
-        top_k: Of the sampling.
+        mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are.
+        draft_head: A folder, a hub id, or "demo"; it makes regeneration faster and changes no output.
+        budget: Nodes of the draft head's trees.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Probability that the sampled tokens share; None is no limit.
+        top_k: How many likeliest tokens are sampled from; None is no limit.
         max_tokens: Most tokens of a continuation; fewer where the target's context ends.
-        seed: Of the sampling; every document has its own that follows from it.
-        heldout: About how many documents are kept for validation, with all that have the same prompt (in mode
-            corpus, the same text); None is an eighth, at most 64.
-        need_heldout: Refuse prompts of which none would be held out.
-        shard_documents: Documents of a shard, which is written at a time.
+        seed: Seed of the sampling, from which each document's own seed follows.
+        heldout: About how many documents are kept for validation; those with the same prompt (in mode corpus,
+            the same text) go together. None is an eighth, at most 64.
+        need_heldout: Whether to refuse prompts of which none would be held out.
+        shard_documents: Most documents of a shard.
         slots: Documents generated at a time.
-        dtype: Of the target.
-        limit: Take only the first so many prompts.
-        skip_too_long: Drop what does not fit the target's context instead of refusing it.
+        dtype: The target's dtype.
+        limit: How many prompts to take; None is all.
+        skip_too_long: Drop prompts that do not fit the target's context instead of refusing them.
         template_arguments: Passed to the chat template.
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
-        deadline: No shard is begun behind it.
+        deadline: No shard is begun after it.
 
     Raises:
-        OutOfTime: The deadline passed; the same call goes on.
-        FileNotFoundError: Target, draft head or prompts are not to be had.
+        OutOfTime: The deadline passed; the same call resumes.
+        FileNotFoundError: Target, draft head or prompts cannot be found.
         ValueError: A setting or a prompt is not valid, or the folder was begun with other settings.
         DeviceMemoryError: The device cannot hold the models with so many slots.
     """
@@ -128,23 +122,24 @@ def make_data(
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
     deadline = Deadline() if deadline is None else deadline
-    path = DEMO_TARGET if target == "demo" else target
-    head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
-    ignored = {"ignore_config_keys": ignore_config_keys}
-    config = read_target_config(path, **ignored)
-    resolved = resolve_dtype(dtype)
-    tree = PLAIN if head_path is None else TreeSettings(budget=budget)
-    if head_path is not None:
-        head_config = read_draft_head_config(head_path, **ignored)
-        check_head_fits(head_config, config)
-        tree.check(config, head_config.depth)
+    source = Source(DEMO_TARGET if target == "demo" else target, dtype, ignore_config_keys)
+    head_source = None
+    if draft_head is not None:
+        head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
+        head_source = Source(head_path, dtype, ignore_config_keys)
+    config, resolved = source.target_config, source.weights_dtype
+    tree = PLAIN
+    if head_source is not None:
+        check_head_fits(head_source.head_config, config)
+        tree = TreeSettings(budget=budget)
+        tree.check(config, head_source.head_config.depth)
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
-    encoder = _encoder(path, template_arguments or {})
+    encoder = _encoder(source, template_arguments or {})
     entries = read_entries(prompts, limit)
-    source = Path(prompts).name if Path(prompts).is_file() else str(prompts)
-    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": source}
+    prompts_name = Path(prompts).name if Path(prompts).is_file() else str(prompts)
+    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": prompts_name}
 
     if mode == CORPUS:
         documents, skipped = _documents(encoder, entries, config, skip_too_long)
@@ -154,11 +149,11 @@ def make_data(
             out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
         )
     else:
-        asked, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
-        keys = [np.asarray(tokens, np.int32).tobytes() for tokens in asked.tokens]
+        requests, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
+        keys = [np.asarray(tokens, np.int32).tobytes() for tokens in requests.tokens]
         held = _held(keys, heldout, need_heldout)
         settings = regeneration_settings(
-            asked,
+            requests,
             **common,
             dtype=str(resolved),
             seed=(seed,),
@@ -169,31 +164,30 @@ def make_data(
         finished = not writer.missing
         if not finished:
             deadline.check(writer.progress)
-            loaded, head = load_target(path, dtype=dtype, **ignored), None
-            if head_path is not None:
-                head = load_draft_head(head_path, dtype=dtype, target=loaded, **ignored)
-            regenerate(writer, loaded, asked, head=head, tree=tree, slots=slots, deadline=deadline)
+            loaded = read_target(source)
+            head = None if head_source is None else read_draft_head(head_source, loaded)
+            regenerate(writer, loaded, requests, head=head, tree=tree, slots=slots, deadline=deadline)
     return _made(out, len(keys) - len(set(keys)), skipped, finished)
 
 
 def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
-    """Which documents are held out; the default is as many as make sense."""
+    """Indices of the held-out documents."""
     if need and len(set(keys)) < 2:
         raise ValueError("at least 2 different prompts are needed, one of them to measure the head on")
-    asked = default_heldout(len(keys)) if heldout is None else heldout
-    if need and not asked:
+    count = default_heldout(len(keys)) if heldout is None else heldout
+    if need and not count:
         raise ValueError("at least 1 document must be held out, to measure the head on, not 0")
-    return hold_out(keys, asked)
+    return hold_out(keys, count)
 
 
 def name_of(target: str | Path) -> str:
-    """What a manifest calls a target: its hub id, or its folder's name."""
+    """The target's name in a manifest: its hub id, or its folder's name."""
     folder = Path(target).expanduser()
     return folder.resolve().name if target != "demo" and folder.is_dir() else str(target)
 
 
-def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder:
-    folder = resolve(path, TOKENIZER_PATTERNS)
+def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
+    folder = resolve(source.path_or_id, TOKENIZER_PATTERNS)
     end_ids = read_eos_token_ids(folder)
     return Encoder(load_tokenizer(folder), end_ids, template_arguments)
 
@@ -201,7 +195,7 @@ def _encoder(path: str | Path, template_arguments: Mapping[str, Any]) -> Encoder
 def _prompts(
     encoder: Encoder, entries: list[Entry], config: ModelConfig, sampling: SamplingParams, skip: bool
 ) -> tuple[Prompts, int]:
-    """The prompts with their sampling, and how many were dropped."""
+    """The prompts with their sampling settings, and how many were dropped."""
     context, tokens, params = config.max_position_embeddings, [], []
     for entry in _bar(entries):
         ids = encoder.prompt(entry)
@@ -240,7 +234,7 @@ def _bar(entries: list[Entry]) -> "tqdm[Entry]":
 
 def _made(folder: Path, duplicates: int, skipped: int, was_finished: bool) -> Made:
     manifest = DocumentsManifest.read(folder)
-    found = (Shard.read(folder, plan) for plan in manifest.plans())
+    found = (Shard.read(folder, planned) for planned in manifest.planned())
     shards = [shard for shard in found if shard is not None]
     ended = [shard.ended for shard in shards if shard.ended is not None]
     return Made(

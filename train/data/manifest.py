@@ -1,7 +1,7 @@
-"""The manifest of a folder of documents: what it is made with, which are held out, and what its shards hold.
+"""The manifest of a folder of documents: its settings, its held-out documents, and its shards.
 
-Settings and held-out documents stand in ``documents.json``. Each shard has a JSON file beside it, written
-after it: the shard is finished when that is there.
+``documents.json`` holds the settings and the held-out documents. Each shard has a JSON file beside it, which
+is written after the shard: its presence says that the shard is finished.
 """
 
 import json
@@ -14,30 +14,30 @@ import numpy as np
 from jaxtyping import Int
 
 from jetspec_jax.checkpoint.files import write_text
-from train.data.corpus import HELDOUT, TRAIN
 from train.data.holdout import check_heldout, evenly_spaced
 
 FORMAT, VERSION = "jetspec-documents", 1
 MANIFEST = "documents.json"
+TRAIN, HELDOUT = "train", "heldout"
 REGENERATE, CORPUS = MODES = ("regenerate", "corpus")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a folder is made with: all that its documents depend on.
+class DocumentsSettings:
+    """All settings that the documents of a folder depend on.
 
     Attributes:
         mode: "regenerate" or "corpus".
         target: The target's name; its folder's name where it is local.
-        vocab_size: The target's; all token ids are below it.
-        dtype: What the target computed in; None where it computed nothing.
-        temperatures: Those that occur.
-        sampling: The other sampling settings: the values that occur.
-        seed: Of the sampling.
-        source: Where the prompts come from.
-        sha256: Of all prompts with their parameters, or of all documents.
-        count: How many documents.
-        heldout: How many of them are not for training.
+        vocab_size: The target's vocabulary size; all token ids are below it.
+        dtype: The target's dtype; None where it generated nothing.
+        temperatures: All sampling temperatures that occur.
+        sampling: The values of the other sampling settings that occur.
+        seed: Seed of the sampling.
+        source: Origin of the prompts.
+        sha256: Hash of all prompts with their sampling settings, or of all documents.
+        count: Number of documents.
+        heldout: Number of held-out documents.
         shard_documents: Most documents of a shard.
     """
 
@@ -63,12 +63,12 @@ class Settings:
             raise ValueError(f"a shard needs at least one document, not {self.shard_documents}")
 
     def plain(self) -> dict[str, Any]:
-        """The settings as JSON has them."""
+        """The settings as JSON reads them back."""
         return json.loads(json.dumps(asdict(self)))
 
 
-class ShardPlan(NamedTuple):
-    """A shard that is to be: its split, its file's name, and the documents' indices."""
+class PlannedShard(NamedTuple):
+    """A shard of a folder, finished or not: its split, its file's name, and its documents' indices."""
 
     split: str
     file: str
@@ -77,15 +77,15 @@ class ShardPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished file of documents, as the JSON file beside it describes it.
+    """A finished shard, as the JSON file beside it describes it.
 
     Attributes:
         split: "train" or "heldout".
-        file: Its name.
+        file: Its file's name.
         bytes: Its size.
-        documents: How many it holds.
-        tokens: Of all of them.
-        learn_tokens: Those of them that are to be learnt.
+        documents: Number of documents.
+        tokens: Tokens of all documents.
+        learn_tokens: Tokens to be learnt.
         ended: Documents that end with an end-of-sequence token; None where nothing was generated.
         index: For each document its length and the ``[start, stop]`` runs of tokens to be learnt.
     """
@@ -100,22 +100,22 @@ class Shard:
     index: list[tuple[int, list[list[int]]]]
 
     @classmethod
-    def read(cls, folder: Path, plan: ShardPlan) -> "Shard | None":
-        """What a folder has of a planned shard, which itself is not read; None if it is not finished.
+    def read(cls, folder: Path, planned: PlannedShard) -> "Shard | None":
+        """Reads the description of a shard; None if the shard is not finished.
 
         Raises:
-            ValueError: The shard is missing or not as long as it was, or its description is damaged.
+            ValueError: The shard is missing or has another size, or its description is damaged.
         """
-        path, described = folder / plan.file, description(folder, plan.file)
+        path, described = folder / planned.file, description(folder, planned.file)
         if not described.is_file():
             return None
         try:
             raw = json.loads(described.read_text(encoding="utf-8"))
             shard = cls(**{**raw, "index": [(int(length), spans) for length, spans in raw["index"]]})
-            if (shard.split, shard.file) != (plan.split, plan.file):
+            if (shard.split, shard.file) != (planned.split, planned.file):
                 raise ValueError(f"it describes {shard.file}")
-            if not shard.documents == len(shard.index) == len(plan.indices):
-                raise ValueError(f"{len(shard.index)} documents instead of {len(plan.indices)}")
+            if not shard.documents == len(shard.index) == len(planned.indices):
+                raise ValueError(f"{len(shard.index)} documents instead of {len(planned.indices)}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{described} is damaged: {type(error).__name__}: {error}") from error
         size = path.stat().st_size if path.is_file() else None
@@ -125,29 +125,29 @@ class Shard:
         return shard
 
     def write(self, folder: Path) -> None:
-        """Writes the description, which says that the shard is finished."""
+        """Writes the description, which marks the shard as finished."""
         write_text(description(folder, self.file), json.dumps(vars(self)) + "\n")
 
 
 def description(folder: Path, file: str) -> Path:
-    """The JSON file that belongs to a shard."""
+    """The JSON file that describes a shard."""
     return (folder / file).with_suffix(".json")
 
 
 @dataclass(frozen=True)
 class DocumentsManifest:
-    """What ``documents.json`` says; it is written once, before the first shard.
+    """The content of ``documents.json``, which is written once, before the first shard.
 
     Attributes:
-        settings: What the folder is made with.
-        held: Indices of the documents that are held out, in order.
+        settings: The settings of the documents.
+        held: Indices of the held-out documents, in order.
     """
 
-    settings: Settings
+    settings: DocumentsSettings
     held: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Checks that the held-out documents are so many, in order and there."""
+        """Checks number, range and order of the held-out documents."""
         held, settings = self.held, self.settings
         if len(held) != settings.heldout:
             raise ValueError(f"{len(held)} documents are listed as held out instead of {settings.heldout}")
@@ -155,8 +155,8 @@ class DocumentsManifest:
             raise ValueError(f"the held-out documents are not indices in 0..{settings.count - 1} in order")
 
     @classmethod
-    def of(cls, settings: Settings, held: Sequence[int] | None) -> "DocumentsManifest":
-        """A folder's that is to be; None holds out evenly spaced documents."""
+    def of(cls, settings: DocumentsSettings, held: Sequence[int] | None) -> "DocumentsManifest":
+        """The manifest of a new folder; None holds out evenly spaced documents."""
         if held is None:
             held = evenly_spaced(settings.count, settings.heldout)
         return cls(settings, tuple(held))
@@ -167,7 +167,7 @@ class DocumentsManifest:
 
         Raises:
             FileNotFoundError: The folder has none.
-            ValueError: It is of another version or damaged.
+            ValueError: It has another version or is damaged.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -184,7 +184,7 @@ class DocumentsManifest:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in raw["settings"].items()
             }
-            return cls(Settings(**settings), tuple(map(int, raw["held"])))
+            return cls(DocumentsSettings(**settings), tuple(map(int, raw["held"])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -198,17 +198,17 @@ class DocumentsManifest:
         held = np.array(self.held, np.int64)
         return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
 
-    def plans(self) -> list[ShardPlan]:
+    def planned(self) -> list[PlannedShard]:
         """All shards of the folder, in order."""
-        plans, most = [], self.settings.shard_documents
+        planned, most = [], self.settings.shard_documents
         for split, indices in self.split().items():
             for number, start in enumerate(range(0, len(indices), most)):
                 part = indices[start : start + most].tolist()
-                plans.append(ShardPlan(split, f"{split}-{number:05d}.array_record", part))
-        return plans
+                planned.append(PlannedShard(split, f"{split}-{number:05d}.array_record", part))
+        return planned
 
     def refuse_other(self, folder: Path, mine: "DocumentsManifest") -> None:
-        """Raises ValueError listing the settings in which a folder differs from mine."""
+        """Raises ValueError that lists the settings in which this folder's manifest differs from ``mine``."""
         theirs, ours = self.settings.plain(), mine.settings.plain()
         differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
         if not differing and self.held != mine.held:

@@ -1,6 +1,6 @@
-"""Prompts and conversations as they are read from JSONL files or data sets.
+"""Reads prompts and conversations from JSONL files or data sets.
 
-An entry holds, under the first of these keys that it has:
+An entry is read from the first of these keys that it has:
 
 * ``messages``: a conversation, a list of objects with ``role`` and ``content``;
 * ``text``: a text;
@@ -25,10 +25,10 @@ DATASET_NAME = re.compile(r"(?P<path>[\w.-]+(/[\w.-]+)?)(/(?P<config>[\w.-]+))?(
 
 @dataclass(frozen=True)
 class Entry:
-    """A prompt, a text or a conversation as it was read.
+    """A prompt, a text or a conversation.
 
     Attributes:
-        where: File and line, or data set and row, for messages about it.
+        where: File and line, or data set and row, for error messages.
         kind: "messages", "text" or "prompt".
         value: The messages, or the text.
     """
@@ -44,11 +44,11 @@ def read_entries(source: str | Path, limit: int | None = None) -> list[Entry]:
     Args:
         source: A file, or a data set as "owner/name", "owner/name:split" or "owner/name/config:split"; the
             split is "train" unless another is named.
-        limit: Read no further than so many.
+        limit: How many entries to read; None is all.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
-        ValueError: A line is not an entry (file, line, and what is wrong with it), or there are none.
+        ValueError: A line is not an entry, which the message explains with file and line, or there are none.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 entry, not {limit}")
@@ -60,13 +60,13 @@ def read_entries(source: str | Path, limit: int | None = None) -> list[Entry]:
 
 
 def load_rows(path: str, config: str | None = None, *, split: str, files: Sequence[str] = ()) -> Any:
-    """The rows of a data set, by the library ``datasets``.
+    """Loads the rows of a data set with the library ``datasets``.
 
     Args:
         path: "owner/name" on the Hugging Face hub, or a format such as "json" for ``files``.
-        config: Which of the data sets of that name.
-        split: Which part of it.
-        files: What the split is made of, where ``path`` is a format.
+        config: The configuration of the data set, where it has several.
+        split: The part of it.
+        files: The split's files, where ``path`` is a format.
 
     Raises:
         FileNotFoundError: They cannot be loaded.
@@ -79,7 +79,7 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
     named = {"data_files": {split: list(files)}} if files else {}
     try:
         return datasets.load_dataset(path, config, split=split, streaming=False, **named)
-    except Exception as error:  # the library lets the errors of many others through
+    except Exception as error:  # the library raises errors of many others
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"the data set {files[0] if files else path} cannot be loaded: {type(error).__name__}: {reason}"
@@ -87,7 +87,7 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    # Not split as text: some characters that JSON allows within a string end a line of text.
+    # Split as bytes: JSON strings may hold characters that end a line of text.
     lines = path.read_bytes().split(b"\n")
     if lines[-1] == b"":
         lines.pop()

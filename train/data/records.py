@@ -5,7 +5,7 @@ The encoding, version 1, little-endian::
     uint32  version of the encoding, 1
     uint32  n, the number of tokens
     int32   n token ids
-    uint8   ceil(n / 8) bytes of bits, the first token's lowest: whether a token is to be learnt
+    uint8   ceil(n / 8) bytes with a bit per token, the lowest bit first: whether it is to be learnt
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class Document(NamedTuple):
     """A text as token ids.
 
     Attributes:
-        tokens: All of it.
-        learn: Which of its tokens the assistant wrote: what a head learns to draft.
+        tokens: The token ids.
+        learn: Which tokens are to be learnt: those that the assistant or the target wrote.
     """
 
     tokens: Int32[np.ndarray, "n"]

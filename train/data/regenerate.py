@@ -1,4 +1,4 @@
-"""Text written by the target: the batched engine continues prompts, into a folder of documents."""
+"""Lets a target continue prompts and writes the results as a folder of documents."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ from jetspec_jax.engine.request import Request, TokenIds, check_request
 from jetspec_jax.generate import slots_for
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
-from train.data.manifest import REGENERATE, Settings, ShardPlan
+from train.data.manifest import REGENERATE, DocumentsSettings, PlannedShard
 from train.data.records import Document
 from train.loop.stages import Deadline
 
-# What a document depends on, besides the target, its prompt and its seed.
+# The sampling settings that a document depends on, besides its seed.
 SAMPLED_BY = (
     "temperature",
     "top_k",
@@ -34,11 +34,11 @@ SAMPLED_BY = (
 
 
 class Prompts(NamedTuple):
-    """What to continue, and how.
+    """Prompts to continue, and how.
 
     Attributes:
         tokens: Token ids of each prompt.
-        params: Each prompt's sampling; its seed is not used, see `document_seed`.
+        params: Sampling settings of each prompt; `document_seed` replaces the seed.
     """
 
     tokens: Sequence[TokenIds]
@@ -46,7 +46,7 @@ class Prompts(NamedTuple):
 
 
 def document_seed(seed: Sequence[int], index: int) -> int:
-    """The seed of one document's sampling: it depends on nothing else, so shards and slots do not matter."""
+    """The sampling seed of a document, which does not depend on shards and slots."""
     return int(np.random.SeedSequence([*seed, index]).generate_state(1, np.uint64)[0])
 
 
@@ -60,17 +60,17 @@ def regeneration_settings(
     source: str,
     heldout: int,
     shard_documents: int,
-) -> Settings:
-    """What a folder of regenerated documents is made with.
+) -> DocumentsSettings:
+    """The settings of a folder of regenerated documents.
 
     Args:
-        prompts: All of them.
+        prompts: All prompts.
         target: The target's name.
-        vocab_size: The target's.
-        dtype: What it computes in.
-        seed: Numbers of at least 0.
-        source: Where the prompts come from.
-        heldout: How many documents are not for training.
+        vocab_size: The target's vocabulary size.
+        dtype: The target's dtype.
+        seed: Seed of the sampling: numbers of at least 0.
+        source: Origin of the prompts.
+        heldout: Number of held-out documents.
         shard_documents: Most documents of a shard.
 
     Raises:
@@ -86,13 +86,13 @@ def regeneration_settings(
         for name, value in own.items():
             seen[name][value] = None
     lengths = [int(value) for value in seen.pop("max_tokens")]
-    return Settings(
+    return DocumentsSettings(
         mode=REGENERATE,
         target=target,
         vocab_size=vocab_size,
         dtype=dtype,
         temperatures=tuple(sorted(seen.pop("temperature"))),
-        # Of the lengths, which may be as many as the prompts, the least and the most.
+        # Lengths may be as many as the prompts: only the least and the most are kept.
         sampling={
             "max_tokens": [min(lengths, default=0), max(lengths, default=0)],
             **{name: list(values) for name, values in seen.items()},
@@ -116,22 +116,22 @@ def regenerate(
     slots: int,
     deadline: Deadline,
 ) -> None:
-    """Writes the shards that are missing: each document is a prompt and the target's continuation of it.
+    """Writes the missing shards: each document is a prompt and the target's continuation of it.
 
     A continuation keeps the end-of-sequence token that ended it, and all its tokens are to be learnt.
 
     Args:
         writer: The folder; its settings are those of these prompts.
-        target: Who writes.
-        prompts: What to continue.
-        head: A draft head, which makes it faster and changes nothing.
-        tree: The head's trees.
-        slots: Documents written at a time.
-        deadline: Checked before a shard is begun; what was begun is finished.
+        target: The target.
+        prompts: The prompts to continue.
+        head: A draft head, which makes it faster and changes no output.
+        tree: Settings of the head's trees.
+        slots: Documents generated at a time.
+        deadline: Checked before a shard is begun; shards that were begun are finished.
 
     Raises:
-        OutOfTime: The deadline passed; calling again writes the others.
-        ValueError: A request cannot be served; nothing has been written then.
+        OutOfTime: The deadline passed; call again to resume.
+        ValueError: A request cannot be served; nothing is written then.
         DeviceMemoryError: The device cannot hold so many slots.
     """
     todo, seed = deque(writer.missing), writer.settings.seed
@@ -146,12 +146,11 @@ def regenerate(
         for tokens, params in zip(prompts.tokens, prompts.params, strict=True)
     ]
     engine = Engine(
-        replace(target, tokenizer=None),  # only ids are wanted
+        replace(target, tokenizer=None),  # only ids are needed
         head,
         tree,
         slots=slots_for(count, slots),
-        # Of all documents, not of those left, so that a run that goes on computes in the same shapes; and no
-        # longer, so that attention does not walk pages that stay empty.
+        # The longest of all documents, finished ones included: a resumed run has the same shapes.
         capacity=max(lengths),
     )
 
@@ -159,27 +158,27 @@ def regenerate(
         params = replace(prompts.params[index], seed=document_seed(seed, index))
         return engine.submit(prompts.tokens[index], params)
 
-    begun: list[tuple[ShardPlan, list[Request]]] = []
-    done = count - sum(len(plan.indices) for plan in todo)
+    begun: list[tuple[PlannedShard, list[Request]]] = []
+    done = count - sum(len(planned.indices) for planned in todo)
     with tqdm(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
         while todo or begun:
-            # The next shard begins while the last documents of this one are written: no slot is idle.
+            # The next shard begins before this one is finished, so that no slot is idle.
             while todo and sum(map(_unfinished, begun)) < engine.size.slots and not deadline.passed():
-                plan = todo.popleft()
-                begun.append((plan, [submit(index) for index in plan.indices]))
+                planned = todo.popleft()
+                begun.append((planned, [submit(index) for index in planned.indices]))
             if not begun:
                 deadline.stop(writer.progress)
             engine.step()
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
-            for plan, requests in finished:
+            for planned, requests in finished:
                 ended = sum(request.output.finish_reason == "stop" for request in requests)
-                writer.write(plan, [_document(request) for request in requests], ended)
+                writer.write(planned, [_document(request) for request in requests], ended)
                 done += len(requests)
             bar.update(done + sum(len(s[1]) - _unfinished(s) for s in begun) - bar.n)
 
 
-def _unfinished(shard: tuple[ShardPlan, list[Request]]) -> int:
+def _unfinished(shard: tuple[PlannedShard, list[Request]]) -> int:
     return sum(request.output.finish_reason is None for request in shard[1])
 
 

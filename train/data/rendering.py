@@ -1,4 +1,4 @@
-"""Entries as token ids of a target, in the form of its tokenizer and chat template. Shapes: T tokens."""
+"""Encodes entries with a target's tokenizer and chat template. Shapes: T tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ from jetspec_jax.checkpoint.chat_template import check_template_arguments, rende
 from train.data.prompts import MESSAGES, PROMPT, TEXT, Entry
 from train.data.records import Document
 
-# The marks that some templates put around what the assistant says.
+# Marks that some templates put around the assistant's text.
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns entries into token ids, in the form of a target's tokenizer and chat template.
+    """Turns entries into token ids with a target's tokenizer and chat template.
 
     Attributes:
-        tokenizer: The target's, a transformers tokenizer.
-        end_ids: Tokens that end a sequence, besides those that the tokenizer calls special.
-        template_arguments: Passed to the chat template, for instance ``enable_thinking``.
+        tokenizer: The target's transformers tokenizer.
+        end_ids: Tokens that end a sequence, besides the tokenizer's special ones.
+        template_arguments: Arguments of the chat template, for instance ``enable_thinking``.
     """
 
     tokenizer: Any
@@ -31,19 +31,18 @@ class Encoder:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if there is no tokenizer, or an argument is not for the template."""
+        """Raises ValueError if there is no tokenizer, or an argument is not one of the template."""
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer, so it cannot read prompts")
         check_template_arguments(self.template_arguments)
 
     def prompt(self, entry: Entry) -> Int32[np.ndarray, "T"]:
-        """What the target is to continue.
+        """The tokens that the target continues.
 
-        Of a conversation that ends with an assistant message: all before that message. A text or prompt is
-        continued as it is.
+        A conversation loses its last message if that is the assistant's. A text or prompt is kept as it is.
 
         Raises:
-            ValueError: Nothing is left to answer, or the chat template refuses the conversation.
+            ValueError: No message is left to answer, or the chat template refuses the conversation.
         """
         if entry.kind != MESSAGES:
             return self._text(entry)
@@ -60,13 +59,13 @@ class Encoder:
         return np.asarray(ids, np.int32)
 
     def document(self, entry: Entry) -> Document:
-        """The text as it is, with marks on what the assistant wrote.
+        """The whole text, with the tokens to learn marked.
 
         In a conversation those are the answers and the tokens that end their turns; in a text, all tokens but
         the first.
 
         Raises:
-            ValueError: No token would be marked, or the chat template hides which ones should be.
+            ValueError: No token would be marked, or the chat template does not show which ones to mark.
         """
         if entry.kind == PROMPT:
             raise ValueError(
@@ -118,7 +117,7 @@ class Encoder:
     def _prefix(
         self, entry: Entry, number: int, part: str, whole: str, tokens: Int32[np.ndarray, "T"]
     ) -> int:
-        """How many of the conversation's tokens a rendered beginning of it makes up."""
+        """How many of the conversation's tokens its rendered beginning ``part`` has."""
         if not whole.startswith(part):
             raise ValueError(
                 f"{entry.where}: the chat template writes message {number} otherwise once others follow, or "
@@ -135,7 +134,7 @@ class Encoder:
         return len(ids)
 
     def _turn_end(self, tokens: Int32[np.ndarray, "T"], begin: int, end: int) -> int:
-        """Where an answer ends: behind its end-of-turn token, if only white space follows that."""
+        """Where an answer ends: after its end-of-turn token, if only white space follows that."""
         added = self.tokenizer.added_tokens_decoder
         special = {*self.end_ids, *(token for token, entry in added.items() if entry.special)}
         last = next((i for i in range(end - 1, begin - 1, -1) if int(tokens[i]) in special), None)
@@ -157,5 +156,5 @@ class Encoder:
         return render_chat(self.tokenizer, messages, self.template_arguments, where=entry.where, **settings)
 
     def _ids(self, text: str) -> Int32[np.ndarray, "T"]:
-        """Token ids of a rendered text, which has its special tokens already."""
+        """Token ids of a rendered text, which already has its special tokens."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -1,7 +1,7 @@
-"""The demo's recipe from the corpus to the finished pair, stage by stage.
+"""``python -m train demo`` and ``manifest``: the demo pair from its corpus, stage by stage.
 
 The work folder holds ``tokenizer/``, ``tokens/``, ``target/`` and ``head/`` (checkpoints and logs),
-``regenerated/``, and at the end ``demo/``: the pair as it is shipped.
+``regenerated/``, and at the end ``demo/`` with the finished pair.
 """
 
 import argparse
@@ -18,26 +18,25 @@ import numpy as np
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import load_draft_head, load_target
 from jetspec_jax.config import parse_model_config
-from train.data.continuations import continue_corpus, cut_splits
-from train.data.corpus import (
+from train.data.manifest import TRAIN
+from train.demo.continuations import continue_corpus, cut_splits
+from train.demo.corpus import (
     LIBRARY,
     ORIGIN,
-    TRAIN,
     VALIDATION,
     VERSION,
-    Manifest,
-    Source,
+    CorpusFile,
+    CorpusManifest,
     build_manifest,
-    load_documents,
     own_library,
+    read_corpus,
 )
-from train.data.tokenizer import Tokenizer
-from train.data.tokens import encode_split, save_array
-from train.demo import layout
 from train.demo.evaluate import evaluate, prompt_texts
-from train.demo.recipes import DEMO, Recipe
+from train.demo.recipes import DEMO, PairRecipe
 from train.demo.report import render
-from train.demo.target import train_target
+from train.demo.target import target_json, train_target, write_target
+from train.demo.tokenizer import Tokenizer
+from train.demo.tokens import encode_split, save_array
 from train.demo.unlikelihood import polish
 from train.head.training import train_head
 from train.loop.stages import Deadline, claim, fresh, run_stages
@@ -76,24 +75,24 @@ def _manifest(arguments: argparse.Namespace) -> int:
 
 
 def make_pair(
-    recipe: Recipe,
+    recipe: PairRecipe,
     work: Path,
     corpus: Path,
     *,
     minutes: float | None = None,
     finished_target: Path | None = None,
 ) -> None:
-    """Runs what is not done of a recipe.
+    """Runs the stages of a recipe that are not done.
 
     Args:
-        recipe: What to make.
-        work: Everything made goes here.
+        recipe: The recipe.
+        work: The folder for everything that is made.
         corpus: The standard library's folder.
-        minutes: Stop, after saving, when this much time has passed.
-        finished_target: A target of this recipe, with its tokenizer, that is kept: only its head is made.
+        minutes: Time after which the run saves and stops.
+        finished_target: A finished target of this recipe, with its tokenizer, whose head is made.
 
     Raises:
-        OutOfTime: The limit was reached; the same call goes on.
+        OutOfTime: The limit was reached; the same call resumes.
         ValueError: The corpus is not the recipe's, or the folder is another recipe's.
     """
     claim(work, {**asdict(recipe), "finished_target": finished_target and str(finished_target)})
@@ -110,22 +109,22 @@ def make_pair(
 
 
 class _Pair:
-    """The stages, and what they share, which is read when it is first needed."""
+    """The stages, and what they share, which is loaded on first use."""
 
     def __init__(
-        self, recipe: Recipe, work: Path, corpus: Path, deadline: Deadline, finished_target: Path | None
+        self, recipe: PairRecipe, work: Path, corpus: Path, deadline: Deadline, finished_target: Path | None
     ):
         self.recipe, self.work, self.corpus, self.deadline = recipe, work, corpus, deadline
         self.finished_target = finished_target
         self.demo = work / "demo"
 
     @functools.cached_property
-    def manifest(self) -> Manifest:
-        return Manifest.read(self.recipe.manifest_path())
+    def manifest(self) -> CorpusManifest:
+        return CorpusManifest.read(self.recipe.manifest_path())
 
     @functools.cached_property
-    def documents(self) -> dict[Source, str]:
-        return load_documents(self.corpus, self.manifest)
+    def sources(self) -> dict[CorpusFile, str]:
+        return read_corpus(self.corpus, self.manifest)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,13 +134,13 @@ class _Pair:
         return np.load(self.work / "tokens" / f"{split}.npy")
 
     def corpus_stage(self) -> None:
-        print(f"  {self.manifest.name}: {len(self.documents)} files, all as listed", flush=True)
+        print(f"  {self.manifest.name}: {len(self.sources)} files, all as listed", flush=True)
 
     def tokenizer_stage(self) -> None:
         recipe = self.recipe
         texts = [
             text
-            for source, text in self.documents.items()
+            for source, text in self.sources.items()
             if source.split == TRAIN
             for _ in range(recipe.library_repeats if source.kind == LIBRARY else 1)
         ]
@@ -154,7 +153,7 @@ class _Pair:
         for name, text in tokenizer.files(max_length=recipe.context).items():
             (self.work / "tokenizer" / name).write_text(text, encoding="utf-8")
         for split in (TRAIN, VALIDATION):
-            stream = encode_split(tokenizer, self.documents, split, library_repeats=recipe.library_repeats)
+            stream = encode_split(tokenizer, self.sources, split, library_repeats=recipe.library_repeats)
             save_array(self.work / "tokens" / f"{split}.npy", stream)
             print(f"  {split}: {len(stream)} tokens", flush=True)
 
@@ -162,7 +161,7 @@ class _Pair:
         if self.finished_target is not None:
             shutil.copytree(self.finished_target, fresh(self.demo / "target"))
             return
-        config = parse_model_config(layout.target_json(self.recipe))
+        config = parse_model_config(target_json(self.recipe))
         streams = self.stream(TRAIN), self.stream(VALIDATION)
         weights = train_target(self.work / "target", self.recipe, config, *streams, self.deadline)
         weights = polish(
@@ -174,7 +173,7 @@ class _Pair:
             self.tokenizer.newline_ids(),
             self.deadline,
         )
-        layout.write_target(self.demo / "target", self.recipe, self.tokenizer, weights)
+        write_target(self.demo / "target", self.recipe, self.tokenizer, weights)
 
     def regenerate_stage(self) -> None:
         recipe, settings = self.recipe, self.recipe.regeneration
@@ -211,7 +210,7 @@ class _Pair:
         target = load_target(self.demo / "target")
         head = load_draft_head(self.demo / "draft_head", target=target)
         path = self.demo / "evaluation.json"
-        results = evaluate(path, self.recipe, target, head, self.tokenizer, self.documents, self.deadline)
+        results = evaluate(path, self.recipe, target, head, self.tokenizer, self.sources, self.deadline)
         results = {
             **results,
             "block_size": head.config.block_size,
@@ -220,7 +219,7 @@ class _Pair:
             "bytes": sum(f.stat().st_size for f in self.demo.glob("*/*") if f.is_file()),
         }
         write_json(path, results)
-        texts = prompt_texts(self.recipe, self.tokenizer, self.documents)
+        texts = prompt_texts(self.recipe, self.tokenizer, self.sources)
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (self.demo / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
         readme = render(self.recipe, self.manifest, results)

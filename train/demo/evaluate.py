@@ -1,4 +1,4 @@
-"""Measures of a finished pair on held-out modules, kept as JSON; every part is done once."""
+"""Measures a finished pair on held-out modules; the results are kept as JSON, and each is measured once."""
 
 import bz2
 import gzip
@@ -21,12 +21,13 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
-from train.data.corpus import HELDOUT, LIBRARY, TESTS, TRAIN, Source
-from train.data.tokenizer import END_OF_TEXT, Tokenizer
-from train.data.tokens import concatenate, encode_split, line_starts
+from train.data.manifest import HELDOUT, TRAIN
+from train.demo.corpus import LIBRARY, TESTS, CorpusFile
 from train.demo.ngram import NGram
-from train.demo.recipes import Evaluation, Recipe
+from train.demo.recipes import PairEvaluation, PairRecipe
 from train.demo.target import token_losses
+from train.demo.tokenizer import END_OF_TEXT, Tokenizer
+from train.demo.tokens import concatenate, encode_split, line_starts
 from train.head.evaluation import mean_tau
 from train.loop.stages import Deadline
 
@@ -41,15 +42,15 @@ BATCH = 8
 
 
 class Results:
-    """A JSON file that grows by parts; a part that is there is not measured again."""
+    """A JSON file that grows by parts; a part that it holds is not measured again."""
 
     def __init__(self, path: Path, deadline: Deadline):
-        """Opens or begins the file."""
+        """Opens a file or begins a new one."""
         self.path, self.deadline = path, deadline
         self.parts: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Measures a part unless it is there.
+        """Measures a part unless the file holds it.
 
         Raises:
             OutOfTime: The time limit was reached.
@@ -64,24 +65,24 @@ class Results:
 
 def evaluate(
     path: Path,
-    recipe: Recipe,
+    recipe: PairRecipe,
     target: Target,
     head: Head,
     tokenizer: Tokenizer,
-    documents: Mapping[Source, str],
+    sources: Mapping[CorpusFile, str],
     deadline: Deadline,
 ) -> dict[str, Any]:
-    """Measures what is missing in the file at ``path`` and returns all of it.
+    """Measures the parts that the file at ``path`` lacks, and returns all parts.
 
     Raises:
-        OutOfTime: The deadline passed; calling again goes on.
+        OutOfTime: The deadline passed; call again to resume.
     """
     results, settings = Results(path, deadline), recipe.evaluation
     device = jax.devices()[0]
     results.part("device", lambda: f"{device.device_kind}, JAX {jax.__version__}")
     results.part("dtype", lambda: str(jax.tree.leaves(target.weights)[0].dtype))
     held = {
-        kind: [text for s, text in documents.items() if (s.split, s.kind) == (HELDOUT, kind)]
+        kind: [text for s, text in sources.items() if (s.split, s.kind) == (HELDOUT, kind)]
         for kind in (LIBRARY, TESTS)
     }
     results.part("heldout_bytes", lambda: {k: sum(map(_size, held[k])) for k in held})
@@ -89,12 +90,12 @@ def evaluate(
         results.part(f"bits_per_byte/{name}", partial(_by_kind, partial(_compressed, compress), held))
     results.part(
         f"bits_per_byte/{NGRAM_ORDER}-gram over tokens",
-        lambda: _by_kind(_ngram_bits(tokenizer, documents), held),
+        lambda: _by_kind(_ngram_bits(tokenizer, sources), held),
     )
     score = partial(target_bits, target, tokenizer, window=recipe.target_window, stride=settings.stride)
     results.part("bits_per_byte/target", lambda: _by_kind(score, held))
 
-    prompts, truth = heldout_prompts(recipe, tokenizer, documents)
+    prompts, truth = heldout_prompts(recipe, tokenizer, sources)
     greedy = SamplingParams(max_tokens=settings.new_tokens, ignore_eos=True)
     results.part("repetition/held-out text", lambda: repetition(truth, settings.ngram))
     results.part(
@@ -118,10 +119,10 @@ def evaluate(
 
 
 def target_bits(target: Target, tokenizer: Tokenizer, texts: list[str], *, window: int, stride: int) -> float:
-    """Total bits that a target needs for documents, each begun by an end-of-text token.
+    """Total bits of some texts under a target, each text after an end-of-text token.
 
-    Windows advance by ``stride``: a token sees at least ``window - stride`` tokens before it, where its
-    document has as many.
+    Windows advance by ``stride``: a token sees at least ``window - stride`` tokens before it, where its text
+    has as many.
     """
     end = tokenizer.id_of(END_OF_TEXT)
     rows, masks = [], []
@@ -149,31 +150,31 @@ def target_bits(target: Target, tokenizer: Tokenizer, texts: list[str], *, windo
 def _nats(
     config: ModelConfig, weights: Weights, tokens: Int[Array, "B T"], mask: Bool[Array, "B T-1"]
 ) -> Float[Array, ""]:
-    """Of the tokens that the mask marks: the sum of what they cost."""
+    """Sum of the losses of the tokens that the mask marks."""
     return jnp.sum(jnp.where(mask, token_losses(config, weights, tokens), 0.0))
 
 
 def heldout_prompts(
-    recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source, str]
+    recipe: PairRecipe, tokenizer: Tokenizer, sources: Mapping[CorpusFile, str]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that begin at random lines of held-out modules, and the tokens that really follow them."""
+    """Prompts that begin at random lines of held-out modules, and the tokens that follow them there."""
     settings = recipe.evaluation
-    rows, starts = _heldout_rows(recipe, tokenizer, documents)
+    rows, starts = _heldout_rows(recipe, tokenizer, sources)
     chosen = np.random.default_rng([recipe.seed, 7]).choice(len(starts), settings.prompts, replace=False)
     texts = [rows(start) for start in starts[chosen].tolist()]
     return [r[: settings.prompt_tokens] for r in texts], [r[settings.prompt_tokens :] for r in texts]
 
 
-def prompt_texts(recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source, str]) -> list[str]:
-    """The texts of `heldout_prompts` and, up to ``kept_prompts``, others made like them, none twice."""
+def prompt_texts(recipe: PairRecipe, tokenizer: Tokenizer, sources: Mapping[CorpusFile, str]) -> list[str]:
+    """The texts of `heldout_prompts` and, up to ``kept_prompts``, more of the same kind, none twice."""
     settings = recipe.evaluation
-    measured, _ = heldout_prompts(recipe, tokenizer, documents)
+    measured, _ = heldout_prompts(recipe, tokenizer, sources)
     texts = [tokenizer.decode(prompt) for prompt in measured]
-    rows, starts = _heldout_rows(recipe, tokenizer, documents)
+    rows, starts = _heldout_rows(recipe, tokenizer, sources)
     for start in np.random.default_rng([recipe.seed, 8]).permutation(starts).tolist():
         if len(texts) >= settings.kept_prompts:
             break
-        # Library code is in the stream more than once.
+        # Library code is in the stream more than once, so texts recur.
         text = tokenizer.decode(rows(start)[: settings.prompt_tokens])
         if text not in texts:
             texts.append(text)
@@ -181,11 +182,11 @@ def prompt_texts(recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source
 
 
 def _heldout_rows(
-    recipe: Recipe, tokenizer: Tokenizer, documents: Mapping[Source, str]
+    recipe: PairRecipe, tokenizer: Tokenizer, sources: Mapping[CorpusFile, str]
 ) -> tuple[Callable[[int], list[int]], Int[np.ndarray, "n"]]:
-    """What cuts a prompt and what follows it out of the held-out text, and where one may begin."""
+    """A function that gives a prompt with its continuation, and the places where one may begin."""
     total = recipe.evaluation.prompt_tokens + recipe.evaluation.new_tokens
-    stream = encode_split(tokenizer, documents, HELDOUT, library_repeats=recipe.library_repeats)
+    stream = encode_split(tokenizer, sources, HELDOUT, library_repeats=recipe.library_repeats)
     starts = line_starts(stream, tokenizer.newline_ids(), before_end=total)
     return lambda start: stream[start : start + total].tolist(), starts
 
@@ -194,7 +195,7 @@ def tau(
     target: Target,
     head: Head,
     prompts: list[list[int]],
-    settings: Evaluation,
+    settings: PairEvaluation,
     temperature: float,
     budget: int,
     width: int,
@@ -211,7 +212,7 @@ def tau(
 
 
 def repetition(texts: list[list[int]], n: int) -> float:
-    """Share of n-token runs that occurred before in the same text; 0 is none, near 1 is a loop."""
+    """Share of n-token runs that occurred before in the same text; near 1 is a loop."""
     runs = repeated = 0
     for text in texts:
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
@@ -221,7 +222,7 @@ def repetition(texts: list[list[int]], n: int) -> float:
 
 
 def _by_kind(bits: Callable[[list[str]], float], held: Mapping[str, list[str]]) -> dict[str, float]:
-    """Bits per byte of the held-out documents of each kind, and of all."""
+    """Bits per byte of the held-out texts of each kind, and of all."""
     kinds = {kind: texts for kind, texts in held.items() if texts}
     counted = {kind: bits(texts) for kind, texts in kinds.items()}
     sizes = {kind: sum(map(_size, texts)) for kind, texts in kinds.items()}
@@ -234,10 +235,10 @@ def _compressed(compress: Callable[[bytes], bytes], texts: list[str]) -> float:
     return 8.0 * len(compress("".join(texts).encode()))
 
 
-def _ngram_bits(tokenizer: Tokenizer, documents: Mapping[Source, str]) -> Callable[[list[str]], float]:
-    """The baseline, with the target's tokenizer and training split."""
+def _ngram_bits(tokenizer: Tokenizer, sources: Mapping[CorpusFile, str]) -> Callable[[list[str]], float]:
+    """Bits of the n-gram model, which has the target's tokenizer and training split."""
     end = tokenizer.id_of(END_OF_TEXT)
-    stream = encode_split(tokenizer, documents, TRAIN).astype(np.int64)
+    stream = encode_split(tokenizer, sources, TRAIN).astype(np.int64)
     model = NGram(stream, order=NGRAM_ORDER, vocab_size=tokenizer.vocab_size)
 
     def bits(texts: list[str]) -> float:

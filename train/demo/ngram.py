@@ -1,4 +1,4 @@
-"""The baseline: an interpolated Kneser-Ney n-gram model, as sorted arrays of packed keys.
+"""An interpolated Kneser-Ney n-gram model, the baseline of the target, as sorted arrays of packed keys.
 
 Source: Kneser and Ney 1995, in the interpolated form with one discount per order (Chen and Goodman 1999).
 """
@@ -14,11 +14,11 @@ class Order(NamedTuple):
 
     Attributes:
         grams: Sorted keys of the n-grams: their tokens as digits in base V.
-        counts: How often each occurs; below the highest order, after how many different tokens.
+        counts: How often each occurs; below the highest order, how many different tokens precede it.
         contexts: Sorted keys of the (n-1)-grams that begin them.
         totals: Sum of the counts in each context.
         kinds: Number of different tokens in each context.
-        discount: Taken off every count.
+        discount: Subtracted from every count.
     """
 
     grams: Int[np.ndarray, "n"]
@@ -49,7 +49,7 @@ class NGram:
             self.orders.insert(0, _order(grams, counts, vocab_size))
 
     def bits(self, stream: Int[np.ndarray, "S"]) -> Float[np.ndarray, "S"]:
-        """Bits of every token given those before it; the first ones have shorter contexts."""
+        """Bits of every token given the tokens before it; the first ones have shorter contexts."""
         probability = np.full(len(stream), 1 / self.vocab_size)
         for n, order in enumerate(self.orders, 1):
             keys = _keys(stream, n, self.vocab_size)

@@ -1,11 +1,12 @@
-"""The demo pair's recipe: a target, its tokenizer and its text, in records stored beside what they made."""
+"""The recipe of the demo pair: a tokenizer, a target, its text and its draft head."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.head.recipe import HeadEvaluation, HeadRecipe, HeadShape, Objective
+from train.head.recipe import HeadEvaluation, HeadRecipe, HeadSettings
 from train.head.recipe_file import read_head_recipe
 from train.loop.fit import Fit
+from train.loss.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,18 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Polish:
-    """Fine-tuning of the target against its own loops.
+    """Fine-tuning of the target against its own repetition.
 
     Attributes:
-        rounds: At most; each writes text and trains on it.
+        rounds: Most rounds; each generates text and trains on it.
         sequences: Greedy texts per round.
         length: Tokens of a text, its prompt included.
         prompt: Shortest and longest prompt.
         ngram: Length of the runs that must not recur.
-        times: How often a run may stand before it counts as a repeat.
-        weight: Of the unlikelihood beside the likelihood of the corpus.
+        times: How often a run may occur before it counts as a repeat.
+        weight: Weight of the unlikelihood; that of the corpus's likelihood is 1.
         fit: The training of a round; its batch counts greedy texts.
-        slots: Texts written at a time.
+        slots: Texts generated at a time.
     """
 
     rounds: int
@@ -49,16 +50,16 @@ class Polish:
 
 @dataclass(frozen=True)
 class Regeneration:
-    """Text written by the target.
+    """Text that the target generates for its head.
 
     Attributes:
-        shards: Files, each finished whole.
-        sequences: Per shard.
+        shards: Number of shards.
+        sequences: Sequences per shard.
         length: Tokens of a sequence, its prompt included.
         prompt: Shortest and longest prompt.
         temperatures: Each sequence has one of these.
-        slots: Sequences decoded at a time.
-        heldout: Most sequences that are held out, on which a head is measured.
+        slots: Sequences generated at a time.
+        heldout: Most sequences that are held out.
     """
 
     shards: int
@@ -70,23 +71,23 @@ class Regeneration:
     heldout: int = 256
 
     def held(self, count: int) -> int:
-        """How many of so many sequences are held out: at most an eighth."""
+        """How many of ``count`` sequences are held out: at most an eighth."""
         return min(self.heldout, count // 8)
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """How a finished pair is measured on held-out modules.
+class PairEvaluation:
+    """The evaluation of a finished pair on held-out modules.
 
     Attributes:
         stride: Tokens scored per window; the rest of the window is context only.
         prompts: Held-out prompts.
-        kept_prompts: Prompts that are written beside the pair: those measured, then others like them.
-        prompt_tokens: Tokens of each.
-        new_tokens: Tokens generated for each.
+        kept_prompts: Prompts that are written beside the pair: those measured, then more of the same kind.
+        prompt_tokens: Tokens of a prompt.
+        new_tokens: Tokens generated for each prompt.
         budgets: Token-tree budgets, at the width below.
         width: Children per node.
-        chain_budget: Budget of the width-1 chain.
+        chain_budget: Budget of the trees of width 1.
         ngram: Length of the repeated runs that the repetition rate counts.
     """
 
@@ -102,7 +103,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PairRecipe:
     """A target, its tokenizer and its draft head from a corpus."""
 
     name: str
@@ -117,15 +118,15 @@ class Recipe:
     polish: Polish
     regeneration: Regeneration
     head: HeadRecipe
-    evaluation: Evaluation
+    evaluation: PairEvaluation
     seed: int = 0
 
     def manifest_path(self) -> Path:
-        """Where the corpus is listed; a relative name means one that comes with this program."""
+        """The file that lists the corpus; a relative name is one in ``corpora/``."""
         return Path(__file__).parent / "corpora" / self.manifest
 
 
-DEMO = Recipe(
+DEMO = PairRecipe(
     name="demo",
     manifest="cpython-3.12.1.json",
     library_repeats=2,
@@ -148,7 +149,7 @@ DEMO = Recipe(
         fit=Fit(steps=100, batch=32, learning_rate=2e-4, warmup=10, evaluate_every=50),
         slots=512,
     ),
-    # Greedy text counts twice: it is what most people look at first.
+    # Greedy text counts twice, because most people look at it first.
     regeneration=Regeneration(
         shards=16,
         sequences=1536,
@@ -158,11 +159,11 @@ DEMO = Recipe(
         slots=512,
     ),
     head=read_head_recipe("demo"),
-    evaluation=Evaluation(stride=512, prompts=64, kept_prompts=500, prompt_tokens=64, new_tokens=256),
+    evaluation=PairEvaluation(stride=512, prompts=64, kept_prompts=500, prompt_tokens=64, new_tokens=256),
 )
 
-# The same pipeline at a size that a CPU runs in seconds; the caller brings the corpus.
-TINY = Recipe(
+# The same recipe at a size that a CPU runs in seconds; the caller sets the manifest.
+TINY = PairRecipe(
     name="tiny",
     manifest="",
     library_repeats=1,
@@ -187,13 +188,13 @@ TINY = Recipe(
             evaluate_every=10, log_every=5,
         ),
         window=40,
-        head=HeadShape(layers=1, block_size=4, taps=(0, 1)),
+        head=HeadSettings(layers=1, block_size=4, taps=(0, 1)),
         objective=Objective(anchors=6, chunk=24),
         evaluation=HeadEvaluation(
             windows=8, prompts=2, prompt_tokens=8, new_tokens=8, budgets=(16,), width=3
         ),
     ),
-    evaluation=Evaluation(
+    evaluation=PairEvaluation(
         stride=16, prompts=3, kept_prompts=5, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
     ),
 )  # fmt: skip

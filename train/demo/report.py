@@ -1,11 +1,12 @@
-"""The demo folder's README: a template, the recipe, and the figures of ``evaluation.json``."""
+"""The README of the demo's folder, from a template, the recipe and ``evaluation.json``."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.data.corpus import HELDOUT, LIBRARY, TESTS, Manifest
-from train.demo.recipes import Recipe
+from train.data.manifest import HELDOUT
+from train.demo.corpus import LIBRARY, TESTS, CorpusManifest
+from train.demo.recipes import PairRecipe
 
 TEMPLATE = Path(__file__).with_name("readme.md")
 LOSSES = {
@@ -15,7 +16,7 @@ LOSSES = {
 }
 
 
-def render(recipe: Recipe, manifest: Manifest, results: Mapping[str, Any]) -> str:
+def render(recipe: PairRecipe, manifest: CorpusManifest, results: Mapping[str, Any]) -> str:
     """The README in Markdown; every figure of a measurement comes from the results."""
     text, settings = recipe.regeneration, recipe.evaluation
     held = [s.path for s in manifest.files if (s.split, s.kind) == (HELDOUT, LIBRARY)]

@@ -1,10 +1,10 @@
-"""Fine-tuning of a target against its own loops: unlikelihood of what it repeats in greedy text.
+"""Fine-tuning of a target against its own repetition: unlikelihood of what it repeats in greedy text.
 
-A small model that has learnt to copy falls into loops when it always takes the likeliest token. Each round
-lets it write, marks the tokens that complete an n-gram which stood in the same text before, and lowers their
-probability while plain training on the corpus goes on; it ends when the model repeats itself no more than
-the corpus does. Source of the objective: Welleck et al., "Neural Text Generation with Unlikelihood Training"
-(arXiv 1908.04319), at the level of sequences.
+A small model that has learnt to copy falls into loops in greedy decoding. Each round generates text, marks
+the tokens that complete an n-gram which occurred before in the same text, and lowers their probability while
+plain training on the corpus continues. Rounds end when the model repeats itself no more than the corpus does.
+Source of the objective: Welleck et al., "Neural Text Generation with Unlikelihood Training" (arXiv
+1908.04319), at the level of sequences.
 """
 
 from collections import Counter
@@ -17,28 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, Key, UInt16
 
-from jetspec_jax.checkpoint.loading import Target, resolve_dtype
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models import Weights
-from train.data.continuations import continue_corpus, cut_corpus, read_rows
-from train.data.tokens import Stream, draw_windows
-from train.demo.recipes import Polish, Recipe
+from train.demo.continuations import continue_corpus, cut_corpus, read_rows
+from train.demo.recipes import PairRecipe, Polish
 from train.demo.target import token_losses
+from train.demo.tokens import Stream, draw_windows
 from train.loop.stages import Deadline
-from train.loop.trainer import DrawnOnDevice, Evaluated, Loss, Means, mean_of, train
-from train.loss.objectives import Mean
+from train.loop.trainer import DrawnOnDevice, Evaluated, mean_of, train
+from train.loss.objectives import Loss, Mean, Means
 from train.loss.precision import as_shipped, cast
 
 VALIDATION_DRAWS = 4
 
 
 class PolishData(NamedTuple):
-    """What a step draws from.
+    """The data that a step draws from.
 
     Attributes:
         stream: The corpus.
-        tokens: Texts that the target wrote.
-        repeats: Which of their tokens complete an n-gram that stood there before.
+        tokens: Texts that the target generated.
+        repeats: Which of their tokens complete an n-gram that occurred before.
     """
 
     stream: UInt16[Array, "S"]
@@ -54,8 +55,7 @@ def repeated(
 ) -> Bool[np.ndarray, "N T"]:
     """Marks the tokens from ``first`` on that complete an n-gram seen ``times`` before in their row.
 
-    People's code repeats itself too; it is the third time and later that makes a loop. For n = 2, first = 1
-    and times = 1::
+    For n = 2, first = 1 and times = 1::
 
         a b c a b d
         . . . . x .
@@ -72,7 +72,7 @@ def repeated(
 
 def polish(
     folder: Path,
-    recipe: Recipe,
+    recipe: PairRecipe,
     config: ModelConfig,
     weights: Weights,
     streams: tuple[Stream, Stream],
@@ -82,7 +82,7 @@ def polish(
     """Fine-tunes float32 weights until the greedy text repeats itself no more than the corpus, or rounds end.
 
     Raises:
-        OutOfTime: The deadline passed; calling again goes on.
+        OutOfTime: The deadline passed; call again to resume.
     """
     settings, fit, dtype = recipe.polish, recipe.polish.fit, resolve_dtype("auto")
     stream, validation = streams
@@ -146,7 +146,7 @@ def polish(
     return weights
 
 
-def polish_loss(config: ModelConfig, recipe: Recipe, dtype: jnp.dtype) -> Loss:
+def polish_loss(config: ModelConfig, recipe: PairRecipe, dtype: jnp.dtype) -> Loss:
     """Likelihood of the corpus plus unlikelihood, ``-log(1 - p)``, of the marked tokens."""
     settings, fit = recipe.polish, recipe.polish.fit
 
@@ -157,7 +157,7 @@ def polish_loss(config: ModelConfig, recipe: Recipe, dtype: jnp.dtype) -> Loss:
         likelihood = jnp.mean(token_losses(config, weights, windows))
         rows = jax.random.randint(row_key, (fit.batch,), 0, frozen.tokens.shape[0])
         nats = token_losses(config, weights, frozen.tokens[rows])
-        # 1 - p is 0 in float32 for the surest tokens: the floor keeps the logarithm finite.
+        # 1 - p may round to 0 in float32; the floor keeps the logarithm finite.
         unlikely = -jnp.log(jnp.maximum(-jnp.expm1(-nats), 1e-7))
         marks = frozen.repeats[rows][:, 1:]
         penalty = jnp.sum(jnp.where(marks, unlikely, 0.0)) / jnp.maximum(jnp.sum(marks), 1)

@@ -4,41 +4,41 @@ from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.config import ModelConfig, default_tap_layers
-from train.head.recipe import HeadShape
+from train.head.recipe import HeadSettings
 
-#: Of a published head.
+#: Values of the published heads.
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 5, 16
-#: How it meets a target that scales its embeddings or caps its logits; unset, as the published heads do.
+#: Settings for targets that scale their embeddings or cap their logits; left out where they are not set.
 FLAGS = ("scaled_embeddings", "capped_logits")
-#: Features of its feed-forward blocks, in widths of the model, where the target has no such block to copy.
+#: Feed-forward features per model width, where the target has no dense block to copy the size from.
 DEFAULT_MLP_RATIO = 3
 
 
-def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
+def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
     """The ``config.json`` of a new head for a target, with the keys of the published heads.
 
     Raises:
-        ValueError: The taps lie beyond the target, or no mask token is to be had.
+        ValueError: The taps lie outside the target's layers, or there is no mask token.
     """
     config = target.config
-    layers = DEFAULT_LAYERS if shape.layers is None else shape.layers
-    taps = default_tap_layers(layers, config.num_layers) if shape.taps is None else shape.taps
+    layers = DEFAULT_LAYERS if settings.layers is None else settings.layers
+    taps = default_tap_layers(layers, config.num_layers) if settings.taps is None else settings.taps
     if beyond := [tap for tap in taps if not 0 <= tap < config.num_layers]:
         raise ValueError(f"taps {beyond} lie outside the target's layers 0..{config.num_layers - 1}")
     mlp = config.layers[0].mlp_size or DEFAULT_MLP_RATIO * config.hidden_size
-    if shape.intermediate_size is not None:
-        mlp = shape.intermediate_size
+    if settings.intermediate_size is not None:
+        mlp = settings.intermediate_size
     return {
         "architectures": ["DFlashDraftModel"],
         **decoder_json(config, layers, mlp),
         "tie_word_embeddings": False,
-        "block_size": DEFAULT_BLOCK_SIZE if shape.block_size is None else shape.block_size,
+        "block_size": DEFAULT_BLOCK_SIZE if settings.block_size is None else settings.block_size,
         "num_target_layers": config.num_layers,
         "dflash_config": {
-            "causal_head": shape.causal is not False,
-            "mask_token_id": mask_token_id(target, shape.mask_token),
+            "causal_head": settings.causal is not False,
+            "mask_token_id": mask_token_id(target, settings.mask_token),
             "target_layer_ids": list(taps),
-            **{key: value for key in FLAGS if (value := getattr(shape, key)) is not None},
+            **{key: value for key in FLAGS if (value := getattr(settings, key)) is not None},
         },
     }
 
@@ -46,10 +46,10 @@ def head_json(target: Target, shape: HeadShape) -> dict[str, Any]:
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
     """The keys of a Qwen3-style decoder with the heads of a target's first layer, in the older dialect.
 
-    Its rotary base is that of the target's full attention; a scaling of it is not taken over.
+    The rotary base is that of the target's full attention; its scaling is not copied.
     """
     own = config.layers[0]
-    # The head's attention has no window: its positions turn as those of the target's layers without one.
+    # The head's attention has no window, so it takes the rotary base of a layer without one.
     full = next((layer for layer in config.layers if layer.window is None), own)
     return {
         "attention_bias": False,
@@ -77,10 +77,10 @@ def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> di
 
 
 def mask_token_id(target: Target, token: str | int | None) -> int:
-    """The id of the token in the slots after the anchor.
+    """The id of the token that fills the slots after the anchor.
 
     Raises:
-        ValueError: It is no token of the target, or none was named and the tokenizer has no mask token.
+        ValueError: The target has no such token, or none was named and the tokenizer has no mask token.
     """
     found = token if isinstance(token, int) else _id_of(target.tokenizer, token)
     if found is None:
@@ -97,7 +97,7 @@ def mask_token_id(target: Target, token: str | int | None) -> int:
 
 
 def _id_of(tokenizer: Any, token: str | None) -> int | None:
-    """The id of a token by its name; of the mask token for None."""
+    """The id of a named token; None is the tokenizer's mask token."""
     if tokenizer is None:
         return None
     return tokenizer.get_vocab().get(tokenizer.mask_token if token is None else token)

@@ -1,4 +1,4 @@
-"""A draft head on held-out documents while it is trained: its loss, and what decoding makes of it."""
+"""Evaluates a draft head on held-out documents while it is trained: its loss, and tau in decoding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,17 +22,18 @@ from train.data.documents import Document, Documents
 from train.data.loader import Windows
 from train.head.recipe import HeadEvaluation, HeadRecipe
 from train.loop.mesh import put_batch
-from train.loop.trainer import Evaluated, Loss, mean_of
+from train.loop.trainer import Evaluated, mean_of
+from train.loss.objectives import Loss
 from train.loss.precision import as_shipped
 
 
 class HeldOut(NamedTuple):
-    """What a head is measured on.
+    """The data of an evaluation.
 
     Attributes:
-        tokens: Windows of the validation loss.
+        tokens: Windows for the validation loss.
         learn: Which of their tokens are to be learnt.
-        prompts: For tau.
+        prompts: Prompts for tau.
     """
 
     tokens: Int[np.ndarray, "N T"]
@@ -44,8 +45,8 @@ class HeldOut(NamedTuple):
         """Windows and prompts of held-out documents, evenly spread over them.
 
         Args:
-            documents: The held-out ones.
-            recipe: How many, and how long.
+            documents: The held-out documents.
+            recipe: Says how many windows and prompts, and how long.
             limit: Most tokens of a prompt and its completion together.
 
         Raises:
@@ -70,7 +71,7 @@ class HeldOut(NamedTuple):
 
 
 class HeadEvaluator:
-    """Looks at a head's weights as they would ship: rounded to bfloat16."""
+    """Evaluates a head's weights as they are saved: rounded to bfloat16."""
 
     def __init__(
         self,
@@ -89,16 +90,16 @@ class HeadEvaluator:
         """Prepares the validation batches; compiles nothing yet.
 
         Args:
-            config: The head's.
-            target: The target, whole, which decodes.
-            frozen: Its weights on the mesh.
-            loss: The training loss, with its own fixed anchors.
+            config: The head's config.
+            target: The target with whole weights, which decodes.
+            frozen: The target's weights on the mesh.
+            loss: The training loss; its anchors are fixed here.
             settings: What to measure.
-            held: On what.
+            held: The data.
             batch: Windows at a time.
-            dtype: Of both forward passes.
+            dtype: Dtype of both forward passes.
             mesh: The devices.
-            seed: Of the anchors.
+            seed: Seed of the anchors.
         """
         self.config, self.target, self.frozen = config, target, frozen
         self.settings, self.held = settings, held
@@ -112,7 +113,10 @@ class HeadEvaluator:
         self._as_shipped = jax.jit(partial(as_shipped, dtype=dtype))
 
     def __call__(self, weights: Weights) -> Evaluated:
-        """Validation loss, and tau at every budget; the score is the largest budget's, if there is one."""
+        """Validation loss, and tau at every budget.
+
+        The score is tau at the largest budget, or without prompts the negative loss.
+        """
         with jax.set_mesh(self.mesh):
             means = mean_of(self._loss, weights, self.frozen, self._batches())
         record = {f"validation_{name}": value for name, value in means.items()}
@@ -126,7 +130,7 @@ class HeadEvaluator:
         """Greedy completions of the held-out prompts by the trees of every budget; none without prompts."""
         if not self.held.prompts:
             return {}
-        # On one and the same device, so that one program decodes for all evaluations.
+        # Always on the same device, so that all evaluations share one program.
         device = jax.local_devices()[0]
         target = replace(self.target, weights=jax.device_put(self.target.weights, device))
         head = replace(head, weights=jax.device_put(head.weights, device))
@@ -145,7 +149,7 @@ class HeadEvaluator:
         }
 
     def _batches(self) -> Any:
-        """Batches of one shape; the last is filled up with windows that have nothing to learn."""
+        """Batches of one shape; the last is padded with windows that have nothing to learn."""
         count, processes = len(self.held.tokens), jax.process_count()
         for i in range(0, count, self.batch):
             parts = {}
@@ -164,7 +168,7 @@ def mean_tau(completions: Sequence[Completion]) -> float:
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
-    """What stands before a document's first token to learn, or its first tokens where nothing does."""
+    """The tokens before a document's first token to learn, or its first tokens where there are none."""
     first = int(np.argmax(document.learn))
     if first < 2:
         first = min(prompt_tokens, len(document.tokens) - 1)
@@ -172,6 +176,6 @@ def prompt_of(document: Document, prompt_tokens: int) -> list[int]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Indices of at most so many of ``count`` things, evenly spaced."""
+    """At most ``most`` indices below ``count``, evenly spaced."""
     chosen = min(count, most)
     return [i * count // chosen for i in range(chosen)]

@@ -1,36 +1,36 @@
-"""The recipe of a draft head: all that its training depends on besides the target and the data."""
+"""The recipe of a draft head: all settings of its training."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from train.loop.fit import Fit
-from train.loop.mesh import MeshShape
-from train.loss.objectives import LossName
+from train.loop.mesh import MeshSettings
+from train.loss.objectives import Objective
 
-#: Where a head begins: random numbers, the target's own layers, or a checkpoint of a head.
+#: First weights of a head: random ones, the target's layers, or those of a checkpoint of a head.
 Start = Literal["random", "target", "checkpoint"]
 
-# What the order of the data takes.
+# The order of the data takes seeds below this.
 MOST_SEED = 2**32
 
 
 @dataclass(frozen=True)
-class HeadShape:
-    """What the head is. None is the target's own value, or for taps and layers the published heads'.
+class HeadSettings:
+    """The head's config. None is the target's value, or for layers, block size and taps the published heads'.
 
-    A head that begins as a checkpoint is what that is: all else here stays unset then.
+    For a head that begins as a checkpoint all other settings stay unset.
 
     Attributes:
-        start: Where it begins.
+        start: Its first weights.
         layers: Decoder layers; None is 5.
         block_size: Draft slots, the anchor's included; None is 16.
-        taps: Target layers that it reads; None spreads as many as it has layers over the target.
+        taps: Target layers that it reads; None spreads as many as the head has layers over the target.
         causal: Whether slot j sees the slots up to j only; None is true.
         mask_token: Token, or its id, whose embedding fills the slots after the anchor; None is the
             tokenizer's own mask token.
-        intermediate_size: Of the feed-forward blocks.
-        scaled_embeddings: Whether it sees the target's embeddings as the target scales them; None is true.
-        capped_logits: Whether its logits are capped as the target's are, which must be; None is false.
+        intermediate_size: Features of the feed-forward blocks.
+        scaled_embeddings: Whether the head scales embeddings as the target does; None is true.
+        capped_logits: Whether the head's logits are capped as the target's are; None is false.
     """
 
     start: Start = "random"
@@ -45,35 +45,16 @@ class HeadShape:
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What the head learns, and from which blocks.
-
-    Attributes:
-        loss: "forward_kl", "reverse_kl" or "sft".
-        temperature: Of the distillation.
-        gamma: Weights fall as exp(-depth / gamma); 0 is uniform.
-        anchors: Blocks per sequence and step.
-        chunk: Draft rows of a sequence whose logits exist at a time.
-    """
-
-    loss: LossName = "forward_kl"
-    temperature: float = 1.0
-    gamma: float = 0.0
-    anchors: int = 512
-    chunk: int = 1024
-
-
-@dataclass(frozen=True)
 class HeadEvaluation:
-    """How the head is measured while it is trained: on held-out documents of the data.
+    """Evaluations of the head on held-out documents while it is trained.
 
     Attributes:
-        windows: Held-out windows of the validation loss, at most.
-        prompts: Held-out prompts that the current head decodes, at most; 0 leaves tau out, and the validation
-            loss then decides which weights are best.
-        prompt_tokens: Tokens of a prompt, where the document does not begin with a prompt of its own.
-        new_tokens: Tokens generated for each, greedily.
-        budgets: Token-tree budgets; the tau of the largest decides.
+        windows: Most windows of the validation loss.
+        prompts: Most prompts that the current head decodes; with 0 there is no tau, and the validation loss
+            decides which weights are best.
+        prompt_tokens: Tokens of a prompt, where the document does not begin with one.
+        new_tokens: Tokens generated for each prompt, greedily.
+        budgets: Token-tree budgets; tau at the largest decides which weights are best.
         width: Children per node.
     """
 
@@ -91,19 +72,19 @@ class HeadRecipe:
 
     Attributes:
         window: Tokens of a training sequence; longer documents are cut.
-        remat: Whether the backward pass computes the head's layers again: slower, and less memory.
+        remat: Whether the backward pass computes the head's layers again: slower, with less memory.
         deterministic: Whether a run gives the same bits again on the same device, at some cost on a GPU.
-        dtype: "float32", "bfloat16" or "auto": of the target and of the head's forward pass. The head's
-            master weights are float32.
-        seed: Of the head's first weights, of the order of the data and of the anchors.
+        dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
+            weights are float32.
+        seed: Seed of the head's first weights, of the order of the data and of the anchors.
     """
 
     fit: Fit
     window: int = 2048
-    head: HeadShape = field(default_factory=HeadShape)
+    head: HeadSettings = field(default_factory=HeadSettings)
     objective: Objective = field(default_factory=Objective)
     evaluation: HeadEvaluation = field(default_factory=HeadEvaluation)
-    mesh: MeshShape = field(default_factory=MeshShape)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     remat: bool = False
     deterministic: bool = False
     dtype: str = "auto"
@@ -111,23 +92,23 @@ class HeadRecipe:
 
     def check(self) -> None:
         """Raises ValueError naming all settings out of their ranges."""
-        objective, look = self.objective, self.evaluation
+        objective, evaluation = self.objective, self.evaluation
         least = {
             "window": (self.window, 2),
             "objective.gamma": (objective.gamma, 0),
             "objective.anchors": (objective.anchors, 1),
             "objective.chunk": (objective.chunk, 1),
-            "evaluation.windows": (look.windows, 1),
-            "evaluation.prompts": (look.prompts, 0),
-            "evaluation.prompt_tokens": (look.prompt_tokens, 1),
-            "evaluation.new_tokens": (look.new_tokens, 1),
+            "evaluation.windows": (evaluation.windows, 1),
+            "evaluation.prompts": (evaluation.prompts, 0),
+            "evaluation.prompt_tokens": (evaluation.prompt_tokens, 1),
+            "evaluation.new_tokens": (evaluation.new_tokens, 1),
         }
         wrong = self.fit.check() + [
             f"{name} must be at least {to}, not {value}" for name, (value, to) in least.items() if value < to
         ]
         if objective.temperature <= 0:
             wrong.append(f"objective.temperature must be above 0, not {objective.temperature}")
-        if look.prompts and not look.budgets:
+        if evaluation.prompts and not evaluation.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
         if not 0 <= self.seed < MOST_SEED:
             wrong.append(f"seed must lie in 0..{MOST_SEED - 1}, not {self.seed}")

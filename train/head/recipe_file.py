@@ -1,8 +1,9 @@
 """Recipes as TOML files: a table for each record of a recipe, a key for each of its attributes.
 
-Every key must be known and of its type; all that is wrong is said at once.
+Every key must be known and have its type; all mistakes are reported at once.
 """
 
+import argparse
 import math
 import tomllib
 import types
@@ -18,8 +19,19 @@ from train.head.recipe import HeadRecipe
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
+def add_set_option(parser: argparse.ArgumentParser, whose: str) -> None:
+    """Adds the option ``--set``, whose values are the ``changes`` of `read_head_recipe`."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"replaces a setting of {whose} recipe, as fit.steps=100; may recur",
+    )
+
+
 def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> HeadRecipe:
-    """Reads a recipe.
+    """Reads the recipe of a draft head.
 
     Args:
         name_or_path: One of those in ``configs/`` by its name, or a TOML file.
@@ -27,7 +39,7 @@ def read_head_recipe(name_or_path: str | Path, changes: Iterable[str] = ()) -> H
 
     Raises:
         FileNotFoundError: There is no such recipe.
-        ValueError: It is no TOML, a key is unknown or missing, or a value is not of its type.
+        ValueError: It is no TOML, a key is unknown or missing, or a value has the wrong type.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml":
@@ -65,7 +77,7 @@ def _change(table: dict[str, Any], change: str) -> None:
 
 
 def _record(kind: Any, table: Mapping[str, Any], where: str, wrong: list[str]) -> Any:
-    """A frozen record from a table; what is wrong is added to the list, and None returned."""
+    """A dataclass from a table; mistakes are added to ``wrong``, and None is returned then."""
     hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
     before = len(wrong)
     unknown = sorted(table.keys() - known.keys())

@@ -1,18 +1,18 @@
-"""How a draft head begins: its ``config.json`` and its first weights."""
+"""The beginning of a draft head: its ``config.json`` and its first weights."""
 
-from collections.abc import Collection
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jetspec_jax.checkpoint.loading import Target, load_draft_head, resolve
-from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config, read_json
+from jetspec_jax.checkpoint.loading import Target, read_draft_head
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config
 from jetspec_jax.models import Weights, build, weights_of
 from train.head.config import head_json
-from train.head.recipe import HeadShape
+from train.head.recipe import HeadSettings
 
 
 class Beginning(NamedTuple):
@@ -20,8 +20,8 @@ class Beginning(NamedTuple):
 
     Attributes:
         raw: Its ``config.json``.
-        config: The same, read.
-        weights: float32.
+        config: The parsed ``config.json``.
+        weights: Its first weights, float32.
     """
 
     raw: dict[str, Any]
@@ -29,61 +29,50 @@ class Beginning(NamedTuple):
     weights: Weights
 
 
-def begin_head(
-    target: Target,
-    shape: HeadShape,
-    checkpoint: str | Path | None,
-    seed: int,
-    *,
-    ignore_config_keys: Collection[str] = (),
-) -> Beginning:
+def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None, seed: int) -> Beginning:
     """A new head, or the one of a checkpoint.
 
     Args:
-        target: Whose head it is.
-        shape: What it is, and where it begins.
-        checkpoint: A folder or hub id, for a head that begins as one.
-        seed: Of random weights.
-        ignore_config_keys: Unknown keys of the checkpoint's config that the caller vouches for. The head
-            keeps them.
+        target: The head's target.
+        settings: The head's settings.
+        checkpoint: For a head that begins as one, which keeps its config, ignored keys too; read in float32.
+        seed: Seed of random weights.
 
     Raises:
-        FileNotFoundError: The checkpoint is not to be had.
-        ValueError: Shape, checkpoint and target do not go together.
+        FileNotFoundError: The checkpoint cannot be found.
+        ValueError: Settings, checkpoint and target do not fit together.
     """
-    if shape.start == "checkpoint":
+    if settings.start == "checkpoint":
         if checkpoint is None:
             raise ValueError("the recipe begins with a checkpoint: name a head with --draft-head")
-        named = [name for name, value in vars(shape).items() if name != "start" and value is not None]
+        named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
         if named:
             raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
-        raw = read_json(resolve(checkpoint) / "config.json")
-        head = load_draft_head(
-            checkpoint, dtype="float32", target=target, ignore_config_keys=ignore_config_keys
-        )
-        return Beginning(raw, head.config, head.weights)
+        head = read_draft_head(replace(checkpoint, dtype="float32"), target)
+        return Beginning(checkpoint.raw_config, head.config, head.weights)
     if checkpoint is not None:
         raise ValueError(
-            f"the recipe's head begins {shape.start!r}, not as {checkpoint}; set head.start to 'checkpoint'"
+            f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set head.start to "
+            "'checkpoint'"
         )
-    raw = head_json(target, shape)
+    raw = head_json(target, settings)
     config = parse_draft_head_config(raw, where="the head")
-    weights = random_head(config, seed) if shape.start == "random" else head_of_target(config, target)
+    weights = random_head(config, seed) if settings.start == "random" else head_of_target(config, target)
     return Beginning(raw, config, weights)
 
 
 def random_head(config: DraftHeadConfig, seed: int) -> Weights:
-    """Random float32 weights, of deviation 0.02."""
+    """Random float32 weights with a standard deviation of 0.02."""
     return weights_of(build(config, rngs=nnx.Rngs(seed)))
 
 
 def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
-    """The target's own layers, spread evenly and ending with its last, behind the mean of the taps.
+    """Evenly spread layers of the target, its last one included, after a projection that averages the taps.
 
-    The head's context features are then close to what those layers read in the target.
+    The head's context features are then close to the inputs of those layers in the target.
 
     Raises:
-        ValueError: The head's layers are not shaped as the target's, or are more.
+        ValueError: The head's layers have other shapes than the target's, or are more.
     """
     count, depth = config.layers.num_layers, target.config.num_layers
     if count > depth:
@@ -92,7 +81,7 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     chosen = [(i + 1) * depth // count - 1 for i in range(count)]
     width, taps = config.layers.hidden_size, len(config.tap_layers)
     given = {
-        **random,  # leaves the norm of the features at ones
+        **random,  # keeps the norm of the features, which is all ones
         "layers": {i: target.weights["layers"][layer] for i, layer in enumerate(chosen)},
         "norm": target.weights["norm"],
         "fc": jnp.tile(jnp.eye(width, dtype=jnp.float32) / taps, (taps, 1)),
@@ -113,5 +102,5 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
             f"the target's layers do not fit the head's, which are a dense Qwen3's: {'; '.join(wrong)}; "
             "set head.start to 'random'"
         )
-    # Copies: training uses weights up.
+    # Copied, because training donates the weights.
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), given)

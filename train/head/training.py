@@ -1,4 +1,4 @@
-"""Training of a draft head from a recipe, a target and a folder of documents, to a checkpoint that decodes.
+"""Trains a draft head from a recipe, a target and a folder of documents, and writes a checkpoint.
 
 The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``, and
 at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``training.png``.
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.checkpoint.files import write_json
-from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, resolve_dtype
-from jetspec_jax.checkpoint.safetensors_io import save_checkpoint
+from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
+from jetspec_jax.checkpoint.source import Source, resolve_dtype
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
@@ -42,37 +43,33 @@ def train_head(
     data: Path,
     deadline: Deadline,
     *,
-    checkpoint: str | Path | None = None,
-    ignore_config_keys: Collection[str] = (),
+    checkpoint: Source | None = None,
     label: str = "head",
 ) -> Path:
-    """Trains a draft head, or goes on with what the folder holds, and returns the finished head's folder.
+    """Trains a draft head, or resumes the run of the folder, and returns the finished head's folder.
 
     Args:
-        work: Everything made goes here.
-        recipe: How to train.
+        work: The folder for everything that is made.
+        recipe: The recipe.
         target: The target, loaded in the recipe's dtype.
         data: A finished folder of documents.
         deadline: When to stop, after saving.
-        checkpoint: The head to begin with, for recipes that do.
-        ignore_config_keys: Unknown keys of its ``config.json`` that the caller vouches for. The trained head
-            keeps them.
+        checkpoint: The head to begin with, for recipes that do. The trained head keeps
+            its config, ignored keys too.
         label: For the progress bar.
 
     Raises:
-        OutOfTime: The deadline passed; calling again goes on.
-        FileNotFoundError: Documents or checkpoint are not there.
+        OutOfTime: The deadline passed; call again to resume.
+        FileNotFoundError: There are no documents, or no such checkpoint.
         ValueError: The folder was begun with other settings; or recipe, target, documents and devices do not
-            go together.
+            fit together.
         NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
         CheckpointError: A checkpoint could not be written; the one before it stays.
     """
     recipe.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
-    beginning = begin_head(
-        target, recipe.head, checkpoint, recipe.seed, ignore_config_keys=ignore_config_keys
-    )
+    beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
     check_head_fits(beginning.config, target.config)
     if beginning.config.block_size > recipe.window:
         raise ValueError(
@@ -83,7 +80,7 @@ def train_head(
             trees = TreeSettings(budget, recipe.evaluation.width, None)
             trees.check(target.config, beginning.config.depth)
     run = _Run(work, recipe, target, beginning, held)
-    # Only now, when all is known to go together: a folder that was claimed takes no other recipe.
+    # After all checks, because a claimed folder takes no other recipe.
     with in_turn():
         claim(
             work,
@@ -103,18 +100,17 @@ def train_head(
     weights = on_one_device(trained.weights)
     with in_turn() as first:
         if first:
-            save_checkpoint(fresh(folder), beginning.raw, weights, ignore_config_keys=ignore_config_keys)
+            save_checkpoint(fresh(folder), beginning.raw, weights, config=beginning.config)
             plot_training(work / "log.jsonl", work / "training.png", label)
-            # Last, because it says that all is done.
-            head = load_draft_head(
-                folder, dtype=recipe.dtype, target=target, ignore_config_keys=ignore_config_keys
-            )
+            # Written last: its presence marks the run as finished.
+            ignored = () if checkpoint is None else checkpoint.ignore_config_keys
+            head = read_draft_head(Source(folder, recipe.dtype, ignored), target)
             write_json(mark, run.final_evaluation(head, trained))
     return folder
 
 
 def check_documents(documents: Documents, target: Target) -> None:
-    """Raises ValueError if documents hold ids that the target does not have."""
+    """Raises ValueError if documents were made for another vocabulary than the target's."""
     if documents.settings.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"{documents.folder} was made for a vocabulary of {documents.settings.vocab_size}, the target's "
@@ -123,7 +119,7 @@ def check_documents(documents: Documents, target: Target) -> None:
 
 
 def fingerprint(weights: Weights) -> str:
-    """A hash of a few numbers of every parameter: other weights of the same shapes are noticed."""
+    """A hash of a few numbers of every parameter, which tells weights of the same shapes apart."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(weights):
         digest.update(np.asarray(leaf.ravel()[:64].astype(jnp.float32)).tobytes())
@@ -131,12 +127,12 @@ def fingerprint(weights: Weights) -> str:
 
 
 def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = ()) -> int:
-    """Writes the best head so far of a run, finished or not, and returns the step that it is from.
+    """Writes the best head so far of a run, finished or not, and returns its step.
 
     Args:
         work: The run's folder.
-        out: Where to.
-        ignore_config_keys: As they were given to the run.
+        out: The head's folder.
+        ignore_config_keys: The same as those of the run.
 
     Raises:
         FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
@@ -145,17 +141,18 @@ def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = 
     if not (work / "recipe.json").exists():
         raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
     raw = read_json(work / "recipe.json")["begins_as"]
+    config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
     sharding = replicated(one_device())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
-        weights_of(abstract(parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys))),
+        weights_of(abstract(config)),
     )
     with Checkpoints(work) as checkpoints:
         best = checkpoints.best()
         if best == Best():
             raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
         weights = checkpoints.restore_best(shapes)
-        save_checkpoint(out, raw, weights, ignore_config_keys=ignore_config_keys)
+        save_checkpoint(out, raw, weights, config=config)
     return best.step
 
 
@@ -164,7 +161,7 @@ def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) ->
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, prompts=0))
     mesh, dtype = one_device(), target.weights["embed_tokens"].dtype
     loss = distillation_loss(head.config, target.config, recipe.objective, dtype)
-    look = HeadEvaluator(
+    evaluator = HeadEvaluator(
         head.config,
         target,
         target.weights,
@@ -176,11 +173,11 @@ def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) ->
         mesh=mesh,
         seed=recipe.seed + 1,
     )
-    return look(head.weights).record
+    return evaluator(head.weights).record
 
 
 class _Run:
-    """The parts of a training run, placed on its mesh."""
+    """The objects of a training run, placed on its mesh."""
 
     def __init__(self, work: Path, recipe: HeadRecipe, target: Target, beginning: Beginning, held: Documents):
         self.work, self.recipe, self.target, self.beginning = work, recipe, target, beginning
@@ -233,14 +230,14 @@ class _Run:
                 shardings=self.shardings,
                 deterministic=recipe.deterministic,
                 tokens_per_step=recipe.fit.batch * recipe.window,
-                # What is fine-tuned must not come back worse than it was.
+                # A fine-tuned head must not become worse than it was.
                 evaluate_first=recipe.head.start != "random",
             )
         finally:
             source.close()
 
     def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
-        """What the written head does with the held-out prompts, loaded as others will load it."""
+        """Tau of the saved head, loaded from its folder, on the held-out prompts."""
         completions = self.evaluator.decode(head)
         return {
             "best_step": trained.step,

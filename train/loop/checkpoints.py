@@ -1,7 +1,7 @@
 """Checkpoints of a training run: where to go on, and the best weights so far.
 
-They are written while training goes on. One that could not be written whole is as if it had never been
-begun; the one before it stays.
+They are written in the background. A checkpoint that could not be written whole does not count, and the one
+before it stays.
 """
 
 from pathlib import Path
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-#: What goes wrong when files cannot be written: the system's errors, and those of Orbax's storage library.
+#: Raised when files cannot be written, by the system or by Orbax's storage library.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 class Best(NamedTuple):
-    """The evaluation that the best weights so far had.
+    """The evaluation of the best weights so far.
 
     Attributes:
-        step: When that was; 0 before the first.
-        score: What it gave.
+        step: Steps before it; 0 before the first evaluation.
+        score: Its score.
     """
 
     step: int = 0
@@ -35,7 +35,7 @@ class Checkpoints:
     """A folder with the last two checkpoints, and the best weights beside them.
 
     A checkpoint has two parts: the state, a pytree of arrays that may be spread over devices, and the host's
-    notes, which are plain JSON.
+    data, which are plain JSON.
     """
 
     def __init__(self, folder: Path):
@@ -61,7 +61,7 @@ class Checkpoints:
         return self._last.latest_step()
 
     def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest checkpoint: its state, placed as the arrays of ``state`` are, and the host's notes."""
+        """The newest checkpoint: its state, placed as the arrays of ``state`` are, and the host's data."""
         restored = self._last.restore(
             self.latest(),
             args=ocp.args.Composite(
@@ -76,13 +76,13 @@ class Checkpoints:
         Raises:
             CheckpointError: This one cannot be written, or one before it could not.
         """
-        # A run that goes on from here does not come to earlier best weights again: those must be there first.
+        # A run that resumes from here does not evaluate earlier weights again, so the best are written first.
         self._wait(self._best)
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
         self._write(self._last, step, parts)
 
     def best(self) -> Best:
-        """What is known of the best weights so far; they may come from behind the newest checkpoint."""
+        """The evaluation of the best weights so far, which may be later than the newest checkpoint."""
         number = self._best.latest_step()
         if number is None:
             return Best()
@@ -90,12 +90,12 @@ class Checkpoints:
         return Best(**restored["best"])
 
     def save_best(self, best: Best, weights: Any) -> None:
-        """Begins to write the best weights so far, in place of those before.
+        """Begins to write the best weights so far, in place of the previous ones.
 
         Raises:
             CheckpointError: As for `save`.
         """
-        # Numbered on their own: a run that goes on from before its best step may find better ones before it.
+        # Not numbered by step: a resumed run may find better weights at an earlier step.
         number = (self._best.latest_step() or 0) + 1
         parts = ocp.args.Composite(
             weights=ocp.args.StandardSave(weights), best=ocp.args.JsonSave(best._asdict())
@@ -113,10 +113,10 @@ class Checkpoints:
         return self._best.restore(self._best.latest_step(), args=args)["weights"]
 
     def wait(self) -> None:
-        """Waits until all that was begun is written.
+        """Waits until everything is written.
 
         Raises:
-            CheckpointError: It could not be.
+            CheckpointError: Something could not be written.
         """
         for manager in (self._last, self._best):
             self._wait(manager)

@@ -1,4 +1,4 @@
-"""How weights are fitted: steps, rates, and the optimiser that they make."""
+"""Settings of a training run, and its optimiser and learning rate."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ class Fit:
         batch: Sequences per step, on all devices together.
         learning_rate: Peak; warmed up linearly, then a cosine to a tenth.
         warmup: Steps of warm-up.
-        micro_batch: Sequences that a device computes at one time; None is its whole share of the batch.
+        micro_batch: Sequences that a device computes at a time; None is its whole share of the batch.
         weight_decay: Of matrices; vectors are not decayed.
         clip: Largest global norm of the gradient.
         save_every: Steps between checkpoints.
@@ -36,7 +36,7 @@ class Fit:
     log_every: int = 20
 
     def check(self) -> list[str]:
-        """What is out of its range."""
+        """Messages about all settings out of their ranges."""
         least = {
             "steps": 1, "batch": 1, "warmup": 0, "learning_rate": 0, "weight_decay": 0,
             "save_every": 1, "evaluate_every": 1, "log_every": 1,
@@ -55,7 +55,7 @@ class Fit:
         return wrong
 
     def parts(self, devices: int) -> int:
-        """Parts of a batch that are computed one after the other.
+        """The number of parts of a batch, which are computed one after the other.
 
         Raises:
             ValueError: The batch does not divide into micro-batches over so many devices, or a setting is out
@@ -81,7 +81,7 @@ def schedule(fit: Fit) -> optax.Schedule:
 
 
 def make_optimizer(fit: Fit) -> optax.GradientTransformation:
-    """AdamW with clipping; vectors (norms) are not decayed."""
+    """AdamW with clipping and the `schedule`; vectors (norms) are not decayed."""
     return optax.chain(
         optax.clip_by_global_norm(fit.clip),
         optax.adamw(

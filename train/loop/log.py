@@ -1,7 +1,7 @@
 """The training log: ``log.jsonl``, and TensorBoard's event files beside it.
 
-The file holds a JSON object per optimiser step and per evaluation, each with its "step". JSON has no word for
-infinity and for what is not a number: they are null.
+The file holds a JSON object per optimiser step and per evaluation, each with its "step". Infinity and NaN
+become null, because JSON has neither.
 """
 
 import json
@@ -22,7 +22,7 @@ from tensorboardX.proto import event_pb2
 from jetspec_jax.checkpoint.files import replacing
 
 FILE = "log.jsonl"
-#: What the log itself says of a step: seconds, tokens per second, peak memory in GiB.
+#: What the log adds to a step: its seconds, tokens per second, and the peak memory in GiB.
 MEASURED = ("seconds", "tokens_per_second", "memory_gib")
 
 # Protobuf makes its message classes when it is imported, where no type checker sees them.
@@ -35,7 +35,7 @@ class NonFiniteLoss(FloatingPointError):
     """The loss of a step, or the norm of its gradient, is infinite or not a number."""
 
     def __init__(self, step: int, name: str, value: float):
-        """Names the step, and what it is of the two."""
+        """Takes the step, the metric's name and its value."""
         super().__init__(f"the {name.replace('_', ' ')} is {value} at step {step}; no later step was logged")
         self.step, self.name, self.value = step, name, value
 
@@ -43,19 +43,19 @@ class NonFiniteLoss(FloatingPointError):
 class TrainingLog:
     """Takes metrics without waiting for the device, and writes them in batches.
 
-    A context manager: leaving it writes what is pending, unless an error is the reason.
+    A context manager: it writes pending steps on exit, unless an error is raised.
     """
 
     def __init__(self, folder: Path, *, kept_steps: int, main: bool = True):
-        """Opens the log of a run, or goes on with it.
+        """Opens a new log or an existing one.
 
         Args:
             folder: For ``log.jsonl`` and the folder ``tensorboard``; made if need be.
-            kept_steps: The last step that is not done again: records of later ones are dropped.
-            main: Whether this process writes. The others of a run check the losses and write nothing.
+            kept_steps: The last step that is not repeated; records of later steps are dropped.
+            main: Whether this process writes. The other processes only check the losses.
 
         Raises:
-            ValueError: The file is damaged elsewhere than in a last line that was cut off.
+            ValueError: A line is damaged; only the last one may be cut off.
         """
         self._files = _Files(folder, kept_steps) if main else None
         self._pending: list[tuple[int, Record, int]] = []
@@ -68,10 +68,11 @@ class TrainingLog:
         Args:
             step: Its number, above that of every step before.
             metrics: Arrays on the device or numbers, scalars and short vectors; "loss" is one of them.
-            tokens: That the step trained on, in all processes.
+            tokens: Tokens that the step trained on, in all processes.
 
         Raises:
-            ValueError: The number is too small, there is no loss, or a name is the log's own.
+            ValueError: The step is not above the last one, there is no loss, or the log adds a metric of that
+                name itself.
             RuntimeError: The log is paused.
         """
         if step <= self._step:
@@ -87,14 +88,13 @@ class TrainingLog:
         self._step = step
 
     def flush(self) -> float:
-        """Waits for what is pending and writes it.
+        """Waits for pending steps and writes them.
 
         Returns:
-            The newest loss; not a number before the first step.
+            The newest loss; NaN before the first step.
 
         Raises:
-            NonFiniteLoss: A loss, or the norm of a gradient, is not finite. The steps before it are written,
-                it and later ones are not.
+            NonFiniteLoss: A loss or gradient norm is not finite. Only the steps before it are written.
         """
         if not self._pending:
             return self._loss
@@ -112,7 +112,7 @@ class TrainingLog:
             record = {name: values[name] for name in metrics} | dict(zip(MEASURED, measured, strict=True))
             rows.append(("train", step, record))
         self._write(rows)
-        # A step that failed stays, so that no later flush passes over it.
+        # A step that failed stays pending, so that a later flush raises again.
         self._pending, self._since = self._pending[good:], now
         if self._pending:
             raise NonFiniteLoss(self._pending[0][0], *(failures[good] or ("loss", math.nan)))
@@ -120,17 +120,17 @@ class TrainingLog:
         return self._loss
 
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        """Writes an evaluation, behind all pending steps.
+        """Writes an evaluation, after all pending steps.
 
         Args:
             kind: TensorBoard's group, such as "evaluation"; keys that begin with ``validation_`` are shown in
                 the group of that name.
-            step: After which it was made.
+            step: The step after which it was made.
             record: Numbers, arrays, text, and lists and mappings of them.
 
         Raises:
             NonFiniteLoss: As by `flush`.
-            ValueError: The record has a "step" of its own.
+            ValueError: The record has a key "step".
         """
         _check_names(record, ("step",))
         self.flush()
@@ -138,10 +138,10 @@ class TrainingLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For work between steps, such as evaluations: its time is no step's.
+        """Excludes the time of the block, such as an evaluation, from the seconds of steps.
 
         Raises:
-            NonFiniteLoss: As by `flush`: pending steps are waited for first, as that time is theirs.
+            NonFiniteLoss: As by `flush`, which is called first.
         """
         self.flush()
         begun, outer = time.perf_counter(), self._pausing
@@ -172,13 +172,13 @@ class TrainingLog:
 
 
 def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
-    """What of a step must be finite and is not. After a bad gradient the loss is one step behind."""
+    """The first metric that must be finite and is not; after a bad gradient, the loss is bad a step later."""
     names = [name for name in ("loss", "gradient_norm") if name in metrics]
     return next(((n, float(metrics[n])) for n in names if not math.isfinite(float(metrics[n]))), None)
 
 
 class _Files:
-    """What lies in the folder, open for appending."""
+    """The files of a log, open for appending."""
 
     def __init__(self, folder: Path, kept_steps: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,10 +189,10 @@ class _Files:
                 file.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names, so the newest sorts last.
+        # TensorBoard reads the files of a folder in the order of their names.
         self.board = RecordWriter(str(board / f"events.out.tfevents.{time.time_ns()}"))
         self._event(file_version="brain.Event:2")
-        # A start at some step makes TensorBoard forget that step and all later ones of the files before.
+        # TensorBoard drops this step and later ones of earlier files.
         self._event(step=kept_steps + 1, session_log={"status": "START"})
         self.board.flush()
         self.lines = path.open("ab")
@@ -216,17 +216,17 @@ class _Files:
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a log in the order of the file; a last line that was cut off is left out.
+    """The records of a log in the order of the file, without a last line that was cut off.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: Another line is no record; its number is named.
+        ValueError: Another line is no record; the message has its number.
     """
     return [record for _, record in _lines(path)]
 
 
 def peak_memory_gib() -> float:
-    """The most that was in use so far on the first local device, else by this process, in GiB."""
+    """Peak memory of the first local device, or of this process where the device reports none, in GiB."""
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if peak is None:
         # In bytes on macOS, in KiB elsewhere.
@@ -260,7 +260,7 @@ def _check_names(record: Mapping[str, Any], own: Sequence[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON holds; a float32 keeps its exact value."""
+    """The value as JSON can hold it; a float32 keeps its exact value."""
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The devices of a training run: data-parallel groups, each of which shares one copy of the weights."""
+"""Meshes for training: data-parallel groups of devices, each of which shares one copy of the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-#: Sequences of a batch are spread over all devices, whether those hold whole weights or parts of them.
+#: The axes over which the sequences of a batch are split: all devices.
 BATCH_AXES = ("data", "fsdp")
 
 
 @dataclass(frozen=True)
-class MeshShape:
+class MeshSettings:
     """How devices are used.
 
     Attributes:
-        data: Groups that train on different sequences; -1 is as many as there are devices for.
+        data: Groups that train on different sequences; -1 is as many as the devices allow.
         fsdp: Devices of a group, over which weights and optimiser state are split.
     """
 
@@ -27,21 +27,21 @@ class MeshShape:
     fsdp: int = 1
 
 
-def make_mesh(shape: MeshShape) -> Mesh:
+def make_mesh(settings: MeshSettings) -> Mesh:
     """The mesh over all devices of all processes.
 
     Raises:
-        ValueError: The shape does not make up the number of devices.
+        ValueError: The settings do not give the number of devices.
     """
     count = jax.device_count()
-    data = count // shape.fsdp if shape.data == -1 and shape.fsdp > 0 else shape.data
-    if data < 1 or shape.fsdp < 1 or data * shape.fsdp != count:
+    data = count // settings.fsdp if settings.data == -1 and settings.fsdp > 0 else settings.data
+    if data < 1 or settings.fsdp < 1 or data * settings.fsdp != count:
         fitting = [f"data {count // n} x fsdp {n}" for n in range(1, count + 1) if count % n == 0]
         raise ValueError(
-            f"a mesh of data {shape.data} x fsdp {shape.fsdp} does not divide {count} devices; "
+            f"a mesh of data {settings.data} x fsdp {settings.fsdp} does not divide {count} devices; "
             f"possible: {', '.join(fitting)}"
         )
-    return _mesh((data, shape.fsdp), jax.devices())
+    return _mesh((data, settings.fsdp), jax.devices())
 
 
 def one_device() -> Mesh:
@@ -59,7 +59,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def spread(tree: Any, shardings: Any) -> Any:
-    """Arrays laid out over a mesh; with several processes, each has all of them and gives what it should."""
+    """Lays arrays out over a mesh; each process must hold the whole arrays."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -71,7 +71,7 @@ def spread(tree: Any, shardings: Any) -> Any:
 
 
 def agreed(value: bool) -> bool:
-    """The first process's answer, in all processes: what they do next must not differ."""
+    """The first process's value, in all processes, so that they act alike."""
     if jax.process_count() == 1:
         return value
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
@@ -79,9 +79,9 @@ def agreed(value: bool) -> bool:
 
 @contextmanager
 def in_turn() -> Iterator[bool]:
-    """What the first process does before all others: files are then made once, and there for the others.
+    """Runs the block in the first process before all others, so that it can write files for them.
 
-    The value is whether this is the first process.
+    Yields whether this is the first process.
     """
     if jax.process_count() == 1:
         yield True

@@ -1,6 +1,6 @@
-"""Pictures of training: the log of a run, and ablations side by side."""
+"""Pictures of a training run, drawn from its log; and what other pictures share with them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,14 @@ from jetspec_jax.checkpoint.files import replacing
 from train.loop.log import Record, read_log
 
 DPI = 100
-TRAINING_INCHES, ABLATIONS_INCHES = (16.0, 8.0), (14.0, 6.0)
-# Of Okabe and Ito's colours, which most kinds of colour vision tell apart, those that show as lines on white.
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+INCHES = (16.0, 8.0)
 TRAIN, VALIDATION = "#0072b2", "#d55e00"
 DEPTHS = (1, 2, 4, 8)
-SMOOTHED = 0.02  # of a run's steps: as many are averaged for a point of a smoothed curve
+SMOOTHED = 0.02  # share of a run's steps that a point of a smoothed curve averages
 TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
 ACCURACY = "drafts equal to the target's choice"
 LEGEND: dict[str, Any] = {"framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9}
-# Where curves may leave no room for it inside.
+# A legend above the panel, where curves may leave no room inside.
 ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
 
 Panel = Callable[[Axes, Sequence[Record]], None]
@@ -34,9 +32,9 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
     """Writes a PNG of 1600 x 800: losses, accuracies, accepted lengths, and small panels for rates and speed.
 
     Args:
-        log: A ``log.jsonl``. Panels for which it has nothing are left out.
-        picture: Where to; written whole or not at all.
-        title: Above all panels.
+        log: A ``log.jsonl``. Panels without data are left out.
+        picture: The file, which is written whole or not at all.
+        title: Stands above all panels.
 
     Raises:
         FileNotFoundError: There is no such log.
@@ -53,7 +51,7 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
         panels.append(_lengths)
     small = [draw for key, draw in SMALL.items() if key in keys]
     # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=TRAINING_INCHES, layout="constrained")
+    figure = Figure(figsize=INCHES, layout="constrained")
     rows = [panels, small] if small else [panels]
     parts = figure.subfigures(len(rows), 1, height_ratios=(2.4, 1)[: len(rows)], squeeze=False).flat
     for part, row in zip(parts, rows, strict=True):
@@ -61,58 +59,11 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
             draw(axis, records)
             axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
-    _save(figure, picture)
-
-
-def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
-    """Writes a PNG of 1400 x 600: acceptance lengths by budget, and accuracies by depth, of all variants.
-
-    Args:
-        results: "variants" by name, each with "label", "tau" (by budget), "accepted_length" and
-            "accuracy_by_depth", drawn in their order; "budgets"; and "device".
-        picture: Where to; written whole or not at all.
-
-    Raises:
-        ValueError: The results lack something; all of it is listed.
-    """
-    _check_ablations(results)
-    figure = Figure(figsize=ABLATIONS_INCHES, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    variants, budgets = list(results["variants"].values()), results["budgets"]
-
-    height = 0.84 / len(budgets)
-    for i, (budget, shade) in enumerate(zip(budgets, _shades("Blues", 0.35, 0.9, len(budgets)), strict=True)):
-        places = [place + (i - (len(budgets) - 1) / 2) * height for place in range(len(variants))]
-        lengths = [variant["tau"][str(budget)] for variant in variants]
-        bars = left.barh(places, lengths, height=0.92 * height, color=shade, label=f"{budget} nodes")
-        left.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-    left.set_yticks(range(len(variants)), [variant["label"] for variant in variants])
-    left.invert_yaxis()
-    left.margins(x=0.1, y=0.02)
-    left.set_xlabel("acceptance length τ (tokens a round)")
-    left.legend(ncols=len(budgets), **LEGEND, **ABOVE)
-
-    for i, variant in enumerate(variants):
-        accuracies = variant["accuracy_by_depth"]
-        right.plot(
-            range(1, len(accuracies) + 1),
-            accuracies,
-            color=COLOURS[i % len(COLOURS)],
-            linestyle=("solid", "dashed")[i // len(COLOURS) % 2],
-            marker="os^vDP*"[i % 7],
-            markersize=4,
-            label=f"{variant['label']}: {variant['accepted_length']:.2f}",
-        )
-    _depth_axis(right)
-    right.legend(title="accepted tokens of a greedy chain", **LEGEND)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Draft heads trained in different ways, measured on {results['device']}", fontsize=11)
-    _save(figure, picture)
+    save(figure, picture)
 
 
 def smooth(values: Float[np.ndarray, "n *columns"], window: int) -> Float[np.ndarray, "n *columns"]:
-    """Means of each row and ``window // 2`` rows to either side; what is not a number is passed over."""
+    """Means of each row and ``window // 2`` rows to either side; NaN is skipped."""
     reach, count = window // 2, len(values)
     ends, starts = np.minimum(np.arange(count) + reach + 1, count), np.maximum(np.arange(count) - reach, 0)
 
@@ -126,7 +77,7 @@ def smooth(values: Float[np.ndarray, "n *columns"], window: int) -> Float[np.nda
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have the key; null is not a number."""
+    """Steps and values of the records that have the key; null becomes NaN."""
     own = [record for record in records if key in record]
     return np.array([record["step"] for record in own], float), np.array([x[key] for x in own], float)
 
@@ -159,7 +110,7 @@ def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
     train, validation = _smoothed(records, TRAIN_ACCURACY), _series(records, VALIDATION_ACCURACY)
     last = max(values.shape[1] for _, values in (train, validation) if len(values))
     depths = [*(depth for depth in DEPTHS if depth < last), last]
-    for depth, colour in zip(depths, _shades("viridis", 0, 0.85, len(depths)), strict=True):
+    for depth, colour in zip(depths, shades("viridis", 0, 0.85, len(depths)), strict=True):
         label = f"{depth}"
         for (steps, values), style in ((train, "-"), (validation, "o:")):
             if len(values):
@@ -172,7 +123,7 @@ def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
-    """Of the newest validation as bars, of the newest training steps as dots."""
+    """Accuracies of the newest validation as bars, and of the newest training steps as dots."""
     _, validation = _series(records, VALIDATION_ACCURACY)
     if len(validation):
         axis.bar(range(1, validation.shape[1] + 1), validation[-1], color="#f2b48c", label="validation")
@@ -181,7 +132,7 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
         axis.plot(
             range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
         )
-    _depth_axis(axis)
+    depth_axis(axis)
     axis.legend(title="at the end", ncols=2, **LEGEND, **ABOVE)
 
 
@@ -192,7 +143,7 @@ def _lengths(axis: Axes, records: Sequence[Record]) -> None:
     _points(axis, records, "validation_accepted_length", "the same: validation")
     measured = [record for record in records if "tau" in record]
     budgets = sorted({int(budget) for record in measured for budget in record["tau"]})
-    for budget, colour in zip(budgets, _shades("Greens", 0.45, 0.95, len(budgets)), strict=True):
+    for budget, colour in zip(budgets, shades("Greens", 0.45, 0.95, len(budgets)), strict=True):
         own = [(x["step"], x["tau"][str(budget)]) for x in measured if str(budget) in x["tau"]]
         axis.plot(*np.array(own, float).T, "s--", color=colour, markersize=4, label=f"τ, tree of {budget}")
     axis.set_ylabel("tokens a round")
@@ -240,7 +191,8 @@ def _step_axis(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def _depth_axis(axis: Axes) -> None:
+def depth_axis(axis: Axes) -> None:
+    """Labels the axes of a panel that shows accuracies by draft depth."""
     axis.set_xlabel("draft depth")
     axis.set_ylabel(ACCURACY)
     axis.set_ylim(bottom=0)
@@ -249,21 +201,12 @@ def _depth_axis(axis: Axes) -> None:
     axis.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def _shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, "n 4"]:
+def shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, "n 4"]:
+    """Colours of a named map, evenly spaced between two of its places in 0..1."""
     return matplotlib.colormaps[name](np.linspace(low, high, count))
 
 
-def _check_ablations(results: Mapping[str, Any]) -> None:
-    missing = [key for key in ("variants", "budgets", "device") if not results.get(key)]
-    for name, variant in results.get("variants", {}).items():
-        wanted = ("label", "tau", "accepted_length", "accuracy_by_depth")
-        missing += [f"{name}: {key}" for key in wanted if key not in variant]
-        taus = variant.get("tau", {})
-        missing += [f"{name}: tau of {b}" for b in results.get("budgets", ()) if str(b) not in taus]
-    if missing:
-        raise ValueError(f"the results of the ablations lack {'; '.join(missing)}")
-
-
-def _save(figure: Figure, picture: Path) -> None:
+def save(figure: Figure, picture: Path) -> None:
+    """Writes a PNG, whole or not at all."""
     with replacing(picture) as partial:
         figure.savefig(partial, format="png", dpi=DPI)

@@ -1,4 +1,4 @@
-"""Stages of a recipe: each is done once, marked as done, and skipped from then on."""
+"""Work folders of recipes: stages that are done once, time limits, and settings that must not change."""
 
 import json
 import shutil
@@ -11,11 +11,11 @@ from jetspec_jax.checkpoint.files import write_json
 
 
 class OutOfTime(Exception):
-    """The time limit was reached; everything so far is saved."""
+    """The time limit was reached; everything is saved."""
 
 
 class Deadline:
-    """A limit on the wall-clock time. Work that was begun is finished, so leave a minute above it."""
+    """A limit on the wall-clock time. Work that has begun is finished, which may take a minute more."""
 
     def __init__(self, minutes: float | None = None):
         """Starts the clock; None is no limit."""
@@ -47,10 +47,10 @@ Stage = Callable[[], None]
 
 
 def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None:
-    """Runs in order the stages that are not done.
+    """Runs the stages that are not done, in order, and marks each as done.
 
     Raises:
-        OutOfTime: The limit was reached; the message names the stages left.
+        OutOfTime: The limit was reached; the message lists the stages left.
     """
     marks = work / "done"
     marks.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
     """Takes a work folder for some settings, which are kept there as ``recipe.json``.
 
     Raises:
-        ValueError: The folder was made with other settings; all that differ are listed.
+        ValueError: The folder was made with other settings; the message lists all that differ.
     """
     path = work / "recipe.json"
     mine = json.loads(json.dumps(settings))
@@ -91,7 +91,7 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested objects by their dotted names; a list of objects is one, a list of values a leaf."""
+    """Leaves of nested objects by their dotted names; a list of objects counts as an object."""
     if isinstance(tree, list) and tree and all(isinstance(part, dict) for part in tree):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
@@ -102,6 +102,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def fresh(folder: Path) -> Path:
-    """An absent folder: what an interrupted stage left there is removed."""
+    """Removes what an interrupted stage left at this path, and returns the path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder

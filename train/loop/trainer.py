@@ -1,8 +1,8 @@
 """The training loop: a jitted step over a mesh, checkpoints, a log, a progress bar.
 
-A step is a function of the state and of a batch: its randomness comes from the state's key and the step's
-number. A checkpoint is the state and the position in the data, so a run that was stopped at any point goes
-on exactly as if it had not been.
+A step depends on the state and a batch only: its randomness comes from the state's key and the step's number.
+A checkpoint holds the state and the position in the data, so a run that was stopped at any point resumes with
+the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,27 +23,15 @@ from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
 from train.loop.mesh import agreed, one_device, put_batch, replicated, spread
 from train.loop.stages import Deadline
-from train.loss.objectives import Mean
-
-#: Means by name; "loss" is what is minimised.
-Means = dict[str, Mean]
+from train.loss.objectives import Loss, Means
 
 # The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
 DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
 
 @runtime_checkable
-class Loss(Protocol):
-    """What is minimised. A mean comes in two parts, so that parts of a batch add up to the whole batch."""
-
-    def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
-        """The loss of some weights on a batch, and what else to log."""
-        ...
-
-
-@runtime_checkable
 class Batches(Protocol):
-    """An endless source of batches with a position that JSON can hold; grain's iterators are such sources."""
+    """An endless source of batches whose position fits into JSON, such as grain's iterators."""
 
     def __next__(self) -> Any:
         """This process's part of the next batch: NumPy arrays, sequences first."""
@@ -54,19 +42,19 @@ class Batches(Protocol):
         ...
 
     def set_state(self, state: Any) -> None:
-        """Goes to a position."""
+        """Moves to a position."""
         ...
 
 
 class DrawnOnDevice:
-    """For losses that draw their sequences from frozen arrays by the step's key: there is nothing to feed."""
+    """Empty batches, for losses that draw their sequences from frozen arrays by the step's key."""
 
     def __next__(self) -> dict[str, Any]:
         """No arrays."""
         return {}
 
     def get_state(self) -> dict[str, Any]:
-        """No position: the step's number is all."""
+        """No position: the key depends on the step's number alone."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -74,11 +62,11 @@ class DrawnOnDevice:
 
 
 class TrainState(NamedTuple):
-    """All arrays that a run is at some step.
+    """All arrays of a run at some step.
 
     Attributes:
         step: Steps done.
-        key: Of everything random in the steps, as data that a checkpoint can hold.
+        key: Source of all randomness of the steps, as data that a checkpoint can hold.
         weights: float32 masters.
         optimizer: The optimiser's state.
     """
@@ -90,11 +78,11 @@ class TrainState(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """A look at weights on held-out data.
+    """An evaluation of weights on held-out data.
 
     Attributes:
         record: What to log.
-        score: What decides which weights are best; higher is better.
+        score: Decides which weights are best; higher is better.
     """
 
     record: Mapping[str, Any]
@@ -105,9 +93,9 @@ class Trained(NamedTuple):
     """A finished run.
 
     Attributes:
-        weights: Those of the best evaluation.
-        step: When that was.
-        score: What it gave.
+        weights: Those with the best evaluation.
+        step: Steps before it.
+        score: Its score.
     """
 
     weights: Weights
@@ -133,30 +121,30 @@ def train(
     tokens_per_step: int = 0,
     evaluate_first: bool = False,
 ) -> Trained:
-    """Trains, or goes on with what the folder holds.
+    """Trains, or resumes the run that the folder holds.
 
     Args:
         folder: For checkpoints, the log and its TensorBoard files.
         fit: Steps and rates.
         loss: The objective.
         weights: Initial float32 weights; they are used up.
-        frozen: Arrays that the objective reads beside the batch; where a mesh is given, spread over it.
+        frozen: Arrays that the objective reads besides the batch; with a mesh, spread over it.
         batches: Feeds the objective.
-        evaluate: Looks at some weights.
-        seed: Of everything random in the steps.
+        evaluate: Evaluates weights.
+        seed: Seed of all randomness of the steps.
         deadline: When to stop, after saving.
         label: For the progress bar.
         mesh: The devices; None is one.
         shardings: How the weights lie on the mesh; None is whole on every device.
         deterministic: Whether a GPU must give the same bits again.
-        tokens_per_step: For the log: those of the windows, padding included.
-        evaluate_first: Whether the initial weights are looked at too, and may stay the best.
+        tokens_per_step: Tokens of the windows, padding included, for the log.
+        evaluate_first: Whether the initial weights are evaluated too and may stay the best.
 
     Raises:
-        OutOfTime: The deadline passed; the folder holds where to go on.
+        OutOfTime: The deadline passed; the same call resumes.
         NonFiniteLoss: A loss is not finite; the last checkpoint before it stays.
         CheckpointError: A checkpoint could not be written; the one before it stays.
-        ValueError: The fit does not suit the devices.
+        ValueError: The batch does not divide over the devices, or a setting is out of its range.
     """
     mesh = mesh or one_device()
     loop = Loop(fit, loss, mesh, deterministic)
@@ -171,8 +159,8 @@ def train(
         bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
         with TrainingLog(folder, kept_steps=first, main=main) as log, bar:
 
-            def look(step: int, best: Best) -> Best:
-                """The best so far, once these weights have been looked at too."""
+            def evaluated(step: int, best: Best) -> Best:
+                """Evaluates the weights, and returns the best so far."""
                 log.flush()
                 with log.paused():
                     record, score = evaluate(state.weights)
@@ -183,7 +171,7 @@ def train(
                     return Best(step, score)
 
             if evaluate_first and not first and best == Best():
-                best = look(0, best)
+                best = evaluated(0, best)
             for done in range(first + 1, fit.steps + 1):
                 state, metrics = loop.advance(state, frozen, next(batches))
                 log.add(done, metrics, tokens_per_step)
@@ -192,10 +180,10 @@ def train(
                     bar.set_postfix(loss=f"{log.flush():.3f}")
                     bar.update(done - bar.n)
                 if at_end or done % fit.evaluate_every == 0:
-                    best = look(done, best)
-                # Asking the other processes waits for the devices, as writing the log does.
-                looks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
-                stop = looks and agreed(deadline.passed())
+                    best = evaluated(done, best)
+                # Processes agree by waiting for the devices, so only where writing the log waits anyway.
+                asks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
+                stop = asks and agreed(deadline.passed())
                 if at_end or stop or done % fit.save_every == 0:
                     log.flush()
                     checkpoints.save(done, state, {"data": batches.get_state()})
@@ -205,10 +193,10 @@ def train(
 
 
 class Loop:
-    """The jitted step of a run, and how state and batches lie on its mesh.
+    """The jitted step of a run, and the placement of its state and batches on a mesh.
 
     Attributes:
-        step: Takes state, frozen arrays and a placed batch; the state is donated. It is there after `begin`.
+        step: Takes state, frozen arrays and a placed batch; the state is donated. `begin` sets it.
     """
 
     step: Any
@@ -220,9 +208,9 @@ class Loop:
         self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
 
     def begin(self, weights: Weights, shardings: Any, seed: int) -> TrainState:
-        """The state before the first step; the optimiser's moments lie as the weights do.
+        """The state before the first step; the optimiser's moments have the weights' shardings.
 
-        The weights become part of the state, which the first step takes over: they are used up.
+        The weights become part of the state, which the first step donates.
         """
         whole = replicated(self.mesh)
         weights = spread(weights, shardings)
@@ -233,7 +221,7 @@ class Loop:
         optimizer = jax.jit(self.optimizer.init, out_shardings=placed)(weights)
         step, key = jax.device_put((np.int32(0), jax.random.key_data(jax.random.key(seed))), whole)
         state = TrainState(step, key, weights, optimizer)
-        # The next state lies as this one, or the second step would be another program than the first.
+        # Without the same shardings the second step would compile another program.
         self.step = jax.jit(
             self._step,
             donate_argnums=0,
@@ -244,7 +232,7 @@ class Loop:
 
     def advance(self, state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         """One step over this process's part of a batch; the state is donated."""
-        # Kernels that cannot be split over devices are left out of programs that are.
+        # Kernels that cannot be split over devices see the mesh and give way to XLA.
         with jax.set_mesh(self.mesh):
             return self.step(state, frozen, self.place(batch))
 

@@ -61,10 +61,10 @@ def with_sinks(
     window: int | None,
     sinks: Float[Array, "H"],
 ) -> Float[Array, "B T H E"]:
-    """Causal attention with a logit per head that joins the softmax: JAX's own knows none.
+    """Causal attention whose softmax also counts one sink logit per head, which JAX's own does not support.
 
-    A key of its own for every head's sink would do, but keys are shared by heads, so the tree attention
-    of decoding is asked instead. It has no derivative: sinks are a target's, and targets are frozen.
+    It calls the tree attention of decoding, which has no derivative: only targets have sinks, and a target
+    is frozen.
     """
     batch, length = q.shape[:2]
     mask = jnp.broadcast_to(causal_bits(length)[None], (batch, length, -(-length // 32)))
@@ -88,12 +88,12 @@ def cudnn_works() -> bool:
         return jnp.sum(out.astype(jnp.float32))
 
     try:
-        # The question comes up while a step is traced, and must be answered there and then.
+        # This is called while a step is traced, and the probe must be computed at once.
         with jax.ensure_compile_time_eval():
             q, k = (jnp.ones((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
             gradient = jax.jit(jax.grad(probe))(q, k)
             return bool(np.isfinite(np.asarray(gradient, np.float32)).all())
-    except Exception as error:  # builds without cuDNN fail in many ways, and XLA's attention serves as well
+    except Exception as error:  # builds without cuDNN raise errors of many kinds
         print(f"cuDNN's attention is not available, XLA's is used: {str(error).splitlines()[0]}")
         return False
 
@@ -127,10 +127,9 @@ def block_mask(
 def block_attend(
     context: tuple[KV, ...], anchors: Int[Array, "B A"], block_size: int, *, causal: bool
 ) -> Attend:
-    """Slots of many blocks over the context before each block's anchor, and over their own block.
+    """Slots of many blocks attend to the context before their block's anchor and to their own block.
 
-    A backward pass computes the scores again: those of one layer are already gigabytes, and nothing of their
-    size is kept.
+    The backward pass computes the scores again: those of a single layer take gigabytes.
 
     Args:
         context: Per layer, keys and values of all T tokens of the sequence.

@@ -17,8 +17,8 @@ class Lessons(NamedTuple):
     Attributes:
         rows: Index of the target's row that predicts the same token: a + k - 1.
         labels: The text's own token at a + k.
-        learn: Whether a slot's token, and every one between it and the anchor, is to be learnt. A draft
-            behind a token that somebody else wrote is never asked for.
+        learn: Whether a slot's token and every token between it and the anchor are to be learnt. Decoding
+            never drafts after a token that the target did not write.
     """
 
     rows: Int[Array, "B A D"]
@@ -27,10 +27,10 @@ class Lessons(NamedTuple):
 
 
 def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
-    """Random anchors among the tokens that stand before one to learn, evenly spread, in order.
+    """Draws anchors, in order and evenly spread, from the tokens that precede a token to learn.
 
-    One comes from each of ``count`` equal parts of them. Where ``count`` exceeds their number, anchors
-    repeat, all about as often; a sequence with nothing to learn has all its anchors at 0.
+    One comes from each of ``count`` equal parts of those tokens. Where ``count`` exceeds their number, all
+    repeat about equally often; a sequence with nothing to learn has all its anchors at 0.
     """
     before = jnp.pad(learn[:, 1:], ((0, 0), (0, 1)))
     ends = jnp.cumsum(before.astype(jnp.int32), axis=1)

@@ -7,11 +7,17 @@ from jaxtyping import Array, Key
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
-from train.head.recipe import Objective
-from train.loop.trainer import Loss, Means
 from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
-from train.loss.objectives import Mean, accepted_length, depth_weights, draft_losses
+from train.loss.objectives import (
+    Loss,
+    Mean,
+    Means,
+    Objective,
+    accepted_length,
+    depth_weights,
+    draft_losses,
+)
 from train.loss.precision import cast, whole
 
 
@@ -27,9 +33,8 @@ def distillation_loss(
 
     The target runs once over each sequence; its taps are the head's context and its rows the teacher. The
     loss is the mean over draft slots, weighted by depth, of what `draft_losses` gives; slots that have
-    nothing to learn do not count. Beside it: loss and accuracy by depth, and the expected accepted length
-    against the target's likeliest tokens: what a greedy chain would be accepted of, the bonus token not
-    counted.
+    nothing to learn do not count. The other means are loss and accuracy by depth, and the accepted length of
+    a greedy chain without the bonus token.
 
     Args:
         head_config: The head.

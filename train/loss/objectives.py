@@ -1,16 +1,19 @@
-"""What a draft head, or a target, is trained to minimise, row by row.
+"""What a draft head or a target is trained to minimise: the losses of its rows, and their means.
 
-Logits are the largest arrays of training, so they are made and dropped chunk by chunk. Shapes: B sequences,
-T tokens, N draft rows of a sequence, R rows, D draft depth, M model, V vocabulary. ``logits`` maps hidden
-rows ``[B, N, M]`` to ``[B, N, V]``.
+Logits are the largest arrays of training, so they are computed and dropped chunk by chunk. ``logits`` maps
+hidden rows ``[B, N, M]`` to ``[B, N, V]``. Shapes: B sequences, T tokens, N draft rows of a sequence, D draft
+depth, M model, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jetspec_jax.models import Weights
 
 Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
 
@@ -20,7 +23,7 @@ LOSSES: tuple[str, ...] = get_args(LossName)
 
 
 class Mean(NamedTuple):
-    """A weighted mean in two parts, so that means over parts of a batch add up to the mean over all of it."""
+    """A weighted mean as total and weight, so that means of parts add up to the mean of the whole."""
 
     total: Float[Array, "*s"]
     weight: Float[Array, "*s"]
@@ -30,8 +33,40 @@ class Mean(NamedTuple):
         return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
+#: Means by name; "loss" is what is minimised.
+Means = dict[str, Mean]
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """What is minimised."""
+
+    def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
+        """The loss of the weights on a batch, and the other means to log."""
+        ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which loss a head learns by, and from how many blocks.
+
+    Attributes:
+        loss: "forward_kl", "reverse_kl" or "sft".
+        temperature: Temperature of the distillation.
+        gamma: Weights of slots fall as exp(-depth / gamma); 0 is uniform.
+        anchors: Blocks per sequence and step.
+        chunk: Draft rows of a sequence whose logits exist at a time.
+    """
+
+    loss: LossName = "forward_kl"
+    temperature: float = 1.0
+    gamma: float = 0.0
+    anchors: int = 512
+    chunk: int = 1024
+
+
 class DraftRows(NamedTuple):
-    """What the draft rows of some sequences gave.
+    """Results of the draft rows.
 
     Attributes:
         loss: In nats.
@@ -58,9 +93,9 @@ def draft_losses(
 
     With p the target's and q the head's distribution, both at ``temperature`` T and both read by the target's
     own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, or ``-log q(label)`` at
-    temperature 1. The target's logits are made once for each of its rows, in the weights' type: many blocks
-    learn from one row. The gradient with regard to ``student`` is computed beside the loss, chunk by chunk,
-    so that the head's logits are made once too; nothing else has a gradient.
+    temperature 1. The target's logits are computed once per row, in the weights' dtype, because many blocks
+    learn from one row. The gradient with regard to ``student`` is computed with the loss, chunk by chunk, so
+    that the head's logits are computed once too; nothing else has a gradient.
 
     Source: the JetSpec paper's distillation objective and the ones that it compares with.
 
@@ -97,8 +132,8 @@ def draft_losses(
         value, pull, matches = jax.vjp(lambda x: losses(x, index, label), x, has_aux=True)
         return value, matches, pull(jnp.ones_like(value))[0]
 
-    # A row's loss depends on that row alone: the gradient of each row's own loss is all that a backward pass
-    # needs, whatever the rows are weighted by later.
+    # A row's loss depends on that row alone, so its gradient is all that the backward pass needs, however the
+    # rows are weighted later.
     @jax.custom_vjp
     def run(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
         return _by_chunks(losses, (x, index, label), chunk)
@@ -117,7 +152,7 @@ def draft_losses(
 def next_token_losses(
     hidden: Float[Array, "B T M"], labels: Int[Array, "B T"], logits: Logits, *, chunk: int
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each label, in nats; the backward pass makes each chunk's logits again."""
+    """Negative log-likelihood of each label, in nats; the backward pass computes the logits again."""
 
     def losses(x: Array, label: Array) -> Array:
         log_p = jax.nn.log_softmax(logits(x).astype(jnp.float32), axis=-1)
@@ -136,11 +171,11 @@ def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
 
 
 def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*blocks D"]) -> Mean:
-    """Mean number of leading matches: what a greedy chain would have had accepted of each block.
+    """Mean number of leading matches of the blocks: the accepted length of a greedy chain.
 
     Args:
         matches: Whether a slot's likeliest token is the target's.
-        learn: Which slots lie in the text that is learnt; a block without one does not count.
+        learn: Which slots are to be learnt; a block without one does not count.
     """
     leading = jnp.cumprod((matches & learn).astype(jnp.float32), axis=-1)
     return Mean(jnp.sum(leading), jnp.sum(learn[..., 0].astype(jnp.float32)))
@@ -149,7 +184,7 @@ def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*bloc
 def _by_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], chunk: int) -> Any:
     """Maps a function over chunks of the arrays' second axis, one after the other.
 
-    The first axis, of sequences, stays whole: it is the one that is split over devices.
+    The first axis, of sequences, stays whole because it is split over devices.
     """
     count = arrays[0].shape[1]
     chunk = min(chunk, count)

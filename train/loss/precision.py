@@ -1,4 +1,4 @@
-"""The types that weights have: float32 masters, and what is computed with and written."""
+"""Dtypes of weights: masters are float32, computing and saving use others."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
 
 
 def whole(weights: Weights) -> Weights:
-    """Weights gathered from the devices of a mesh for the products that need them; elsewhere as they are.
+    """Weights gathered from the devices of a mesh; without a mesh they are returned as they are.
 
-    Split weights meet a split batch in every product. Left to itself XLA gathers the batch, and with it
-    logits of the whole vocabulary; the weights are less.
+    For products of split weights and a split batch XLA would gather the batch, and with it logits of the
+    whole vocabulary, which are larger.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return weights
@@ -24,5 +24,5 @@ def whole(weights: Weights) -> Weights:
 
 
 def as_shipped(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """Weights as others will load them, rounded to bfloat16, in ``dtype``: what an evaluation looks at."""
+    """Weights rounded to bfloat16, as they are saved, in ``dtype``."""
     return cast(cast(weights, jnp.dtype(jnp.bfloat16)), dtype)

@@ -1,0 +1,271 @@
+"""Parameters from safetensors, by the key table of their module.
+
+All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
+parameters go one by one from the file to the device, so that the host holds no more than one at a time.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from jetspec_jax.checkpoint.tensor_plan import (
+    TIED,
+    ParameterPath,
+    Plan,
+    Stored,
+    make_plan,
+    stored_dtypes,
+    untied,
+)
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
+from jetspec_jax.models import Weights
+
+INDEX = "model.safetensors.index.json"
+
+# Tensors are compared in parts of this size.
+_COMPARED_BYTES = 64 * 2**20
+
+_log = logging.getLogger("jetspec_jax")
+
+
+def read_weights(
+    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+) -> Weights:
+    """Reads the parameters of a config's module from a folder of safetensors.
+
+    One line of the log says what else the folder holds, if it does.
+
+    Args:
+        folder: The checkpoint.
+        config: Its config.
+        dtype: The type of all parameters; None leaves each in the type that it is stored in.
+
+    Raises:
+        ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain float
+            (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
+            parameter is made of tensors of different types; or the head that a config ties to the embedding
+            is stored too and differs from it.
+        FileNotFoundError: There are no weights.
+    """
+    weights: Weights = {}
+    with contextlib.ExitStack() as stack:
+        tensors, plan = _open(folder, config, stack)
+        # A second copy of the embedding is compared with it, so it does not count as unread.
+        left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
+        if left:
+            _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
+        for path, value in _read(folder, tensors, plan, dtype):
+            put(weights, path, jnp.asarray(value))
+    return weights
+
+
+def read_parameters(
+    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+) -> Iterator[tuple[ParameterPath, np.ndarray]]:
+    """Reads parameters one by one, each with its place in the weights, without touching a device.
+
+    Raises:
+        ValueError: As for `read_weights`; before the first parameter.
+        FileNotFoundError: Likewise.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors, plan = _open(folder, config, stack)
+        yield from _read(folder, tensors, plan, dtype)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a checkpoint's files say: its tensors, none of them read.
+
+    Attributes:
+        where: What errors call the checkpoint.
+        tensors: By name.
+        wrong: What is wrong with the files.
+        file_bytes: Sum over all files.
+    """
+
+    where: str
+    tensors: Mapping[str, Stored]
+    wrong: Sequence[str]
+    file_bytes: int
+
+    def plan(self, config: ModelConfig | DraftHeadConfig) -> Plan:
+        """How the tensors make up a config's parameters.
+
+        Raises:
+            ValueError: As for `read_weights`.
+        """
+        return make_plan(self.tensors, config, self.where, self.wrong)
+
+
+def read_headers(folder: Path) -> Headers:
+    """The headers of a folder's safetensors.
+
+    Raises:
+        ValueError: A file is corrupt; or the weights are pickled.
+        FileNotFoundError: There are no weights.
+    """
+    with contextlib.ExitStack() as stack:
+        tensors, wrong = _open_files(folder, stack)
+    size = sum(path.stat().st_size for path in _shards(folder))
+    return Headers(str(folder), _about(tensors), wrong, size)
+
+
+def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
+    """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
+
+    They are what the family's module skips, the second copy of a tied embedding, and the rotary buffers of
+    older exporters. Nothing is read, so of a second copy only the shape is known to be right.
+
+    Raises:
+        ValueError: As for `read_weights`.
+        FileNotFoundError: There are no weights.
+    """
+    return read_headers(folder).plan(config).unused
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors, and all that its index names."""
+    try:
+        return bool(_shards(folder))
+    except (ValueError, FileNotFoundError):
+        return False
+
+
+def merge_shards(
+    shards: Iterable[Mapping[str, Any]], weight_map: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What is known of the tensors of all shards, by name, and what is wrong with the names.
+
+    Args:
+        shards: The tensors of each.
+        weight_map: Which shard should hold which, by the index; empty without one.
+    """
+    tensors: dict[str, Any] = {}
+    wrong = []
+    for shard in shards:
+        wrong += [f"stored in more than one file: {name}" for name in shard if name in tensors]
+        tensors |= shard
+    if lost := sorted(weight_map.keys() - tensors.keys()):
+        wrong.append(f"the index names tensors that no shard holds: {lost}")
+    return tensors, wrong
+
+
+def put(weights: Any, path: ParameterPath, value: Any) -> None:
+    """Puts a parameter at its place in nested weights that are being made."""
+    for part in path[:-1]:
+        weights = weights.setdefault(part, {})
+    weights[path[-1]] = value
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which shard holds which tensor, by the folder's index; empty without one."""
+    listing = folder / INDEX
+    if not listing.exists():
+        return {}
+    weight_map = read_json(listing).get("weight_map")
+    named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    if not weight_map or not named:
+        raise ValueError(f"{listing} has no weight_map from tensors to files")
+    return weight_map
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint."""
+    paths = sorted({folder / file for file in _weight_map(folder).values()})
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise ValueError(f"{folder}: the index names shards that are not there: {absent}")
+    paths = paths or sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        if pickled:
+            raise ValueError(
+                f"{folder} holds pickled weights {pickled}, which can run code when they are read; "
+                "convert them to safetensors"
+            )
+        raise FileNotFoundError(f"{folder} holds no *.safetensors file")
+    return paths
+
+
+class _Tensor(NamedTuple):
+    """An unread tensor and the open file that holds it."""
+
+    file: Any
+    about: Stored
+
+
+def _open(
+    folder: Path, config: ModelConfig | DraftHeadConfig, stack: contextlib.ExitStack
+) -> tuple[dict[str, _Tensor], Plan]:
+    """Opens all shards: every stored tensor by name, and how they make up the config's parameters."""
+    tensors, wrong = _open_files(folder, stack)
+    return tensors, make_plan(_about(tensors), config, str(folder), wrong)
+
+
+def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, _Tensor], list[str]]:
+    """Opens all shards: every stored tensor by name, and what is wrong with the names."""
+    return merge_shards([_open_file(path, stack) for path in _shards(folder)], _weight_map(folder))
+
+
+def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="numpy"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return {
+        name: _Tensor(file, Stored(tuple(part.get_shape()), part.get_dtype())) for name, part in parts.items()
+    }
+
+
+def _read(
+    folder: Path, tensors: Mapping[str, _Tensor], plan: Plan, dtype: jnp.dtype | None
+) -> Iterator[tuple[ParameterPath, np.ndarray]]:
+    """The parameters of a plan, one by one, once its copies are known to be copies."""
+    if dtype is None:
+        dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
+    else:
+        dtypes = [dtype] * len(plan.sources)
+    for name, embedding in plan.copies:
+        if not _equal(name, embedding, tensors):
+            raise ValueError(f"{folder}: {untied(name, embedding)}")
+    # Small checkpoints are there before a bar could be read.
+    bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+    for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
+        value = np.empty(parameter.shape, own_dtype)
+        for key in keys:
+            try:
+                key.from_file(value, *(tensors[name].file.get_tensor(name) for name in key.names))
+            except ValueError as error:
+                raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
+        yield parameter.path, value
+
+
+def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
+    """Whether two matrices of one shape hold the same values, of whatever types; some rows at a time."""
+    count, width = tensors[name].about.shape
+    step = max(1, _COMPARED_BYTES // (4 * width))
+    slices = [tensors[own].file.get_slice(own) for own in (name, other)]
+    bar = tqdm(range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, leave=False)
+    for begin in bar:
+        ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
+        # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.
+        if ours.dtype == theirs.dtype and np.array_equal(ours.view(np.uint8), theirs.view(np.uint8)):
+            continue
+        if not np.array_equal(ours.astype(np.float32), theirs.astype(np.float32), equal_nan=True):
+            bar.close()
+            return False
+    return True
+
+
+def _about(tensors: Mapping[str, _Tensor]) -> dict[str, Stored]:
+    return {name: tensor.about for name, tensor in tensors.items()}

@@ -1,0 +1,91 @@
+"""A checkpoint's source: where it is and how it is read, as one value."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetspec_jax.checkpoint.hub import CONFIG_PATTERNS, resolve
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    parse_config,
+    parse_draft_head_config,
+    parse_model_config,
+    read_json,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint is and how it is read.
+
+    Files are fetched and the config is parsed at first use, once. Properties that need files raise
+    FileNotFoundError where there are none; those that need the config raise ValueError where it is not valid.
+
+    Attributes:
+        path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
+        dtype: Of the weights: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
+    """
+
+    path_or_id: str | Path
+    dtype: str = "auto"
+    ignore_config_keys: Collection[str] = ()
+
+    @property
+    def weights_dtype(self) -> jnp.dtype:
+        """The type that `dtype` stands for on this machine; as `resolve_dtype`."""
+        return resolve_dtype(self.dtype)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The local folder with all files; those of a hub id are downloaded, or found in the hub's cache."""
+        return resolve(self.path_or_id)
+
+    @cached_property
+    def config_path(self) -> Path:
+        """The local ``config.json``; of a hub id, nothing else is fetched."""
+        return resolve(self.path_or_id, CONFIG_PATTERNS) / "config.json"
+
+    @cached_property
+    def raw_config(self) -> dict[str, Any]:
+        """What ``config.json`` holds."""
+        return read_json(self.config_path)
+
+    @cached_property
+    def config(self) -> ModelConfig | DraftHeadConfig:
+        """The config of a target or of a draft head, whichever it is."""
+        return parse_config(self.raw_config, **self._parsing)
+
+    @cached_property
+    def target_config(self) -> ModelConfig:
+        """The config of a target; that of a head is refused."""
+        return parse_model_config(self.raw_config, **self._parsing)
+
+    @cached_property
+    def head_config(self) -> DraftHeadConfig:
+        """The config of a draft head; that of a target is refused."""
+        return parse_draft_head_config(self.raw_config, **self._parsing)
+
+    @property
+    def _parsing(self) -> dict[str, Any]:
+        return {"ignore_config_keys": self.ignore_config_keys, "where": str(self.config_path)}
+
+
+def resolve_dtype(dtype: str) -> jnp.dtype:
+    """The dtype that a user's word stands for.
+
+    Raises:
+        ValueError: The word is none of "auto", "float32", "bfloat16".
+    """
+    if dtype == "auto":
+        # On CPUs bf16 is several times slower than float32.
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+    return jnp.dtype(dtype)

@@ -1,0 +1,128 @@
+"""Checkpoints in Hugging Face layout, written whole or not at all, one file's tensors at a time."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from jetspec_jax.checkpoint.files import new_folder, refuse_existing, write_files
+from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
+from jetspec_jax.checkpoint.reading import INDEX
+from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
+from jetspec_jax.models import Weights
+from jetspec_jax.models.key_table import Key
+
+#: Bytes of tensors from which on a checkpoint is written in several files.
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_checkpoint(
+    folder: str | Path,
+    raw_config: Mapping[str, Any],
+    weights: Weights,
+    *,
+    dtype: str | None = "bfloat16",
+    extra_files: Mapping[str, str | bytes] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: ModelConfig | DraftHeadConfig | None = None,
+) -> None:
+    """Writes a target or a draft head in Hugging Face layout, whole or not at all.
+
+    Args:
+        folder: Where to; it must not exist yet.
+        raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
+            not written, is left out of it.
+        weights: The parameters.
+        dtype: The type to store; None stores each parameter in its own.
+        extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
+            config.json is written in place of ``raw_config``.
+        max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
+            that is larger has a file of its own.
+        config: What ``raw_config`` says, where its reader ignored unknown keys; they are written too. None
+            parses ``raw_config`` and ignores none.
+
+    Raises:
+        FileExistsError: The folder exists.
+        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored.
+        OSError: The disk is full, or cannot be written.
+    """
+    folder = Path(folder)
+    refuse_existing(folder)
+    plan = expected_parameters(parse_config(raw_config) if config is None else config)
+    leaves = nnx.traversals.flatten_mapping(weights)
+    wanted = {parameter.path: parameter.shape for parameter in plan}
+    differing = sorted(
+        ".".join(map(str, path))
+        for path in wanted.keys() | leaves.keys()
+        if path not in leaves or wanted.get(path) != leaves[path].shape
+    )
+    if differing:
+        raise ValueError(f"these parameters are not those of the config: {differing}")
+    tensors = {}
+    for parameter in plan:
+        value = leaves[parameter.path]
+        to = value.dtype if dtype is None else jnp.dtype(dtype)
+        if to not in FILE_DTYPES.values():
+            raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
+        tensors |= {key.name: _Output(key, value, to) for key in parameter.forms[0]}
+    shards = _split(tensors, max_shard_bytes)
+    files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        weight_map = {name: file for file, shard in shards.items() for name in sorted(shard)}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files[INDEX] = json.dumps(index, indent=2) + "\n"
+    with new_folder(folder) as partial:
+        for file, shard in tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1):
+            made = {name: tensor.make() for name, tensor in shard.items()}
+            try:
+                save_file(made, partial / file, metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk, say
+                raise OSError(f"{folder} cannot be written: {error}") from error
+            (partial / file).chmod(0o644)  # the library makes it the owner's alone
+        write_files(partial, {**files, **(extra_files or {})})
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of a file to be written; it is made when its turn comes."""
+
+    key: Key
+    parameter: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.key.file_shapes(self.parameter.shape)[0]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def make(self) -> np.ndarray:
+        return self.key.to_file(np.asarray(self.parameter)).astype(self.dtype, copy=False)
+
+
+def _split(tensors: Mapping[str, _Output], limit: int) -> dict[str, dict[str, _Output]]:
+    """Tensors by the file that they go to, each filled in turn up to the limit."""
+    shards: list[dict[str, _Output]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}

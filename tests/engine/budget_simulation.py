@@ -1,0 +1,172 @@
+"""A simulated machine for budget policies: rounds of Qwen3-8B on an H200, acceptance of the demo pair.
+
+`python -m tests.engine.budget_simulation` prints what each bucket and "auto" take.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32
+
+from jetspec_jax.engine.budget_policy import AutoBudget, FixedBudget, LiveSlot
+from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.tree import BUCKETS
+from jetspec_jax.tree.auto import Auto
+
+ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+KINDS = ("easy", "hard", "noise", "mixed", "changing")
+SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64
+#: Seconds of a dispatch beside its rounds, of which the measured rounds hold a 16th already.
+DISPATCH = 0.5e-3
+#: What a plain round takes more where it shows a draft head its context.
+BESIDE_A_HEAD = 1.015
+#: Standard deviations: of a dispatch's time, and of each bucket's time in the table that a policy is given.
+NOISE, WRONG = 0.02, 0.03
+
+
+class Text(NamedTuple):
+    """Drafted tokens accepted below each of T tokens with trees of each bucket: as expected, and really."""
+
+    expected: Float32[np.ndarray, "T K"]
+    accepted: Float32[np.ndarray, "T K"]
+
+
+@functools.cache
+def texts(kind):
+    """Texts that are easy or hard to draft; "noise" is harder still."""
+    with np.load(ACCEPTANCE) as arrays:
+        pairs = zip(arrays[f"{kind}_expected"], arrays[f"{kind}_accepted"], strict=True)
+        return [Text(expected.astype(np.float32), hits.astype(np.float32)) for expected, hits in pairs]
+
+
+def session(kind, seed):
+    """The texts of one engine, one after another."""
+    if kind not in ("mixed", "changing"):
+        return [texts(kind)[seed]]
+    first, second = texts("easy")[seed], texts(("hard", "noise")[seed // 2 % 2])[seed]
+    if seed % 2:
+        first, second = second, first
+    if kind == "mixed":
+        return [first, second, first, second]
+    half = len(first.expected) // 2
+    return [Text(*(np.concatenate([a[:half], b[half:]]) for a, b in zip(first, second, strict=True)))]
+
+
+@functools.cache
+def qwen3_8b():
+    """Measured seconds of rounds, on lines over the context; 16 and 32 nodes lie between 1 and 64."""
+    rows = json.loads((RESULTS / "round-qwen3-8b-h200.json").read_text())["rows"]
+    ms = {row["bucket"]: row["round_ms"] for row in rows}
+    verify = {row["bucket"]: row["phases_ms"]["verify"] for row in rows}
+    for bucket in (16, 32):
+        # Drafting takes the same for all; verifying lies between one node and 64.
+        ms[bucket] = ms[64] - (verify[64] - verify[1]) * (64 - bucket) / 63
+    rows = json.loads((RESULTS / "round-qwen3-8b-h200-long-contexts.json").read_text())["rows"]
+    far = {(row["bucket"], row["context"]): row["round_ms"] for row in rows}
+    slope = {bucket: (far[bucket, 8192] - far[bucket, 1024]) / (8192 - 1024) for bucket in (1, 128)}
+    seconds = {}
+    for bucket in BUCKETS:
+        own = slope[1] + (slope[128] - slope[1]) * (bucket - 1) / 127
+        seconds[bucket] = tuple(1e-3 * (ms[bucket] + own * (context - 1024)) for context in (64, 1024))
+    return RoundCosts((64, 1024), seconds, dict.fromkeys(BUCKETS, DISPATCH))
+
+
+def beside_a_head(costs):
+    """The costs of an engine that has a draft head."""
+    plain = tuple(BESIDE_A_HEAD * own for own in costs.seconds[1])
+    return RoundCosts(costs.contexts, {**costs.seconds, 1: plain}, costs.dispatches)
+
+
+def a_little_wrong(costs, rng):
+    """A table as a short measurement gives it."""
+    factors = {bucket: np.exp(rng.normal(0, WRONG)) for bucket in costs.seconds}
+    seconds = {b: tuple(factors[b] * own for own in pair) for b, pair in costs.seconds.items()}
+    return RoundCosts(costs.contexts, seconds, costs.dispatches)
+
+
+def run_dispatch(text, start, dispatch, rng, costs, timed=True):
+    """One dispatch from a position of a text: its record, and its seconds."""
+    index, at, rows = BUCKETS.index(dispatch.bucket), start, []
+    seconds = costs.dispatches[dispatch.bucket]
+    while at < len(text.accepted) and len(rows) < dispatch.rounds:
+        rows.append(at)
+        seconds += costs.at(dispatch.bucket, PROMPT_TOKENS + at, np.inf)
+        at += 1 + (int(text.accepted[at, index - 1]) if index else 0)
+    seconds *= np.exp(rng.normal(0, NOISE))
+    # Rows after the end did not decode.
+    sizes = np.zeros((dispatch.rounds, 1), np.int32)
+    sizes[: len(rows)] = dispatch.bucket
+    tokens = np.full((dispatch.rounds, 1, 16), -1, np.int32)
+    for row, (here, there) in enumerate(zip(rows, [*rows[1:], at], strict=True)):
+        tokens[row, 0, : min(there, len(text.accepted)) - here] = 7
+    reach = [None, None]
+    if index:
+        reach = [np.zeros((dispatch.rounds, 1, index), np.float32) for _ in range(2)]
+        for filled, source in zip(reach, (text.expected, text.accepted), strict=True):
+            filled[: len(rows), 0] = source[rows, :index]
+    return DispatchRecord(dispatch.bucket, seconds if timed else None, tokens, sizes, *reach), seconds
+
+
+def serve(policy, requests, rng, costs, uncounted=UNCOUNTED):
+    """Seconds of a token when a policy serves texts one after another."""
+    taken, done, counted = 0.0, 0, 0
+    for text in requests:
+        at, length = 0, len(text.accepted)
+        while at < length:
+            dispatch = policy.choose([LiveSlot(PROMPT_TOKENS + at, length - at, False, False)], 0)
+            record, seconds = run_dispatch(text, at, dispatch, rng, costs, timed=at > 0)
+            policy.observe(record)
+            new = int((record.tokens >= 0).sum())
+            late = min(max(done + new - uncounted, 0), new)
+            taken, counted = taken + seconds * late / new, counted + late
+            at, done = at + new, done + new
+    return taken / counted
+
+
+def seconds_per_token(kind, make_policy, costs):
+    """Of each seed's session, which a policy of its own serves."""
+    return np.array(
+        [
+            serve(
+                make_policy(np.random.default_rng(seed)),
+                session(kind, seed),
+                np.random.default_rng(100 + seed),
+                costs,
+            )
+            for seed in range(SEEDS)
+        ]
+    )
+
+
+def fixed(kind):
+    """Seconds of a token with each bucket, on average; plain decoding alone has no head beside it."""
+    return {b: seconds_per_token(kind, lambda _, b=b: FixedBudget(b), qwen3_8b()).mean() for b in BUCKETS}
+
+
+def auto(kind):
+    """Seconds of a token with "auto", on average."""
+    costs = beside_a_head(qwen3_8b())
+
+    def policy(rng):
+        return AutoBudget(BUCKETS, a_little_wrong(costs, rng), Auto().probing)
+
+    return seconds_per_token(kind, policy, costs).mean()
+
+
+def main():
+    """Prints milliseconds of a token."""
+    print("ms a token", *(f"{bucket:>6}" for bucket in BUCKETS), "  auto  of best  of plain")
+    for kind in KINDS:
+        alone, own = fixed(kind), auto(kind)
+        shown = [f"{1e3 * each:6.3f}" for each in [*alone.values(), own]]
+        best = min(alone.values())
+        print(f"{kind:10}", *shown, f"{best / own:8.1%} {alone[1] / own:9.1%}")
+
+
+if __name__ == "__main__":
+    main()

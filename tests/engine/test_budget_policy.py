@@ -1,0 +1,303 @@
+"""Policies for the bucket and the rounds of a dispatch, by themselves and in a simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jetspec_jax.engine.budget_policy import (
+    PROBE_ROUNDS,
+    AcceptanceEstimate,
+    AutoBudget,
+    Dispatch,
+    FixedBudget,
+    LiveSlot,
+    Pace,
+    rounds_for,
+)
+from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.round_costs import RoundCosts
+from tests.engine import budget_simulation
+
+BUCKETS = (1, 16, 32, 64, 128, 256)
+LIVE = [LiveSlot(300, 5000, False, False)]
+
+
+def slot(left=5000, sampled=False, watched=False):
+    return LiveSlot(300, left, sampled, watched)
+
+
+def costs_of(*seconds, dispatch=0.0):
+    buckets = BUCKETS[: len(seconds)]
+    pairs = {bucket: (one, one) for bucket, one in zip(buckets, seconds, strict=True)}
+    return RoundCosts((64, 768), pairs, dict.fromkeys(buckets, dispatch))
+
+
+def auto_of(*seconds, dispatch=0.0, probing=0.0):
+    return AutoBudget(BUCKETS[: len(seconds)], costs_of(*seconds, dispatch=dispatch), probing)
+
+
+def record_of(bucket, rounds, drafted=(), seconds=None, slots=1):
+    """A dispatch of which every tree had so many drafted tokens accepted, and was expected to."""
+    tokens = np.full((rounds, slots, 16), -1, np.int32)
+    tokens[..., 0] = 7
+    sizes = np.full((rounds, slots), bucket, np.int32)
+    reach = np.broadcast_to(np.asarray(drafted, np.float32), (rounds, slots, len(drafted)))
+    return DispatchRecord(bucket, seconds, tokens, sizes, *((reach, reach) if drafted else (None, None)))
+
+
+def teach(policy, drafted, sampled=False):
+    """Trees of all buckets have had so many drafted tokens accepted for long."""
+    policy.choose([slot(sampled=sampled)], 0)
+    for _ in range(3):
+        policy.observe(record_of(BUCKETS[len(drafted)], 2048, drafted))
+
+
+class TestRounds:
+    def test_what_one_dispatch_can_finish_is_not_cut_in_two(self):
+        assert [rounds_for([slot(left)], 0) for left in (1, 256, 257, 4000)] == [1, 256, 64, 64]
+        assert rounds_for([slot(3), slot(200)], 0) == 200
+
+    def test_nobody_waits_long_for_a_slot_that_may_end(self):
+        assert rounds_for([slot(), slot()], 1) == 16
+        assert rounds_for([slot(200)], 1) == 200
+        assert rounds_for([slot(), slot(watched=True)], 0) == 16
+
+    def test_a_loop_may_hold_fewer(self):
+        assert rounds_for([slot(40)], 0, max_rounds=32) == 32
+        assert rounds_for([slot(watched=True)], 0, max_rounds=8) == 8
+
+    def test_at_least_one_even_if_nobody_decodes(self):
+        assert rounds_for([], 0) == 1
+
+
+def test_a_fixed_budget_stays():
+    policy = FixedBudget(64)
+    assert policy.choose([slot(40)], 0) == Dispatch(64, 40)
+    policy.observe(record_of(64, 40, (9.0, 9.0, 9.0), seconds=100.0))
+    assert policy.choose([slot(40)], 0) == Dispatch(64, 40)
+
+
+class TestAuto:
+    def test_with_equal_costs_the_most_tokens_win(self):
+        policy = auto_of(1.0, 1.0, 1.0, 1.0)
+        teach(policy, (0.1, 0.2, 0.4))
+        assert policy.choose(LIVE, 0).bucket == 64
+
+    @pytest.mark.parametrize(
+        ("seconds", "best"), [((1, 2.5, 9, 9), 16), ((1, 3.5, 3.8, 9), 32), ((1, 9, 9, 9), 1)]
+    )
+    def test_tokens_are_weighed_against_seconds(self, seconds, best):
+        policy = auto_of(*seconds)
+        teach(policy, (2.0, 3.0, 4.0))
+        assert policy.choose(LIVE, 0).bucket == best
+
+    def test_the_last_token_needs_no_tree(self):
+        policy = auto_of(1.0, 1.1)
+        teach(policy, (2.0,))
+        assert policy.choose([slot(1)], 0) == Dispatch(1, 1)
+        assert policy.choose([slot(1), slot(100)], 0).bucket == 16
+
+    def test_a_dispatch_of_few_rounds_weighs_what_launching_costs(self):
+        policy = auto_of(1.0, 2.3, dispatch=30.0)
+        teach(policy, (1.0,))
+        # Trees are slower, but a launch brings twice as many tokens.
+        assert policy.choose(LIVE, 0).bucket == 16
+        policy = auto_of(1.0, 2.3, dispatch=1.0)
+        teach(policy, (1.0,))
+        assert policy.choose(LIVE, 0).bucket == 1
+
+    @pytest.mark.parametrize("buckets", [1, 2, 4, 6])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_never_leaves_its_buckets_nor_its_rounds(self, buckets, seed):
+        rng = np.random.default_rng(seed)
+        policy = auto_of(*rng.uniform(0.1, 2.0, buckets), dispatch=0.1, probing=0.5)
+        for _ in range(50):
+            live = [slot(int(left), sampled=bool(rng.integers(2))) for left in rng.integers(1, 600, 3)]
+            waiting = int(rng.integers(2))
+            bucket, rounds = policy.choose(live, waiting)
+            assert bucket in BUCKETS[:buckets]
+            assert 1 <= rounds <= rounds_for(live, waiting)
+            drafted = tuple(np.sort(rng.uniform(0, 9, BUCKETS.index(bucket))))
+            seconds = float(rng.uniform(0.1, 100.0)) if rng.integers(2) else None
+            policy.observe(record_of(bucket, rounds, drafted, seconds, slots=3))
+
+    def test_plain_rounds_tell_their_pace(self):
+        policy = auto_of(1.0, 1.2)
+        policy.choose(LIVE, 0)
+        for _ in range(100):
+            policy.observe(record_of(1, 32, seconds=32 * 0.5))
+            policy.observe(record_of(1, 32))
+        np.testing.assert_allclose(policy._pace.seconds(1, 300, 32), 0.5, rtol=0.01)
+
+    def test_greedy_and_sampled_requests_are_told_apart(self):
+        policy = auto_of(1.0, 1.5)
+        for sampled, drafted in ((False, 3.0), (True, 0.1)):
+            teach(policy, (drafted,), sampled)
+        assert policy.choose([slot()], 0).bucket == 16
+        assert policy.choose([slot(sampled=True)], 0).bucket == 1
+        assert policy.choose([slot(), slot(sampled=True)], 0).bucket == 1
+
+    def test_slots_that_do_not_decode_tell_nothing(self):
+        one, two = auto_of(1.0, 1.2), auto_of(1.0, 1.2)
+        for _ in range(50):
+            alone = record_of(16, 8, (2.0,), seconds=9.0)
+            one.observe(alone)
+            # A second slot, and eight more rounds, in which nobody decoded; what they hold is nothing.
+            wide = [
+                np.pad(own, [(0, 8), (0, 1), (0, 0)], constant_values=5)
+                for own in (alone.expected, alone.accepted)
+            ]
+            sizes = np.pad(alone.tree_sizes, [(0, 8), (0, 1)])
+            tokens = np.pad(alone.tokens, [(0, 8), (0, 1), (0, 0)], constant_values=-1)
+            two.observe(DispatchRecord(16, 9.0, tokens, sizes, *wide))
+            assert one.choose(LIVE, 0) == two.choose(LIVE, 0)
+        assert one._acceptance.tokens() == two._acceptance.tokens()
+        assert one._pace.seconds(16, 300, 8) == two._pace.seconds(16, 300, 8)
+
+    def test_a_dispatch_in_which_nobody_decoded_changes_nothing(self):
+        policy = auto_of(1.0, 2.0, 3.0)
+        before = policy._acceptance.tokens(), policy._pace.seconds(32, 300, 8)
+        for bucket, drafted in ((1, ()), (32, (0.0, 0.0))):
+            record = record_of(bucket, 16, drafted, seconds=1.0)
+            policy.observe(record._replace(tree_sizes=np.zeros_like(record.tree_sizes)))
+        assert (policy._acceptance.tokens(), policy._pace.seconds(32, 300, 8)) == before
+
+    def test_follows_a_bucket_that_got_slower(self):
+        policy = auto_of(9.0, 1.0, 1.1, probing=0.02)
+        teach(policy, (2.0, 2.0))
+        seconds, drafted, chosen = {16: 1.6, 32: 1.1}, {16: (2.0,), 32: (2.0, 2.0)}, []
+        for _ in range(150):
+            bucket, rounds = policy.choose(LIVE, 0)
+            chosen.append(bucket)
+            policy.observe(record_of(bucket, rounds, drafted[bucket], rounds * seconds[bucket]))
+        assert chosen[0] == 16
+        assert set(chosen[-20:]) == {32}
+
+    def test_unknown_trees_are_tried_for_a_few_rounds(self):
+        policy = auto_of(1.0, 1.1, 1.2)
+        bucket, rounds = policy.choose(LIVE, 0)
+        assert (bucket > 1, rounds) == (True, PROBE_ROUNDS)
+        teach(policy, (2.0, 3.0))
+        assert policy.choose(LIVE, 0).rounds > PROBE_ROUNDS
+
+
+class TestProbing:
+    @pytest.mark.parametrize("share", [0.0, 0.01, 0.1])
+    def test_loses_its_share_of_the_time(self, share):
+        """Trees never pay here: a probe comes when plain rounds have earned it, and then it does come."""
+        policy = auto_of(1.0, 5.0, probing=share)
+        teach(policy, (0.0,))
+        plain = lost = 0.0
+        for _ in range(400):
+            bucket, rounds = policy.choose(LIVE, 0)
+            if bucket == 1:
+                plain += rounds
+            else:
+                assert rounds == PROBE_ROUNDS
+                lost += rounds * (5.0 - 1.0)
+            policy.observe(record_of(bucket, rounds, (0.0,) if bucket > 1 else ()))
+        assert lost <= share * plain + 1e-6
+        assert lost > share * plain - 1.1 * PROBE_ROUNDS * (5.0 - 1.0), "all but what the next one will"
+
+    def test_tries_a_larger_bucket_than_the_best(self):
+        policy = auto_of(9.0, 1.0, 1.5, probing=0.05)
+        teach(policy, (2.0, 2.0))
+        chosen = set()
+        for _ in range(100):
+            bucket, rounds = policy.choose(LIVE, 0)
+            chosen.add(bucket)
+            policy.observe(record_of(bucket, rounds, (2.0, 2.0)[: BUCKETS.index(bucket)]))
+        assert chosen == {16, 32}
+
+    def test_brings_trees_back_when_a_text_gets_easy(self):
+        policy = auto_of(1.0, 2.0, probing=0.02)
+        teach(policy, (0.1,))
+        rounds_until = 0
+        while True:
+            bucket, rounds = policy.choose(LIVE, 0)
+            policy.observe(record_of(bucket, rounds, (4.0,) if bucket > 1 else ()))
+            if bucket > 1 and rounds > PROBE_ROUNDS:
+                break
+            rounds_until += rounds
+        assert rounds_until < 1000
+
+
+class TestAcceptance:
+    def learn(self, acceptance, expected, accepted, rounds=8):
+        acceptance.learn(*(np.tile(np.asarray(own, np.float32), (rounds, 1)) for own in (expected, accepted)))
+
+    def test_learns_the_mean_of_what_it_saw(self):
+        acceptance = AcceptanceEstimate((16, 32))
+        for _ in range(100):
+            self.learn(acceptance, [1.0, 1.5], [1, 2])
+            self.learn(acceptance, [1.0, 1.5], [3, 4])
+        np.testing.assert_allclose(acceptance.tokens(), [1.0, 3.0, 4.0], rtol=0.02)
+
+    def test_follows_what_the_head_expects_and_corrects_it(self):
+        acceptance = AcceptanceEstimate((16,))
+        self.learn(acceptance, [4.0], [2], rounds=8192)
+        self.learn(acceptance, [1.0], [0.5], rounds=16)
+        lately = 1.0 + 3.0 * math.exp(-16 / 16)
+        np.testing.assert_allclose(acceptance.tokens(), [1.0, 1.0 + 0.5 * lately], rtol=1e-3)
+
+    def test_while_nothing_drafts_the_text_is_taken_for_what_texts_were(self):
+        acceptance = AcceptanceEstimate((16,))
+        self.learn(acceptance, [4.0], [4], rounds=8192)
+        self.learn(acceptance, [1.0], [1], rounds=64)
+        _, lately = acceptance.tokens()
+        for_long = 5.0 - 3.0 * -math.expm1(-64 / 512)
+        acceptance.fade(128)
+        np.testing.assert_allclose(
+            acceptance.tokens()[1], for_long + (lately - for_long) * math.exp(-1), rtol=1e-3
+        )
+        acceptance.fade(10_000)
+        np.testing.assert_allclose(acceptance.tokens()[1], for_long, rtol=1e-3)
+
+    def test_larger_trees_than_were_seen_move_along(self):
+        acceptance = AcceptanceEstimate((16, 32))
+        self.learn(acceptance, [0.5], [1], rounds=4096)
+        # 32 nodes were guessed to have a quarter more accepted than 16.
+        np.testing.assert_allclose(acceptance.tokens(), [1.0, 2.0, 2.25], rtol=0.02)
+
+    def test_nothing_accepted_at_all(self):
+        acceptance = AcceptanceEstimate((16, 32))
+        self.learn(acceptance, [0.0, 0.0], [0, 0], rounds=8192)
+        np.testing.assert_allclose(acceptance.tokens(), 1.0, atol=1e-3)
+
+
+class TestPace:
+    def learn(self, pace, bucket, slower, dispatches=100):
+        for _ in range(dispatches):
+            pace.learn(bucket, 300, 32, slower * 32 * pace._costs.at(bucket, 300, 32))
+
+    def test_a_slow_machine_slows_all_buckets(self):
+        pace = Pace(costs_of(1.0, 2.0, 3.0))
+        self.learn(pace, 16, 1.5)
+        np.testing.assert_allclose(pace.seconds(16, 300, 32), 3.0, rtol=0.01)
+        np.testing.assert_allclose([pace.seconds(b, 300, 32) for b in (1, 32)], [1.4, 4.2], rtol=0.05)
+
+    def test_each_bucket_has_its_own(self):
+        pace = Pace(costs_of(1.0, 2.0, 3.0))
+        for _ in range(300):
+            for bucket, slower in ((1, 1.0), (16, 1.1), (32, 0.9)):
+                self.learn(pace, bucket, slower, 1)
+        np.testing.assert_allclose(
+            [pace.seconds(b, 300, 32) for b in (1, 16, 32)], [1.0, 2.2, 2.7], rtol=0.02
+        )
+
+    def test_outlives_an_interruption_and_forgets_a_busy_machine(self):
+        pace = Pace(costs_of(1.0, 2.0))
+        pace.learn(1, 300, 16, 1000.0)
+        np.testing.assert_allclose(pace.seconds(1, 300, 16), 1.0, rtol=0.05)
+        self.learn(pace, 16, 3.0)
+        self.learn(pace, 1, 1.0, 300)
+        np.testing.assert_allclose([pace.seconds(b, 300, 16) for b in (1, 16)], [1.0, 2.0], rtol=0.3)
+
+
+@pytest.mark.parametrize("kind", budget_simulation.KINDS)
+def test_close_to_the_best_bucket_and_never_far_from_plain(kind):
+    """Of Qwen3-8B on an H200, with real acceptance; on average of all sessions."""
+    alone, own = budget_simulation.fixed(kind), budget_simulation.auto(kind)
+    assert min(alone.values()) / own >= 0.94
+    assert alone[1] / own >= 0.94

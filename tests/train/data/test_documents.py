@@ -1,0 +1,440 @@
+"""Documents on disk: what was written is what is read, and whatever is wrong is named."""
+
+import itertools
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from train.data import documents as documents_module
+from train.data.documents import Documents, Writer
+from train.data.holdout import default_heldout, hold_out
+from train.data.manifest import HELDOUT, MANIFEST, TRAIN, DocumentsManifest, DocumentsSettings, Shard
+from train.data.records import Document, decode, encode, learn_spans
+
+VOCABULARY = 1000
+
+
+def settings(count, **changes):
+    fields = {
+        "mode": "corpus",
+        "target": "tiny",
+        "vocab_size": VOCABULARY,
+        "dtype": None,
+        "temperatures": (0.0, 0.8),
+        "sampling": {"top_k": [None, 5]},
+        "seed": (3, 1),
+        "source": "prompts.jsonl",
+        "sha256": "abc",
+        "count": count,
+        "heldout": default_heldout(count),
+        "shard_documents": 4,
+    }
+    return DocumentsSettings(**{**fields, **changes})
+
+
+def texts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 40, count)
+    return [Document(rng.integers(0, VOCABULARY, n).astype(np.int32), rng.random(n) < 0.5) for n in sizes]
+
+
+def write(folder, texts, shards=None, **changes):
+    writer = Writer(folder, settings(len(texts), **changes))
+    for plan in writer.missing[:shards]:
+        writer.write(plan, [texts[i] for i in plan.indices], len(plan.indices) // 2)
+    return writer
+
+
+def same(a, b):
+    return np.array_equal(a.tokens, b.tokens) and np.array_equal(a.learn, b.learn)
+
+
+def shards_of(folder):
+    found = (Shard.read(folder, plan) for plan in DocumentsManifest.read(folder).planned())
+    return [shard for shard in found if shard is not None]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=40), st.integers(0, 200)
+)
+def test_a_record_holds_its_document(pairs, cut):
+    document = Document(np.array([t for t, _ in pairs], np.int32), np.array([m for _, m in pairs], bool))
+    record = encode(document)
+    read = decode(record)
+    assert same(read, document)
+    assert (read.tokens.dtype, read.learn.dtype) == (np.int32, bool)
+    if cut < len(record):
+        with pytest.raises(ValueError, match="bytes"):
+            decode(record[:cut])
+    with pytest.raises(ValueError, match="bytes"):
+        decode(record + b"\0")
+    with pytest.raises(ValueError, match="version 2"):
+        decode(b"\2" + record[1:])
+
+
+def test_a_record_is_what_the_documentation_says():
+    record = encode(Document(np.array([7, 258, 1], np.int32), np.array([False, True, True])))
+    assert record == bytes([1, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 2, 1, 0, 0, 1, 0, 0, 0, 0b110])
+
+
+@hypothesis.given(st.lists(st.booleans(), max_size=30))
+def test_spans_are_the_runs_of_marks(marks):
+    learn = np.array(marks, bool)
+    spans = learn_spans(learn)
+    rebuilt = np.zeros(len(learn), bool)
+    for start, stop in spans:
+        assert start < stop
+        rebuilt[start:stop] = True
+    assert np.array_equal(rebuilt, learn)
+    # Runs that touch would be one.
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+
+
+@hypothesis.given(st.integers(2, 300), st.data())
+def test_held_out_documents_are_evenly_spaced(count, data):
+    heldout = data.draw(st.integers(0, count - 1))
+    held = hold_out(range(count), heldout)
+    assert len(held) == heldout
+    gaps = np.diff(held)
+    assert not len(gaps) or gaps.max() - gaps.min() <= 1
+    # A folder that is told of no others holds out the same.
+    manifest = DocumentsManifest.of(settings(count, heldout=heldout), None)
+    split = manifest.split()
+    assert list(manifest.held) == split[HELDOUT].tolist() == held
+    assert sorted([*split[TRAIN], *split[HELDOUT]]) == list(range(count))
+
+
+@hypothesis.given(st.lists(st.integers(0, 12), min_size=2, max_size=120), st.data())
+def test_equal_documents_go_to_one_split(keys, data):
+    heldout = data.draw(st.integers(1, len(keys) - 1))
+    if len(set(keys)) == 1:
+        with pytest.raises(ValueError, match=f"all {len(keys)} prompts or texts are equal"):
+            hold_out(keys, heldout)
+        return
+    held = hold_out(keys, heldout)
+    inside = {keys[i] for i in held}
+    assert held == [i for i, key in enumerate(keys) if key in inside]
+    assert 0 < len(held) < len(keys)
+    if len(held) > heldout:  # each key has more documents than are wanted
+        assert len(inside) == 1
+        assert min(map(keys.count, keys)) == len(held)
+    elif len(held) < heldout:  # no further key fits
+        assert all(keys.count(key) > heldout - len(held) for key in set(keys) - inside)
+
+
+@pytest.mark.parametrize("keys", [np.repeat(np.arange(30), 4), np.tile(np.arange(30), 4)])
+def test_held_out_prompts_are_spread_when_each_recurs(keys):
+    inside = sorted({int(keys[i]) for i in hold_out(keys.tolist(), 12)})
+    assert np.diff(inside).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("held", [[1, 5], [5, 1, 8], [1, 1, 5], [1, 5, 9], [-1, 1, 5]])
+def test_held_out_documents_must_be_there_once(tmp_path, held):
+    with pytest.raises(ValueError, match=r"held out|held-out"):
+        Writer(tmp_path / "d", settings(9, heldout=3), held)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_keeps_what_is_held_out(tmp_path):
+    written, held = texts(9), [0, 7, 8]
+    writer = Writer(tmp_path, settings(9, heldout=3), held)
+    for plan in writer.missing:
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    for split, numbers in ((HELDOUT, held), (TRAIN, [1, 2, 3, 4, 5, 6])):
+        documents = Documents.open(tmp_path, split)
+        assert documents.numbers.tolist() == numbers
+        assert all(same(documents[i], written[n]) for i, n in enumerate(numbers))
+    with pytest.raises(ValueError, match=r"begun with other settings \(other documents are held out\)"):
+        Writer(tmp_path, settings(9, heldout=3), [1, 7, 8])
+
+
+def test_which_documents_are_held_out():
+    assert hold_out("abcdef", 2) == [1, 4]
+    assert hold_out("ababcd", 2) == [0, 2]
+    assert [default_heldout(n) for n in (1, 2, 15, 16, 512, 10_000)] == [0, 1, 1, 2, 64, 64]
+
+
+def test_what_was_written_is_read(tmp_path):
+    written = texts(21)
+    write(tmp_path / "d", written)
+    numbers = []
+    for split, count in ((TRAIN, 19), (HELDOUT, 2)):
+        documents = Documents.open(tmp_path / "d", split)
+        assert len(documents) == count
+        assert documents.lengths.tolist() == [len(written[i].tokens) for i in documents.numbers]
+        for i, number in enumerate(documents.numbers):
+            assert same(documents[i], written[number])
+            own = documents.spans[documents.spans[:, 0] == i]
+            assert own[:, 1:].tolist() == learn_spans(written[number].learn)
+        with pytest.raises(IndexError, match=f"has {count} documents"):
+            documents[count]
+        numbers += documents.numbers.tolist()
+    assert sorted(numbers) == list(range(21))
+    manifest = DocumentsManifest.read(tmp_path / "d")
+    assert manifest.settings == settings(21)
+    shards = shards_of(tmp_path / "d")
+    assert shards == Writer(tmp_path / "d", settings(21)).shards
+    assert sum(shard.tokens for shard in shards) == sum(len(t.tokens) for t in written)
+    assert sum(shard.learn_tokens for shard in shards) == sum(t.learn.sum() for t in written)
+    assert sum(shard.ended or 0 for shard in shards) == 4 * 2 + 1 + 1
+
+
+def test_opening_reads_no_shard(tmp_path, monkeypatch):
+    write(tmp_path, texts(9))
+
+    def refuse(*_, **__):
+        raise AssertionError("a shard was opened")
+
+    monkeypatch.setattr(documents_module.array_record_module, "ArrayRecordReader", refuse)
+    assert len(Documents.open(tmp_path)) == 8
+    assert len(Documents.open(tmp_path).spans)
+
+
+def test_several_threads_read_the_same_documents(tmp_path):
+    written = texts(40)
+    write(tmp_path, written, heldout=0)
+    documents, wrong = Documents.open(tmp_path), []
+
+    def read(seed):
+        order = np.random.default_rng(seed).permutation(40)
+        wrong.extend(i for i in order if not same(documents[int(i)], written[i]))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("shards", [0, 1, 3])
+def test_a_folder_that_was_left_is_gone_on_with(tmp_path, shards):
+    written = texts(21)
+    write(tmp_path / "whole", written)
+    write(tmp_path / "left", written, shards)
+    (tmp_path / "left" / "train-00004.array_record.partial").write_bytes(b"half")
+    with pytest.raises(ValueError, match=f"is not finished: {6 - shards} shards"):
+        Documents.open(tmp_path / "left")
+    before = contents(tmp_path / "left")
+    writer = write(tmp_path / "left", written)
+    assert not writer.missing
+    after = contents(tmp_path / "left")
+    assert after == contents(tmp_path / "whole")
+    kept = [name for name in before if name.endswith(".array_record")]
+    assert len(kept) == shards
+    assert all(before[name] == after[name] for name in kept)
+
+
+def test_the_order_of_writing_does_not_show(tmp_path):
+    written = texts(21)
+    write(tmp_path / "a", written)
+    writer = Writer(tmp_path / "b", settings(21))
+    for plan in reversed(writer.missing):
+        writer.write(plan, [written[i] for i in plan.indices], len(plan.indices) // 2)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_other_settings_are_refused_and_listed(tmp_path):
+    write(tmp_path, texts(9), 1)
+    with pytest.raises(
+        ValueError, match=r"seed: \[3, 1\] there, \[4\] here; shard_documents: 4 there, 5 here"
+    ):
+        Writer(tmp_path, settings(9, seed=(4,), shard_documents=5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 0, "heldout": 0}, "at least one prompt"),
+        ({"heldout": 9}, r"0\.\.8 can"),
+        ({"heldout": -1}, r"0\.\.8 can"),
+        ({"shard_documents": 0}, "at least one document"),
+    ],
+)
+def test_counts_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**{"count": 9, **changes})
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    written = texts(9)
+    writer = write(tmp_path, written, 1)
+    before = contents(tmp_path)
+    real = documents_module.array_record_module.ArrayRecordWriter
+
+    class Full(real):
+        def close(self):
+            super().close()
+            raise RuntimeError("no space left")
+
+    monkeypatch.setattr(documents_module.array_record_module, "ArrayRecordWriter", Full)
+    plan = writer.missing[0]
+    with pytest.raises(OSError, match=f"{plan.file} cannot be written: no space left"):
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_token_ids_outside_the_vocabulary_are_not_written(tmp_path, token):
+    written = texts(9)
+    written[2].tokens[-1] = token
+    with pytest.raises(ValueError, match=f"document 2 has token id {token}, outside the vocabulary 0..999"):
+        write(tmp_path, written)
+    assert not shards_of(tmp_path)
+
+
+def test_token_ids_outside_the_vocabulary_are_not_read(tmp_path):
+    write(tmp_path, [Document(np.array([900], np.int32), np.array([True]))] * 4)
+    path = tmp_path / MANIFEST
+    path.write_text(path.read_text().replace('"vocab_size": 1000', '"vocab_size": 800'))
+    with pytest.raises(ValueError, match=r"train-00000\.array_record has token id 900"):
+        Documents.open(tmp_path)[0]
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path):
+    write(tmp_path, texts(4))
+    path = tmp_path / MANIFEST
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    for opening in (lambda: Documents.open(tmp_path), lambda: Writer(tmp_path, settings(4))):
+        with pytest.raises(ValueError, match=r"documents\.json is jetspec-documents 2, and this reads .* 1"):
+            opening()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: json.dumps({**json.loads(text), "settings": {}}),
+        lambda text: json.dumps({**json.loads(text), "held": [0, 1]}),
+        lambda text: json.dumps({**json.loads(text), "held": None}),
+        lambda text: json.dumps({"format": "jetspec-documents", "version": 1}),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path, damage):
+    write(tmp_path, texts(4))
+    path = tmp_path / MANIFEST
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=r"documents\.json is damaged"):
+        Documents.open(tmp_path)
+
+
+def test_no_documents_and_no_such_split(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no documents\.json"):
+        Documents.open(tmp_path)
+    write(tmp_path, texts(4))
+    with pytest.raises(ValueError, match="train and heldout, not 'test'"):
+        Documents.open(tmp_path, "test")
+
+
+DAMAGES = {
+    r"train-00001\.array_record is damaged: 131071 bytes instead of": lambda record, _: record.write_bytes(
+        record.read_bytes()[:-1]
+    ),
+    r"train-00001\.array_record is missing": lambda record, _: record.unlink(),
+    r"train-00001\.json is damaged: JSONDecodeError": lambda _, described: described.write_text("{"),
+    r"train-00001\.json is damaged: KeyError: 'index'": lambda _, described: described.write_text("{}"),
+    r"train-00001\.json is damaged: .* it describes train-00000\.array_record": lambda record, described: (
+        shutil.copy(record.with_name("train-00000.json"), described)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_lost_shard_is_named_and_can_be_written_again(tmp_path, capsys, message):
+    written = texts(13)
+    write(tmp_path, written)
+    before = contents(tmp_path)
+    record, described = tmp_path / "train-00001.array_record", tmp_path / "train-00001.json"
+    DAMAGES[message](record, described)
+    with pytest.raises(ValueError, match=message):
+        Documents.open(tmp_path)
+    writer = Writer(tmp_path, settings(13))
+    assert [plan.file for plan in writer.missing] == [record.name]
+    assert writer.progress == f"{tmp_path}: 3 of 4 shards are written"
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: missing or damaged, to be written again: {record.name}\n"
+    )
+    # Until it is written, nothing passes it for finished.
+    with pytest.raises(ValueError, match="is not finished: 1 shards are missing"):
+        Documents.open(tmp_path)
+    write(tmp_path, written)
+    assert contents(tmp_path) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_many_lost_shards_are_one_line(tmp_path, capsys):
+    write(tmp_path, texts(21))
+    for record in tmp_path.glob("*.array_record"):
+        record.unlink()
+    assert len(Writer(tmp_path, settings(21)).missing) == 6
+    assert capsys.readouterr().out.endswith("train-00002.array_record and 3 more\n")
+
+
+def test_shards_without_a_manifest_are_left_alone(tmp_path):
+    write(tmp_path, texts(9))
+    (tmp_path / MANIFEST).unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"has shards and no documents\.json"):
+        Writer(tmp_path, settings(9))
+    assert contents(tmp_path) == before
+
+
+def test_a_crash_before_the_description_leaves_the_shard_missing(tmp_path, monkeypatch):
+    written = texts(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(Shard, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path, written)
+    assert (tmp_path / "train-00000.array_record").is_file()
+    assert len(Writer(tmp_path, settings(9)).missing) == 3
+    write(tmp_path, written)
+    write(tmp_path / "whole", written)
+    assert contents(tmp_path / "whole").items() <= contents(tmp_path).items()
+
+
+def test_bytes_are_on_the_disk_before_files_get_their_names(tmp_path, monkeypatch):
+    events = []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("sync"), sync(file)))
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(Path(to).name), rename(path, to))[1])
+    write(tmp_path, texts(4), heldout=0)
+    assert events == ["sync", MANIFEST, "sync", "train-00000.array_record", "sync", "train-00000.json"]
+
+
+def test_the_manifest_is_written_once(tmp_path):
+    written = texts(21)
+    writer = write(tmp_path, written, 1)
+    before = (tmp_path / MANIFEST).stat()
+    for plan in writer.missing:
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    after = (tmp_path / MANIFEST).stat()
+    assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+def test_damage_within_a_shard_is_found_when_it_is_read(tmp_path):
+    write(tmp_path, texts(9))
+    first, second = (tmp_path / f"train-0000{i}.array_record" for i in (0, 1))
+    intact = Documents.open(tmp_path)[0]
+    data = bytearray(second.read_bytes())
+    data[150] ^= 255
+    second.write_bytes(data)
+    documents = Documents.open(tmp_path)
+    assert same(documents[0], intact)
+    with pytest.raises(ValueError, match=r"train-00001\.array_record is damaged"):
+        list(documents)
+    # A sound shard in another's place is found as well.
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ValueError, match=r"train-00001\.array_record is damaged: \d+ tokens instead of \d+"):
+        list(Documents.open(tmp_path))

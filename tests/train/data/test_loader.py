@@ -1,0 +1,217 @@
+"""Windows and batches: each once an epoch, in an order that can be left and taken up."""
+
+import json
+import threading
+import time
+from itertools import islice
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from train.data.documents import Documents, Writer
+from train.data.loader import Windows, batches, index_windows
+from train.data.manifest import DocumentsSettings
+from train.data.records import Document, learn_spans
+
+WINDOW = 8
+
+
+def folder_of(path, documents, heldout=0):
+    settings = DocumentsSettings(
+        "corpus", "tiny", 100_000, None, (), {}, (), "here", "abc", len(documents), heldout, shard_documents=3
+    )
+    writer = Writer(path, settings)
+    for plan in writer.missing:
+        writer.write(plan, [documents[i] for i in plan.indices], None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Ten documents of all lengths around the window's; no token occurs twice, and 0 does not occur."""
+    ids = iter(range(1, 100_000))
+    made = []
+    for length in (1, 7, 8, 9, 15, 16, 17, 30, 5, 24):
+        learn = np.arange(length) >= length // 3
+        made.append(Document(np.array(list(islice(ids, length)), np.int32), learn))
+    return Documents.open(folder_of(tmp_path_factory.mktemp("documents") / "d", made))
+
+
+@pytest.fixture
+def opened():
+    """A function that makes batches, which are closed at the end with all their threads."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(batches(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for iterator in made:
+        iterator.close()
+    assert not reading_threads(), "threads outlived their iterators"
+
+
+def reading_threads():
+    """Threads of grain that are still there when they have had time to end."""
+    for _ in range(100):
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("grain")]
+        if not left:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def rows(batch):
+    return [
+        (tuple(t), tuple(m)) for t, m in zip(batch["tokens"].tolist(), batch["learn"].tolist(), strict=True)
+    ]
+
+
+def test_windows_are_the_consecutive_parts(tmp_path):
+    tokens = np.arange(1, 11, dtype=np.int32)
+    learn = np.isin(tokens, (2, 9))
+    documents = Documents.open(folder_of(tmp_path, [Document(tokens, learn)]))
+    windows = Windows(documents, 4)
+    # The middle window has nothing to learn, and the last has it at its first token only.
+    assert len(windows) == 1
+    assert windows[0]["tokens"].tolist() == [1, 2, 3, 4]
+    wide = Windows(documents, 6)
+    assert [wide[i]["tokens"].tolist() for i in range(2)] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 0, 0]]
+    assert wide[1]["learn"].tolist() == [False, False, True, False, False, False]
+    assert (wide[1]["tokens"].dtype, wide[1]["learn"].dtype) == (np.int32, bool)
+    with pytest.raises(IndexError, match="there are 2 windows"):
+        wide[2]
+
+
+@hypothesis.given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=25), min_size=1, max_size=6), st.integers(2, 9)
+)
+def test_the_index_is_what_looking_at_all_windows_gives(marks, window):
+    spans = [(i, *span) for i, own in enumerate(marks) for span in learn_spans(np.array(own, bool))]
+    document, start = index_windows(
+        np.array([len(own) for own in marks]), np.array(spans, np.int64).reshape(-1, 3), window
+    )
+    expected = [
+        (i, begin)
+        for i, own in enumerate(marks)
+        for begin in range(0, len(own), window)
+        if any(own[begin + 1 : begin + window])
+    ]
+    assert list(zip(document.tolist(), start.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5, 40])
+def test_every_window_comes_once_an_epoch(documents, opened, batch):
+    windows = Windows(documents, WINDOW)
+    count = len(windows)
+    everything = sorted(
+        (tuple(windows[i]["tokens"].tolist()), tuple(windows[i]["learn"].tolist())) for i in range(count)
+    )
+    assert len(set(everything)) == count > 10
+    taken = []
+    iterator = opened(documents, WINDOW, batch, seed=3)
+    while len(taken) < 3 * count:
+        found = next(iterator)
+        assert found["tokens"].shape == found["learn"].shape == (batch, WINDOW)
+        assert (found["tokens"].dtype, found["learn"].dtype) == (np.int32, bool)
+        taken += rows(found)
+    epochs = [taken[i * count : (i + 1) * count] for i in range(3)]
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3, "every epoch has its own order"
+
+
+def test_what_is_learnt_is_what_the_documents_say(documents, opened):
+    marked = {int(t) for d in documents for t, m in zip(d.tokens, d.learn, strict=True) if m}
+    places = {int(t): i % WINDOW for d in documents for i, t in enumerate(d.tokens)}
+    found = next(opened(documents, WINDOW, len(Windows(documents, WINDOW)), seed=0))
+    learnt = set(found["tokens"][found["learn"]].tolist())
+    assert learnt <= marked
+    # What is left out can be predicted in no window: it stands first, in one with nothing else to learn.
+    assert all(places[token] == 0 for token in marked - learnt)
+    assert not found["learn"][found["tokens"] == 0].any()
+
+
+def test_the_seed_decides_the_order(documents, opened):
+    first, again, other = (
+        [row for batch in islice(opened(documents, WINDOW, 4, seed=seed), 6) for row in rows(batch)]
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 20])
+def test_a_position_is_left_and_taken_up(documents, opened, taken):
+    iterator = opened(documents, WINDOW, 3, seed=5)
+    for _ in range(taken):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    following = [rows(next(iterator)) for _ in range(8)]
+    fresh = opened(documents, WINDOW, 3, seed=5)
+    fresh.set_state(state)
+    assert [rows(next(fresh)) for _ in range(8)] == following
+    iterator.set_state(state)
+    assert rows(next(iterator)) == following[0]
+
+
+def test_the_parts_of_two_processes_are_the_batch_of_one(documents, opened):
+    whole = opened(documents, WINDOW, 6, seed=2)
+    parts = [opened(documents, WINDOW, 3, seed=2, process_index=i, process_count=2) for i in range(2)]
+    for _ in range(12):
+        expected, halves = next(whole), [next(part) for part in parts]
+        for key, value in expected.items():
+            np.testing.assert_array_equal(np.concatenate([half[key] for half in halves]), value)
+
+
+def test_threads_end_with_the_iterator(documents):
+    iterator = batches(documents, WINDOW, 3, seed=0)
+    next(iterator)
+    assert any(thread.name.startswith("grain") for thread in threading.enumerate())
+    iterator.close()
+    assert not reading_threads()
+
+
+def test_one_window_is_enough(tmp_path, opened):
+    document = Document(np.arange(5, dtype=np.int32), np.arange(5) > 0)
+    iterator = opened(Documents.open(folder_of(tmp_path, [document])), 8, 2, seed=0)
+    assert all(next(iterator)["tokens"][:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2 for _ in range(3))
+
+
+def test_damage_is_said_where_batches_are_taken(tmp_path, opened):
+    made = [Document(np.arange(20, dtype=np.int32), np.ones(20, bool))] * 4
+    folder_of(tmp_path, made)
+    path = tmp_path / "train-00000.array_record"
+    data = bytearray(path.read_bytes())
+    data[150] ^= 255
+    path.write_bytes(data)
+    iterator = opened(Documents.open(tmp_path), 8, 12, seed=0)
+    with pytest.raises(ValueError, match=r"train-00000\.array_record is damaged"):
+        next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 1}, "at least 2 tokens"),
+        ({"batch": 0}, "at least 1 window"),
+        ({"seed": -1}, r"0\.\.2\*\*32 - 1"),
+        ({"seed": 2**32}, r"0\.\.2\*\*32 - 1"),
+        ({"process_index": 2, "process_count": 2}, r"process 2 is none of 2"),
+        ({"process_index": -1}, "process -1 is none of 1"),
+    ],
+)
+def test_settings_out_of_range(documents, changes, message):
+    with pytest.raises(ValueError, match=message):
+        batches(documents, **{"window": WINDOW, "batch": 2, "seed": 0, **changes})
+
+
+def test_nothing_to_learn(tmp_path):
+    folder_of(tmp_path / "unmarked", [Document(np.arange(9, dtype=np.int32), np.arange(9) == 4)])
+    with pytest.raises(ValueError, match="holds no heldout documents"):
+        Windows(Documents.open(tmp_path / "unmarked", "heldout"), WINDOW)
+    with pytest.raises(ValueError, match=r"no window of 4 tokens of its train documents"):
+        Windows(Documents.open(tmp_path / "unmarked"), 4)
+    assert len(Windows(Documents.open(tmp_path / "unmarked"), 5)) == 1

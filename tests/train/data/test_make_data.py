@@ -1,0 +1,534 @@
+"""Making documents: they are the target's own text, whatever the shards, the slots and the stops."""
+
+import argparse
+import inspect
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, generate, load_target, logits
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.engine.engine import Engine
+from tests.decode.tiny import TINY, random_head, random_target
+from train.data import command as data
+from train.data import make_data, regenerate
+from train.data.documents import Documents, Writer
+from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
+from train.data.records import Document
+from train.data.regenerate import Prompts, document_seed, regeneration_settings
+from train.demo.continuations import continue_corpus, cut_corpus, cut_splits, read_rows
+from train.loop.stages import Deadline, OutOfTime
+
+COUNT = 11
+EOS = 5
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A random target that often ends a text."""
+    return random_target(TINY, 0, eos=(EOS,))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(6, 60, rng.integers(1, 9)).astype(np.int32) for _ in range(COUNT)]
+    return Prompts(
+        tokens, [SamplingParams(temperature=(0.0, 1.0)[i % 2], max_tokens=10 + i) for i in range(COUNT)]
+    )
+
+
+def make(folder, target, prompts, *, shard_documents=4, slots=4, seed=7, deadline=None, **decoding):
+    settings = regeneration_settings(
+        prompts,
+        target="tiny",
+        vocab_size=TINY.vocab_size,
+        dtype="float32",
+        seed=(seed,),
+        source="here",
+        heldout=3,
+        shard_documents=shard_documents,
+    )
+    writer = Writer(folder, settings)
+    regenerate.regenerate(writer, target, prompts, slots=slots, deadline=deadline or Deadline(), **decoding)
+    return writer
+
+
+def read(folder):
+    """All documents in the order of their prompts."""
+    found = {}
+    for split in (TRAIN, HELDOUT):
+        documents = Documents.open(folder, split)
+        found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
+    return [found[n] for n in sorted(found)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Stops(Deadline):
+    """Passes when a folder has so many shards."""
+
+    def __init__(self, folder, shards):
+        super().__init__()
+        self.folder, self.shards = folder, shards
+
+    def passed(self):
+        return len(list(self.folder.glob("*.array_record"))) >= self.shards
+
+
+@pytest.fixture(scope="module")
+def made(target, prompts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "d"
+    make(folder, target, prompts)
+    return folder
+
+
+class TestRegenerate:
+    def test_the_text_is_what_plain_decoding_gives(self, made, target, prompts):
+        params = [replace(own, seed=document_seed((7,), i)) for i, own in enumerate(prompts.params)]
+        completions = generate(target, prompts.tokens, params)
+        for prompt, completion, document in zip(prompts.tokens, completions, read(made), strict=True):
+            assert document.tokens.tolist() == [*prompt.tolist(), *completion.token_ids]
+            assert document.learn.tolist() == [False] * len(prompt) + [True] * len(completion.token_ids)
+            if completion.finish_reason == "stop":
+                assert document.tokens[-1] == EOS
+        ended = sum(completion.finish_reason == "stop" for completion in completions)
+        assert 0 < ended < COUNT
+        shards = make(made, target, prompts).shards
+        assert sum(shard.ended or 0 for shard in shards) == ended
+
+    def test_every_document_has_noise_of_its_own(self, target, tmp_path):
+        same = Prompts([np.array([9], np.int32)] * 4, [SamplingParams(temperature=1.0, max_tokens=8)] * 4)
+        settings = regeneration_settings(
+            same,
+            target="t",
+            vocab_size=64,
+            dtype="float32",
+            seed=(1,),
+            source="h",
+            heldout=0,
+            shard_documents=2,
+        )
+        regenerate.regenerate(Writer(tmp_path, settings), target, same, slots=4, deadline=Deadline())
+        assert len({tuple(document.tokens.tolist()) for document in Documents.open(tmp_path)}) == 4
+
+    @pytest.mark.parametrize(("shard_documents", "slots"), [(1, 4), (100, 2)])
+    def test_shards_and_slots_change_nothing(self, made, target, prompts, tmp_path, shard_documents, slots):
+        make(tmp_path, target, prompts, shard_documents=shard_documents, slots=slots)
+        assert [d.tokens.tolist() for d in read(tmp_path)] == [d.tokens.tolist() for d in read(made)]
+
+    def test_a_draft_head_changes_nothing(self, made, target, prompts, tmp_path):
+        make(tmp_path, target, prompts, head=random_head(TINY, 1), tree=TreeSettings(16, 3))
+        assert contents(tmp_path) == contents(made)
+
+    @pytest.mark.parametrize("shards", [1, 4])
+    def test_stopped_and_gone_on_with_it_is_the_same_folder(self, target, prompts, tmp_path, shards):
+        folder, whole = tmp_path / "left", tmp_path / "whole"
+        with pytest.raises(OutOfTime, match=r"left: \d+ of 11 shards are written"):
+            make(folder, target, prompts, shard_documents=1, deadline=Stops(folder, shards))
+        kept = {name: value for name, value in contents(folder).items() if name.endswith("record")}
+        # Shards that were begun when time was over are finished, and no others are begun.
+        assert shards <= len(kept) < shards + 4 + 1 < COUNT
+        with pytest.raises(ValueError, match="left is not finished"):
+            Documents.open(folder)
+        make(folder, target, prompts, shard_documents=1)
+        make(whole, target, prompts, shard_documents=1)
+        assert contents(folder) == contents(whole)
+        assert kept.items() <= contents(whole).items()
+
+    def test_no_time_at_all(self, target, prompts, tmp_path, monkeypatch):
+        monkeypatch.setattr(Engine, "__init__", None)
+        with pytest.raises(OutOfTime, match="0 of 3 shards are written"):
+            make(tmp_path, target, prompts, deadline=Deadline(0.0))
+
+    def test_a_finished_folder_needs_no_engine(self, made, target, prompts, monkeypatch):
+        before = contents(made)
+        monkeypatch.setattr(Engine, "__init__", None)
+        make(made, target, prompts, deadline=Deadline(0.0))
+        assert contents(made) == before
+
+    def test_another_prompt_or_seed_is_another_folder(self, made, target, prompts):
+        tokens = [*prompts.tokens[:-1], prompts.tokens[-1] + 1]
+        with pytest.raises(ValueError, match=r"begun with other settings \(sha256: "):
+            make(made, target, Prompts(tokens, prompts.params))
+        with pytest.raises(ValueError, match=r"begun with other settings \(seed: \[7\] there, \[8\] here"):
+            make(made, target, prompts, seed=8)
+        with pytest.raises(ValueError, match="the seed must be at least 0, not -1"):
+            make(made, target, prompts, seed=-1)
+
+    def test_requests_are_checked_before_anything_is_written(self, target, prompts, tmp_path):
+        params = [*prompts.params[:-1], SamplingParams(max_tokens=1000)]
+        with pytest.raises(ValueError, match="max_tokens=1000"):
+            make(tmp_path, target, Prompts(prompts.tokens, params))
+        assert not list(tmp_path.glob("*.array_record"))
+
+    def test_one_bar_over_all_documents(self, target, prompts, tmp_path, capsys):
+        make(tmp_path, target, prompts)
+        lines = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "|" in line]
+        assert lines
+        assert all(line.startswith("regenerate:") for line in lines)
+        assert f"{COUNT}/{COUNT}" in lines[-1]
+
+
+def test_corpus_prompts_begin_at_lines_and_fill_the_documents(target, tmp_path):
+    rng = np.random.default_rng(0)
+    stream = rng.integers(10, 64, 400).astype(np.uint16)
+    stream[::7] = 3
+    cuts = cut_corpus(stream, np.array([3]), count=8, prompt=(2, 5), temperatures=(0.0, 1.0), seed=(4,))
+    chosen = cuts.prompts(20)
+    text = stream.tolist()
+    for prompt in chosen.tokens:
+        assert 2 <= len(prompt) <= 5
+        assert any(
+            text[i - 1] == 3 and text[i : i + len(prompt)] == prompt.tolist() for i in range(1, len(text))
+        )
+    assert {own.temperature for own in chosen.params} == {0.0, 1.0}
+    continue_corpus(
+        tmp_path,
+        target,
+        chosen,
+        name="tiny",
+        seed=(4,),
+        held=(),
+        shard_documents=8,
+        slots=8,
+        deadline=Deadline(),
+    )
+    tokens, learn = read_rows(tmp_path)
+    assert tokens.shape == learn.shape == (8, 20)
+    assert np.argmax(learn, axis=1).tolist() == [len(prompt) for prompt in chosen.tokens]
+    assert all(row[: len(p)].tolist() == p.tolist() for row, p in zip(tokens, chosen.tokens, strict=True))
+    with pytest.raises(ValueError, match="no line of the corpus has"):
+        cut_corpus(stream, np.array([3]), count=1, prompt=(2, 500), temperatures=(0.0,), seed=(4,))
+
+
+def test_held_out_cuts_come_from_the_other_stream_and_have_prompts_of_their_own(target, tmp_path):
+    rng = np.random.default_rng(0)
+    streams = [rng.integers(low, low + 20, 300).astype(np.uint16) for low in (10, 40)]
+    streams[1][:150] = streams[0][:150]  # what stands in both is for training only
+    for stream in streams:
+        stream[::3] = 3
+    settings = {"prompt": (1, 3), "temperatures": (0.0, 1.0), "seed": (4,)}
+    cuts = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
+    assert list(cuts.held_indices) == list(range(60, 80))
+    asked, texts = cuts.prompts(12), cuts.documents(12)
+    keys = [tokens.tobytes() for tokens in asked.tokens]
+    assert len(keys) == len(asked.params) == len(texts) == 80
+    assert not {*keys[:60]} & {*keys[60:]}
+    for i, (prompt, text) in enumerate(zip(asked.tokens, texts, strict=True)):
+        assert text.tokens[: len(prompt)].tolist() == prompt.tolist()
+        assert np.array_equal(text.learn, np.arange(len(text.tokens)) >= len(prompt))
+        own, size = streams[i >= 60].tolist(), len(text.tokens)
+        assert any(own[j : j + size] == text.tokens.tolist() for j in range(len(own)))
+    again = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
+    assert [tokens.tobytes() for tokens in again.prompts(12).tokens] == keys
+    same = np.tile(np.array([3, 7, 7], np.uint16), 10)
+    with pytest.raises(ValueError, match="of 80 prompts for 20 held-out documents only 0 are none of"):
+        cut_splits(same, same, np.array([3]), count=80, heldout=20, **settings)
+
+    chosen = cut_splits(*streams, np.array([3]), count=8, heldout=2, **settings)
+    continue_corpus(
+        tmp_path,
+        target,
+        chosen.prompts(12),
+        name="tiny",
+        seed=(4,),
+        held=chosen.held_indices,
+        shard_documents=4,
+        slots=4,
+        deadline=Deadline(),
+    )
+    assert Documents.open(tmp_path, HELDOUT).numbers.tolist() == [6, 7]
+    for document, prompt in zip(Documents.open(tmp_path, HELDOUT), chosen.held.prompt_tokens(), strict=True):
+        assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
+
+
+def run(*arguments):
+    """The command with these arguments."""
+    parser = argparse.ArgumentParser()
+    data.add_command(parser.add_subparsers(required=True))
+    parsed = parser.parse_args(["data", *map(str, arguments)])
+    return parsed.run(parsed)
+
+
+QUESTION = {"role": "user", "content": "def read_lines(path):"}
+REPLY = {"role": "assistant", "content": "    with open(path) as file:\n        return list(file)"}
+LINES = [
+    {"messages": [QUESTION]},
+    {"messages": [QUESTION, REPLY, {"role": "user", "content": "class Stack:"}, REPLY]},
+    {"text": "import os\nimport sys\n"},
+    {"text": "def f(x):\n    return x\n"},
+]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    def write(*lines):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def weightless(monkeypatch):
+    """Nothing that loads weights can be called."""
+
+    def refuse(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    for name in ("read_target", "read_draft_head"):
+        monkeypatch.setattr(make_data, name, refuse)
+
+
+def test_the_command_answers_with_the_demo_pair(lines, tmp_path, capsys, monkeypatch):
+    path, out = lines(*LINES), tmp_path / "out"
+    command = ["--target", "demo", "--prompts", path, "--out", out, "--max-tokens", 12, "--slots", 4]
+    command += ["--dtype", "float32", "--draft-head", "demo", "--budget", 16, "--seed", 3]
+    assert run(*command) == 0
+    printed = capsys.readouterr().out
+    assert "is finished: 4 documents, 3 to train on and 1 held out" in printed
+    assert "duplicates: 0 documents" in printed
+    assert "python -m train head" in printed
+
+    target = load_target(DEMO_TARGET, dtype="float32")
+    documents = read(out)
+    longest = max(len(document.tokens) for document in documents)
+    rows = np.stack([np.pad(document.tokens, (0, longest - len(document.tokens))) for document in documents])
+    choices = np.argmax(logits(target, rows), axis=2)
+    for line, document, choice in zip(LINES, documents, choices, strict=True):
+        asked = line.get("messages", [])
+        asked = asked[:-1] if asked and asked[-1] is REPLY else asked
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in asked)
+        prompt = target.tokenizer.encode(
+            line["text"] if "text" in line else turns + "<|im_start|>assistant\n"
+        )
+        assert document.tokens[: len(prompt)].tolist() == prompt
+        size = len(document.tokens)
+        assert document.learn.tolist() == [False] * len(prompt) + [True] * (size - len(prompt))
+        assert document.tokens[len(prompt) :].tolist() == choice[len(prompt) - 1 : size - 1].tolist()
+        assert size == len(prompt) + 12 or document.tokens[-1] in target.eos_token_ids
+    tokens = sum(len(document.tokens) for document in documents)
+    assert f"{tokens} tokens" in printed
+
+    # Once more: it is finished, so nothing is loaded and nothing changes.
+    before = contents(out)
+    monkeypatch.setattr(make_data, "read_target", None)
+    assert run(*command) == 0
+    assert "is finished already" in capsys.readouterr().out
+    assert contents(out) == before
+
+
+def test_the_corpus_as_it_is(lines, tmp_path, capsys, weightless):
+    path, out = lines(*LINES[1:]), tmp_path / "out"
+    command = ["--target", "demo", "--prompts", path, "--out", out, "--mode", "corpus", "--heldout", 0]
+    assert run(*command) == 0
+    printed = capsys.readouterr().out
+    assert "is finished: 3 documents, 3 to train on and 0 held out" in printed
+    assert "end-of-sequence" not in printed
+    tokenizer = load_tokenizer()
+    chat, first, _ = read(out)
+    ends = f"{REPLY['content']}<|im_end|>"
+    assert tokenizer.decode(chat.tokens[chat.learn].tolist(), skip_special_tokens=False) == ends + ends
+    assert tokenizer.decode(first.tokens.tolist()) == LINES[2]["text"]
+    assert DocumentsManifest.read(out).settings.dtype is None
+    before = contents(out)
+    assert run(*command) == 0
+    assert "is finished already" in capsys.readouterr().out
+    assert contents(out) == before
+
+
+def load_tokenizer():
+    return make_data.load_tokenizer(DEMO_TARGET)
+
+
+def test_the_corpus_in_shards_with_a_stop(lines, tmp_path):
+    path, out = lines(*({"text": f"import module_{i}\n"} for i in range(10))), tmp_path / "out"
+    settings = {"mode": "corpus", "shard_documents": 3, "heldout": 1}
+    with pytest.raises(OutOfTime, match="2 of 4 shards are written"):
+        make_data.make_data("demo", path, out, **settings, deadline=Stops(out, 2))
+    made = make_data.make_data("demo", path, out, **settings)
+    assert (made.documents, made.heldout, made.ended, made.was_finished) == (10, 1, None, False)
+    assert made.tokens == sum(len(document.tokens) for document in read(out))
+    assert made.learn_tokens == made.tokens - 10
+    make_data.make_data("demo", path, tmp_path / "whole", **settings)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, monkeypatch, mode):
+    path = lines({"text": "x = 1\n"}, {"text": "y = 2\n" * 1000}, {"text": "z = 3\n"})
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .* has \d{4} tokens, .* context of 2048"):
+        make_data.make_data("demo", path, tmp_path / "out", mode=mode)
+    assert not (tmp_path / "out").exists()
+    if mode == "corpus":
+        made = make_data.make_data("demo", path, tmp_path / "out", mode=mode, skip_too_long=True)
+        assert (made.documents, made.skipped) == (2, 1)
+        assert "dropped because they are too long: 1" in data.summary(made)
+    else:
+        with pytest.raises(AssertionError, match="weights were loaded"):
+            make_data.make_data("demo", path, tmp_path / "out", skip_too_long=True)
+        assert DocumentsManifest.read(tmp_path / "out").settings.count == 2
+
+
+def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monkeypatch):
+    words = load_tokenizer()
+    text = words.decode(words.encode("y = 2\n" * 1000)[:2040])
+    room = 2048 - len(words.encode(text))
+    assert 0 < room < 20
+    asked = {}
+
+    def keep(_writer, _target, prompts, **_):
+        asked["params"] = prompts.params
+
+    monkeypatch.setattr(make_data, "regenerate", keep)
+    make_data.make_data("demo", lines({"text": text}, {"text": "x"}), tmp_path / "out", max_tokens=20)
+    assert [own.max_tokens for own in asked["params"]] == [room, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", 0], "max_tokens must be"),
+        (["--temperature", -1], "temperature must be"),
+        (["--top-p", 2], "top_p must lie"),
+        (["--seed", -1], "seed must be"),
+        (["--dtype", "float16"], "dtype must be"),
+        (["--limit", 0], "at least 1 entry"),
+        (["--heldout", 2], r"0\.\.1 can"),
+        (["--shard-documents", 0], "at least one document"),
+        (["--draft-head", "demo", "--budget", 1000], "1000"),
+        (["--mode", "corpus", "--draft-head", "demo"], "nothing to do in mode corpus"),
+        (["--template-arguments", "{"], "--template-arguments is not JSON"),
+        (["--template-arguments", "[1]"], "must be a JSON object"),
+        (["--template-arguments", '{"tokenize": true}'], "tokenize cannot be"),
+        (["--slots", 0], "slots must be at least 1"),
+    ],
+)
+def test_settings_are_checked_before_weights_are_loaded(lines, tmp_path, weightless, arguments, message):
+    path = lines({"text": "x"}, {"text": "y"})
+    with pytest.raises(ValueError, match=message):
+        run("--target", "demo", "--prompts", path, "--out", tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+def test_equal_prompts_are_on_one_side(lines, tmp_path, mode, monkeypatch):
+    monkeypatch.setattr(make_data, "read_target", lambda *_, **__: None)
+    monkeypatch.setattr(make_data, "regenerate", answer)
+    names = [*"abababab", *"cdefghij"]
+    path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
+    made = make_data.make_data("demo", path, out, mode=mode, heldout=5)
+    assert (made.documents, made.heldout, made.duplicates) == (16, 5, 6)
+    words = load_tokenizer()
+    texts = [
+        {words.decode(document.tokens.tolist()) for document in Documents.open(out, split)}
+        for split in (TRAIN, HELDOUT)
+    ]
+    assert not texts[0] & texts[1]
+    assert len(texts[0] | texts[1]) == 10
+    printed = data.summary(made)
+    assert "16 documents, 11 to train on and 5 held out" in printed
+    assert "duplicates: 6 documents" in printed
+    assert "python -m train head" not in printed
+
+
+def answer(writer, _target, prompts, **_):
+    """Documents that are their prompts: what a target would add is the same for equal ones when greedy."""
+    for plan in writer.missing:
+        tokens = [prompts.tokens[i] for i in plan.indices]
+        writer.write(plan, [Document(own, np.arange(len(own)) > 0) for own in tokens], 0)
+
+
+def test_a_lost_shard_is_made_again(lines, tmp_path, capsys):
+    path, out = lines(*({"text": f"import module_{i}\n"} for i in range(10))), tmp_path / "out"
+    settings = {"mode": "corpus", "shard_documents": 3}
+    first = make_data.make_data("demo", path, out, **settings)
+    before = contents(out)
+    (out / "train-00001.array_record").unlink()
+    again = make_data.make_data("demo", path, out, **settings)
+    assert contents(out) == before
+    assert again == first
+    assert "to be written again: train-00001.array_record" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+@pytest.mark.parametrize(
+    ("names", "heldout", "message"),
+    [
+        ("a", None, "at least 2 different prompts are needed, one of them to measure the head on"),
+        ("aaaa", None, "at least 2 different prompts are needed, one of them to measure the head on"),
+        ("ab", 0, "at least 1 document must be held out"),
+    ],
+)
+def test_a_head_needs_held_out_documents(lines, tmp_path, weightless, mode, names, heldout, message):
+    path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
+    with pytest.raises(ValueError, match=message):
+        make_data.make_data("demo", path, out, mode=mode, heldout=heldout, need_heldout=True)
+    assert not out.exists()
+
+
+def test_equal_prompts_alone_cannot_be_held_out(lines, tmp_path, weightless):
+    path, out = lines({"text": "x = 1\n"}, {"text": "x = 1\n"}), tmp_path / "out"
+    with pytest.raises(ValueError, match="all 2 prompts or texts are equal"):
+        make_data.make_data("demo", path, out, mode="corpus")
+    assert not out.exists()
+    made = make_data.make_data("demo", path, out, mode="corpus", heldout=0)
+    assert (made.documents, made.heldout, made.duplicates) == (2, 0, 1)
+
+
+def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    data.add_generation_arguments(parser)
+    given = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--max-tokens", "4", "--heldout", "2"]
+    given += ["--slots", "5", "--limit", "6", "--skip-too-long", "--budget", "7"]
+    given += ["--template-arguments", '{"think": false}']
+    settings = data.generation_settings(parser.parse_args(given))
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 4, "heldout": 2, "slots": 5}
+    expected |= {"limit": 6, "skip_too_long": True, "budget": 7, "template_arguments": {"think": False}}
+    assert settings == expected
+    parameters = inspect.signature(make_data.make_data).parameters
+    defaults = data.generation_settings(parser.parse_args([]))
+    assert defaults == {**{name: parameters[name].default for name in defaults}, "template_arguments": {}}
+
+    # The command passes all of its own.
+    got = {}
+
+    def keep(*arguments, **more):
+        got.update(zip(("target", "prompts", "out"), arguments, strict=True), **more)
+        raise OutOfTime("enough")
+
+    monkeypatch.setattr(data, "make_data", keep)
+    own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
+    own |= {"shard_documents": 9, "dtype": "float32"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
+    flags.append("--ignore-config-key=zoom")
+    own["ignore_config_keys"] = ["zoom"]
+    with pytest.raises(OutOfTime):
+        run(*flags, *given)
+    assert got.pop("deadline").end is None
+    assert got == {**own, **settings}
+    assert {*got, "deadline", "need_heldout"} == {*parameters}
+
+
+def test_bad_prompts_and_targets_before_weights(lines, tmp_path, weightless):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: expected one of the keys"):
+        make_data.make_data("demo", lines({"text": "x"}, {"txt": "y"}), tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        make_data.make_data("demo", tmp_path / "absent.jsonl", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
+        make_data.make_data(tmp_path / "absent", lines({"text": "x"}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_a_target_is_called(tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert make_data.name_of("demo") == "demo"
+    assert make_data.name_of("owner/name") == "owner/name"
+    assert make_data.name_of(tmp_path / "mine" / ".." / "mine") == "mine"

@@ -1,0 +1,309 @@
+"""Prompts as they are read, and as token ids: what the target continues, and what is marked as its own."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
+from jetspec_jax.demo import DEMO_TARGET
+from train.data.prompts import Entry, read_entries
+from train.data.rendering import Encoder
+
+USER = {"role": "user", "content": "def read(path):"}
+ANSWER = {"role": "assistant", "content": "    return open(path)"}
+SECOND = [{"role": "user", "content": "class A:"}, {"role": "assistant", "content": "    pass\n    x = 1"}]
+SYSTEM = {"role": "system", "content": "Python only."}
+
+#: Marks the answers itself, as some published templates do.
+MARKED_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+#: Thinks before its last answer only, and can be told not to.
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last and think %}{{ '# hm\\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+#: Ends turns with words alone.
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer(DEMO_TARGET)
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def chat(*messages, where="here:1"):
+    return Entry(where, "messages", list(messages))
+
+
+def answers(encoder, document):
+    """The texts of the marked runs."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], document.learn.astype(int), [0]))))
+    return [
+        encoder.tokenizer.decode(document.tokens[a:b].tolist(), skip_special_tokens=False)
+        for a, b in edges.reshape(-1, 2)
+    ]
+
+
+class TestReading:
+    def test_all_kinds_in_order(self, tmp_path):
+        path = write(
+            tmp_path / "p.jsonl",
+            {"messages": [USER, ANSWER], "text": "not this", "id": 7},
+            {"prompt": "x", "text": "a\u2028b", "more": [1]},
+            {"prompt": "é = "},
+        )
+        entries = read_entries(path)
+        assert [(e.where, e.kind, e.value) for e in entries] == [
+            (f"{path}:1", "messages", [USER, ANSWER]),
+            (f"{path}:2", "text", "a\u2028b"),
+            (f"{path}:3", "prompt", "é = "),
+        ]
+
+    def test_line_separators_within_strings_and_the_last_newline(self, tmp_path):
+        path = tmp_path / "p.jsonl"
+        path.write_bytes('{"text": "a\u2028b\x85c"}\r\n{"text": "d"}'.encode())
+        assert [entry.value for entry in read_entries(path)] == ["a\u2028b\x85c", "d"]
+
+    def test_a_limit_reads_no_further(self, tmp_path):
+        path = tmp_path / "p.jsonl"
+        path.write_text('{"text": "a"}\n{"text": "b"}\nnonsense\n')
+        assert [entry.value for entry in read_entries(path, 2)] == ["a", "b"]
+        with pytest.raises(ValueError, match="at least 1 entry"):
+            read_entries(path, 0)
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b'{"text": "a"', "not JSON .*every line must be a JSON object"),
+            (b"", "an empty line"),
+            (b"  \t", "an empty line"),
+            (b"[1]", r"expected an object, not \[1\]"),
+            (b'"text"', "expected an object"),
+            (b"{}", r"expected one of the keys messages, text, prompt, there are \[\]"),
+            (b'{"texts": "a"}', r"there are \['texts'\]"),
+            (b'{"text": ""}', '"text" is empty'),
+            (b'{"prompt": ""}', '"prompt" is empty'),
+            (b'{"text": null}', '"text" must be a string, not None'),
+            (b'{"text": ["a"]}', r'"text" must be a string'),
+            (b'{"text": "\\ud800"}', "half a surrogate pair"),
+            (b'{"text": "\xff"}', "not UTF-8: invalid start byte at its byte 10"),
+            (b'{"messages": []}', "must be a list that is not empty"),
+            (b'{"messages": "hi"}', "must be a list that is not empty"),
+            (b'{"messages": ["hi"]}', 'message 0 must have "role" and "content"'),
+            (b'{"messages": [{"role": "user"}]}', 'message 0 must have "role" and "content"'),
+            (b'{"messages": [{"content": "a"}]}', 'message 0 must have "role" and "content"'),
+            (
+                b'{"messages": [{"role": "user", "content": 3}]}',
+                "content of message 0 must be a string, not 3",
+            ),
+            (
+                b'{"messages": [{"role": "human", "content": "a"}]}',
+                "message 0 has the role 'human', not one of",
+            ),
+            (b'{"messages": [{"role": ["user"], "content": "a"}]}', r"message 0 has the role \['user'\]"),
+        ],
+    )
+    def test_a_bad_line_is_named_with_its_number(self, tmp_path, line, message):
+        path = tmp_path / "p.jsonl"
+        path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
+        with pytest.raises(ValueError, match=rf"p\.jsonl:2: .*{message}"):
+            read_entries(path)
+
+    @pytest.mark.parametrize("content", [b"", b"\n"])
+    def test_a_file_without_entries(self, tmp_path, content):
+        path = tmp_path / "p.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"holds no entries|p\.jsonl:1: an empty line"):
+            read_entries(path)
+
+    def test_no_such_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"no file .*absent\.jsonl"):
+            read_entries(tmp_path / "absent.jsonl")
+
+
+class TestDatasets:
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        """What a stand-in for the library was asked for; it knows one data set."""
+        calls = []
+
+        def load_dataset(path, name=None, *, split, streaming):
+            calls.append((path, name, split, streaming))
+            if path != "owner/chats":
+                raise RuntimeError("no such data set")
+            return [{"messages": [USER]}, {"text": "a", "label": 1}, {"prompt": "b"}]
+
+        module = types.ModuleType("datasets")
+        module.load_dataset = load_dataset
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        return calls
+
+    @pytest.mark.parametrize(
+        ("name", "call"),
+        [
+            ("owner/chats", ("owner/chats", None, "train", False)),
+            ("owner/chats:test[:10%]", ("owner/chats", None, "test[:10%]", False)),
+            ("owner/chats/small:validation", ("owner/chats", "small", "validation", False)),
+        ],
+    )
+    def test_names(self, asked, name, call):
+        entries = read_entries(name)
+        assert asked == [call]
+        assert [(e.where, e.kind) for e in entries] == [
+            (f"{name} row {i}", kind) for i, kind in enumerate(("messages", "text", "prompt"))
+        ]
+
+    def test_a_data_set_that_cannot_be_loaded(self, asked):
+        with pytest.raises(
+            FileNotFoundError, match=r"no file owner/other; .* RuntimeError: no such data set"
+        ):
+            read_entries("owner/other")
+
+    def test_without_the_library(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(
+            ValueError, match=r'no file owner/chats; .* pip install "jetspec-jax\[datasets\]"'
+        ):
+            read_entries("owner/chats")
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        "messages", [[USER], [USER, ANSWER], [SYSTEM, USER, ANSWER], [USER, ANSWER, *SECOND]]
+    )
+    def test_the_last_answer_is_dropped(self, tokenizer, messages):
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        ids = Encoder(tokenizer).prompt(chat(*messages)).tolist()
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in asked)
+        assert ids == tokenizer.encode(turns + "<|im_start|>assistant\n", add_special_tokens=False)
+
+    @pytest.mark.parametrize("kind", ["text", "prompt"])
+    def test_texts_are_continued_as_they_are(self, tokenizer, kind):
+        ids = Encoder(tokenizer).prompt(Entry("here:1", kind, "import os\n"))
+        assert ids.dtype == np.int32
+        assert ids.tolist() == tokenizer.encode("import os\n")
+
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            ([ANSWER], "no message stands before"),
+            ([SYSTEM], "a message of the system stands before"),
+            ([SYSTEM, ANSWER], "a message of the system stands before"),
+            ([USER, ANSWER, ANSWER], "a message of the assistant stands before"),
+        ],
+    )
+    def test_somebody_must_have_asked(self, tokenizer, messages, message):
+        with pytest.raises(ValueError, match=f"f:3: {message}"):
+            Encoder(tokenizer).prompt(chat(*messages, where="f:3"))
+
+    def test_template_arguments_reach_the_template(self, tokenizer):
+        tokenizer.chat_template = "{{ word }}{{ messages[0]['content'] }}"
+        ids = Encoder(tokenizer, template_arguments={"word": "def "}).prompt(chat(USER))
+        assert tokenizer.decode(ids.tolist()) == "def def read(path):"
+        with pytest.raises(ValueError, match="tokenize cannot be template arguments"):
+            Encoder(tokenizer, template_arguments={"tokenize": False, "word": "x"})
+
+    def test_a_template_that_refuses(self, tokenizer):
+        tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+        with pytest.raises(ValueError, match=r"f:3: the chat template refuses .*no tools here"):
+            Encoder(tokenizer).prompt(chat(USER, where="f:3"))
+
+    def test_without_a_template_or_a_tokenizer(self, tokenizer):
+        tokenizer.chat_template = None
+        encoder = Encoder(tokenizer)
+        assert len(encoder.prompt(Entry("f:3", "text", "x")))
+        for make in (encoder.prompt, encoder.document):
+            with pytest.raises(ValueError, match="f:3: the target's tokenizer has no chat template"):
+                make(chat(USER, ANSWER, where="f:3"))
+        with pytest.raises(ValueError, match="no tokenizer"):
+            Encoder(None)
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("template", [None, MARKED_TEMPLATE])
+    @pytest.mark.parametrize(
+        "messages",
+        [
+            [USER, ANSWER],
+            [SYSTEM, USER, ANSWER, *SECOND],
+            [USER, ANSWER, {"role": "tool", "content": "1"}, ANSWER, USER],
+        ],
+    )
+    def test_the_answers_and_their_ends_are_marked(self, tokenizer, template, messages):
+        if template is not None:
+            tokenizer.chat_template = template
+        encoder = Encoder(tokenizer)
+        document = encoder.document(chat(*messages))
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        assert document.tokens.tolist() == tokenizer.encode(turns, add_special_tokens=False)
+        expected = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
+        assert answers(encoder, document) == expected
+
+    def test_answers_without_an_end_of_turn_token(self, tokenizer):
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        encoder = Encoder(tokenizer)
+        document = encoder.document(chat(USER, {"role": "assistant", "content": "x"}, USER))
+        assert answers(encoder, document) == [" x\n\n"]
+
+    def test_the_end_of_sequence_ends_a_turn_where_it_is_no_special_token(self, tokenizer):
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] + '\\n' + m['content'] + ';\\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+        )
+        [end] = tokenizer.encode(";", add_special_tokens=False)
+        conversation = chat(USER, {"role": "assistant", "content": "x"})
+        whole, cut = Encoder(tokenizer), Encoder(tokenizer, end_ids=(end,))
+        assert answers(whole, whole.document(conversation)) == ["x;\n"]
+        assert answers(cut, cut.document(conversation)) == ["x;"]
+
+    def test_of_a_text_all_but_the_first_token(self, tokenizer):
+        document = Encoder(tokenizer).document(Entry("f:3", "text", "import os\n"))
+        assert document.tokens.tolist() == tokenizer.encode("import os\n")
+        assert document.learn.tolist() == [False] + [True] * (len(document.tokens) - 1)
+
+    def test_a_template_that_drops_thoughts(self, tokenizer):
+        tokenizer.chat_template = FORGETFUL_TEMPLATE
+        thinking = Encoder(tokenizer, template_arguments={"think": True})
+        assert answers(thinking, thinking.document(chat(USER, ANSWER))) == [
+            "# hm\n" + ANSWER["content"] + "<|im_end|>"
+        ]
+        with pytest.raises(ValueError, match="f:3: the chat template writes message 1 otherwise once others"):
+            thinking.document(chat(USER, ANSWER, *SECOND, where="f:3"))
+        silent = Encoder(tokenizer, template_arguments={"think": False})
+        assert len(answers(silent, silent.document(chat(USER, ANSWER, *SECOND)))) == 2
+
+    def test_a_token_that_spans_the_beginning_of_an_answer(self, tokenizer):
+        # The newline of the header and those of the answer are one token.
+        assert len(tokenizer.encode("\n\n", add_special_tokens=False)) == 1
+        with pytest.raises(ValueError, match="f:3: where message 1 begins or ends, a token spans both sides"):
+            Encoder(tokenizer).document(chat(USER, {"role": "assistant", "content": "\nx = 1"}, where="f:3"))
+
+    @pytest.mark.parametrize(
+        ("entry", "message"),
+        [
+            (chat(USER, where="f:3"), "f:3: a document without assistant tokens"),
+            (chat(ANSWER, USER, where="f:3"), "f:3: the conversation begins with the assistant"),
+            (Entry("f:3", "prompt", "x = "), 'f:3: a "prompt" has no continuation'),
+            (Entry("f:3", "text", "x"), "f:3: a document without assistant tokens; it needs at least one"),
+        ],
+    )
+    def test_nothing_to_learn(self, tokenizer, entry, message):
+        with pytest.raises(ValueError, match=message):
+            Encoder(tokenizer).document(entry)

@@ -1,0 +1,201 @@
+"""The command line: a head from documents, fine-tuning from prompts, and what is said of bad input."""
+
+import json
+import shutil
+
+import pytest
+from flax import nnx
+
+from jetspec_jax import load_draft_head, load_target
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.models import build, weights_of
+from tests.decode.tiny import TINY
+from train.__main__ import main
+from train.data.documents import Documents
+from train.data.manifest import DocumentsManifest
+from train.head.config import decoder_json
+
+RECIPE = """
+window = 16
+dtype = "float32"
+
+[head]
+start = "random"
+layers = 1
+block_size = 4
+taps = [0, 1]
+
+[objective]
+anchors = 2
+chunk = 8
+
+[fit]
+steps = 2
+batch = 2
+learning_rate = 1e-3
+warmup = 1
+evaluate_every = 2
+
+[evaluation]
+windows = 2
+prompts = 1
+new_tokens = 4
+budgets = [16]
+width = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with the demo's tokenizer and chat template, prompts, and a recipe."""
+    folder = tmp_path_factory.mktemp("commands")
+    raw = {**decoder_json(TINY, 2, TINY.layers[0].mlp_size), "vocab_size": 4096, "eos_token_id": 0}
+    files = {name: (DEMO_TARGET / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    weights = weights_of(build(parse_model_config(raw), rngs=nnx.Rngs(0)))
+    save_checkpoint(folder / "target", raw, weights, extra_files=files)
+    lines = [{"messages": [{"role": "user", "content": f"print {i}"}]} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "tiny.toml").write_text(RECIPE)
+    return folder
+
+
+def data(folder, out, *more):
+    return main(
+        [
+            *("data", "--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")),
+            *("--out", str(out), "--max-tokens", "8", *more),
+        ]
+    )
+
+
+def head(folder, documents, work, *more):
+    return main(
+        [
+            *("head", "--recipe", str(folder / "tiny.toml"), "--target", str(folder / "target")),
+            *("--data", str(documents), "--work", str(work), *more),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    assert data(folder, folder / "documents") == 0
+    assert head(folder, folder / "documents", folder / "work") == 0
+    return folder / "work"
+
+
+def test_a_head_from_documents(trained, folder):
+    target = load_target(folder / "target", dtype="float32")
+    config = load_draft_head(trained / "draft_head", dtype="float32", target=target).config
+    assert (config.block_size, config.tap_layers, config.causal) == (4, (0, 1), True)
+    assert config.mask_token_id == target.tokenizer.mask_token_id
+    assert set(json.loads((trained / "evaluation.json").read_text())["tau"]) == {"16"}
+    assert (trained / "training.png").is_file()
+    assert list((trained / "tensorboard").iterdir())
+
+
+def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
+    assert head(folder, folder / "documents", trained) == 0
+    out = capsys.readouterr().out
+    assert f"jetspec-jax generate --target {folder / 'target'} --draft-head {trained / 'draft_head'}" in out
+    assert "with budget 16" in out
+
+
+def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
+    begun = shutil.copytree(trained / "draft_head", tmp_path / "begun")
+    raw = json.loads((begun / "config.json").read_text())
+    (begun / "config.json").write_text(json.dumps({**raw, "zoom": 1}, indent=2) + "\n")
+    command = [
+        *("finetune", "--target", str(folder / "target"), "--draft-head", str(begun)),
+        *("--prompts", str(folder / "prompts.jsonl"), "--work", str(tmp_path / "tuned")),
+        *("--max-tokens", "8", "--set", "window=16", "--set", "fit.steps=2", "--set", "fit.warmup=0"),
+        *("--set", "fit.batch=2", "--set", "objective.anchors=2", "--set", "evaluation.windows=2"),
+        *("--set", "evaluation.prompts=0", "--set", "dtype=float32", "--set", "fit.learning_rate=1e-3"),
+    ]
+    assert main(command) == 2
+    assert "on the command line --ignore-config-key zoom" in capsys.readouterr().err
+    vouched = ("--ignore-config-key", "zoom")
+    command += vouched
+    assert main([*command, "--minutes", "0"]) == 0
+    assert "the same command goes on" in capsys.readouterr().out
+    assert main(command) == 0
+    tuned = tmp_path / "tuned" / "head" / "draft_head"
+    assert f"--draft-head {tuned} --ignore-config-key zoom PROMPT" in capsys.readouterr().out
+    assert (tuned / "config.json").read_bytes() == (begun / "config.json").read_bytes()
+    assert main(["export", "--work", str(tuned.parent), "--out", str(tmp_path / "best"), *vouched]) == 0
+    assert (tuned / "model.safetensors").read_bytes() != (
+        trained / "draft_head" / "model.safetensors"
+    ).read_bytes()
+    # The answers are the target's own, in its chat template.
+    settings = DocumentsManifest.read(tmp_path / "tuned" / "data").settings
+    assert (settings.mode, settings.count) == ("regenerate", 8)
+    text = load_target(folder / "target").tokenizer.decode(
+        Documents.open(tmp_path / "tuned" / "data")[0].tokens
+    )
+    assert text.startswith("<|im_start|>user\nprint ")
+
+    capsys.readouterr()
+    assert main([*command, "--set", "fit.learning_rate=1e-5"]) == 2
+    assert "fit.learning_rate: 0.001 there, 1e-05 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("head.block_size=17", "a block of 17 slots does not fit a window of 16 tokens"),
+        ("head.taps=[0, 2]", "taps [2] lie outside the target's layers 0..1"),
+        ("mesh.fsdp=3", "a mesh of data -1 x fsdp 3 does not divide 1 devices; possible: data 1 x fsdp 1"),
+        ("fit.batch=3", None),
+        ("fit.micro_batch=3", "a batch of 2 sequences does not divide into micro-batches of 3 on 1 devices"),
+        ("fit.warmup=2", "fit.warmup must be below 2, the steps, not 2"),
+        ("fit.clip=-1", "fit.clip must be above 0, not -1"),
+        ("fit.learning_rate=-1", "fit.learning_rate must be at least 0, not -1"),
+        ("evaluation.new_tokens=250", "none of 1 held-out prompts leaves room for evaluation.new_tokens 250"),
+        ("objective.loss=kl", "objective.loss must be 'forward_kl' or 'reverse_kl' or 'sft', not 'kl'"),
+        ("head.start=checkpoint", "the recipe begins with a checkpoint: name a head with --draft-head"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(trained, folder, tmp_path, capsys, change, complaint):
+    code = head(folder, folder / "documents", tmp_path / "work", "--set", change, "--minutes", "0")
+    error = capsys.readouterr().err
+    if complaint is None:  # an odd batch is fine
+        assert code == 0
+    else:
+        assert code == 2
+        assert error.startswith("train: ")
+        assert complaint in error
+
+
+def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path, capsys):
+    work = tmp_path / "work"
+    assert head(folder, folder / "documents", work, "--set", "fit.evaluate_every=1", "--minutes", "0") == 0
+    assert not (work / "draft_head").exists()
+    assert main(["export", "--work", str(work), "--out", str(tmp_path / "early")]) == 0
+    assert "the head of step 1 is in" in capsys.readouterr().out
+    target = load_target(folder / "target", dtype="float32")
+    load_draft_head(tmp_path / "early", target=target)
+    assert main(["export", "--work", str(trained), "--out", str(tmp_path / "late")]) == 0
+    files = [place / "model.safetensors" for place in (tmp_path / "late", trained / "draft_head")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert main(["export", "--work", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    assert "holds no recipe.json" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
+    assert head(folder, tmp_path, tmp_path, "--coordinator", "localhost:1") == 2
+    assert "--coordinator needs --processes and --process" in capsys.readouterr().err
+
+
+def test_bad_input_is_named(folder, tmp_path, capsys):
+    assert head(folder, tmp_path / "nothing", tmp_path / "work") == 2
+    assert "has no documents.json" in capsys.readouterr().err
+    assert main(["head", "--recipe", "best", "--target", "demo", "--data", "x", "--work", "y"]) == 2
+    assert "no recipe best: name a TOML file or one of ablations, demo, finetune" in capsys.readouterr().err
+    shutil.copy(folder / "prompts.jsonl", tmp_path / "broken.jsonl")
+    with (tmp_path / "broken.jsonl").open("a") as file:
+        file.write('{"messages": []}\n')
+    command = ["data", "--target", str(folder / "target"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--prompts", str(tmp_path / "broken.jsonl")]) == 2
+    assert f"{tmp_path / 'broken.jsonl'}:9: " in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""A tiny pair, documents and a recipe, shared by the tests of the draft head's training."""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from tests.decode.tiny import TINY, random_target
+from train.data.documents import Document, Writer
+from train.data.manifest import DocumentsSettings
+from train.head.recipe import HeadEvaluation, HeadRecipe, HeadSettings
+from train.loop.fit import Fit
+from train.loss.objectives import Objective
+
+MASK = TINY.vocab_size - 1
+RECIPE = HeadRecipe(
+    Fit(
+        steps=6,
+        batch=8,
+        learning_rate=1e-2,
+        warmup=1,
+        save_every=2,
+        evaluate_every=3,
+        log_every=1,
+    ),
+    window=16,
+    head=HeadSettings(layers=1, block_size=4, taps=(0, 1), mask_token=MASK),
+    objective=Objective(anchors=4, chunk=8),
+    # Decoding takes long to compile: most runs are judged by their validation loss alone.
+    evaluation=HeadEvaluation(windows=12, prompts=0, prompt_tokens=4, new_tokens=6, budgets=(16,)),
+    deterministic=True,
+    dtype="float32",
+)
+
+
+def target():
+    return random_target(TINY, 0)
+
+
+def changed(recipe, **changes):
+    """A recipe with some of its records' attributes replaced, given as ``fit={"steps": 3}``."""
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            value = dataclasses.replace(getattr(recipe, name), **value)
+        recipe = dataclasses.replace(recipe, **{name: value})
+    return recipe
+
+
+def write_documents(folder, vocab_size=TINY.vocab_size, count=40):
+    """Documents of random tokens, each of them after the first six to be learnt."""
+    rng = np.random.default_rng(0)
+    documents = []
+    for _ in range(count):
+        tokens = rng.integers(0, vocab_size - 1, rng.integers(10, 30)).astype(np.int32)
+        documents.append(Document(tokens, np.arange(len(tokens)) >= 6))
+    return write(folder, documents, vocab_size)
+
+
+def write(folder, documents, vocab_size):
+    count = len(documents)
+    settings = DocumentsSettings(
+        *("corpus", "tiny", vocab_size, None, (0.0,), {}, (0,), "tests", "0" * 64),
+        *(count, count // 4, 16),
+    )
+    writer = Writer(folder, settings)
+    for plan in writer.missing:
+        writer.write(plan, [documents[i] for i in plan.indices], None)
+    return folder
+
+
+def records(folder):
+    """The log without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    measured = ("seconds", "tokens_per_second", "memory_gib")
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+
+
+def losses(folder):
+    return [record["loss"] for record in records(folder) if "loss" in record]

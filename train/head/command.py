@@ -1,0 +1,128 @@
+"""``python -m train head``, ``finetune`` and ``export``: train draft heads and write them."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jetspec_jax.checkpoint.loading import read_target
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.config import IGNORE_OPTION
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from train.data.command import add_generation_arguments, generation_settings, summary
+from train.data.make_data import make_data
+from train.head.recipe import HeadRecipe
+from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
+from train.head.training import export_best, train_head
+from train.loop.log import read_log
+from train.loop.stages import Deadline
+
+
+def add_command(commands: Any) -> None:
+    """Adds the three command lines."""
+    known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.toml")))
+    head = commands.add_parser("head", help="train a draft head on documents", description=_head.__doc__)
+    head.set_defaults(run=_head, join=_join)
+    head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")
+    head.add_argument("--recipe", required=True, help=f"a TOML file, or one of {known}")
+    head.add_argument("--distributed", action="store_true", help="one process of a cluster that JAX knows")
+    head.add_argument("--coordinator", metavar="HOST:PORT", help="or one of --processes that meet there")
+    head.add_argument("--processes", type=int, help="how many, with --coordinator")
+    head.add_argument("--process", type=int, help="which of them this is, from 0, with --coordinator")
+    export = commands.add_parser("export", help="write a run's best head so far", description=_export.__doc__)
+    export.set_defaults(run=_export)
+    export.add_argument("--work", type=Path, required=True, help="the run's folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the head, which must not exist")
+    tune = commands.add_parser(
+        "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
+    )
+    tune.set_defaults(run=_finetune)
+    tune.add_argument("--prompts", required=True, help="JSONL or a data set, see the command data")
+    tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
+    add_generation_arguments(tune)
+    for parser in (head, export, tune):
+        add_ignore_option(parser)
+    for parser in (head, tune):
+        parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
+        parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
+        parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
+        add_set_option(parser, "the")
+        parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+
+
+def _join(arguments: argparse.Namespace) -> None:
+    """Connects to the other processes of a run, if there are any; they share the work folder."""
+    if arguments.coordinator:
+        if arguments.processes is None or arguments.process is None:
+            raise ValueError("--coordinator needs --processes and --process")
+        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
+    elif arguments.distributed:
+        jax.distributed.initialize()
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Writes the best head so far of a run, finished or not, in Hugging Face layout."""
+    step = export_best(arguments.work, arguments.out, ignore_config_keys=arguments.ignore_config_key)
+    print(f"the head of step {step} is in {arguments.out}")
+    return 0
+
+
+def _head(arguments: argparse.Namespace) -> int:
+    """Trains a draft head, or resumes a run; the finished head is in the work folder."""
+    recipe = read_head_recipe(arguments.recipe, arguments.set)
+    return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    """Lets the target answer prompts and trains a head on the answers; each part is done once."""
+    recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
+    made = make_data(
+        arguments.target,
+        arguments.prompts,
+        arguments.work / "data",
+        draft_head=arguments.draft_head,
+        seed=recipe.seed,
+        dtype=recipe.dtype,
+        need_heldout=True,
+        ignore_config_keys=arguments.ignore_config_key,
+        deadline=deadline,
+        **generation_settings(arguments),
+    )
+    print(summary(made))
+    return _train(arguments, recipe, made.folder, arguments.work / "head", deadline)
+
+
+def _train(
+    arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
+) -> int:
+    path = DEMO_TARGET if arguments.target == "demo" else arguments.target
+    checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
+    ignored = arguments.ignore_config_key
+    target = read_target(Source(path, recipe.dtype, ignored))
+    begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
+    folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
+    if jax.process_index() == 0:
+        print(f"the head is in {folder}: {_measured(work)}")
+        print(f"curves: {work / 'training.png'}")
+        options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
+        pair = f"--target {arguments.target} --draft-head {folder}{options}"
+        print(f"to use it: jetspec-jax generate {pair} PROMPT")
+    return 0
+
+
+def _measured(work: Path) -> str:
+    """A message about the finished head's results on held-out documents, and those before training."""
+    report = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))
+    evaluations = [record for record in read_log(work / "log.jsonl") if "validation_loss" in record]
+    before = evaluations[0] if evaluations[0]["step"] == 0 else {}
+    if not report["tau"]:
+        now, then = min(own["validation_loss"] for own in evaluations), before.get("validation_loss")
+        return f"validation loss {now:.3f}" + ("" if then is None else f", {then:.3f} before")
+    parts = []
+    for budget, tau in report["tau"].items():
+        then = before.get("tau", {}).get(budget)
+        parts.append(f"{tau:.2f} with budget {budget}" + ("" if then is None else f" ({then:.2f} before)"))
+    return "tau on held-out prompts " + ", ".join(parts)
