@@ -406,7 +406,7 @@ class TestRows:
 def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(pair, monkeypatch, most, warm):
     """Also where the answer is one token, or ends with its first."""
     seen = []
-    monkeypatch.setattr(decode_measure, "complete", lambda _, requests, tokenizer: seen.extend(requests))
+    monkeypatch.setattr(decode_measure, "complete", lambda _, requests, tokenizer: seen.extend(requests) or [])
     work = Workload([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
     Bench(*pair, {0.0: work}, batch=1, implementation=None)._warm_up(PLAIN_METHOD)
     [request] = seen
