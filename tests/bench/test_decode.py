@@ -411,6 +411,7 @@ def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(pair, monkeypatc
     )
     work = Workload([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
     Bench(*pair, {0.0: work}, batch=1, implementation=None)._warm_up(PLAIN_METHOD)
+    assert len(seen) == 2
     for request in seen:
         assert request.prompt.tolist() == [1]
         assert (request.params.max_tokens, request.params.ignore_eos) == (warm, True)
