@@ -14,7 +14,7 @@ from typing import Any, Self
 import beartype
 
 # An int will do for a float, as for every type checker. Self has no meaning to what sees one method.
-CONF = beartype.BeartypeConf(is_pep484_tower=True, hint_overrides=beartype.BeartypeHintOverrides({Self: Any}))
+CONF = beartype.BeartypeConf(is_pep484_tower=True, hint_overrides=beartype.FrozenDict({Self: Any}))
 
 JAX_PACKAGES = ("jax", "flax")
 
