@@ -7,7 +7,7 @@ Shapes: B slots, N nodes of a block, R rows of a path, P pages.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
@@ -19,6 +19,7 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
 
 
+@runtime_checkable
 class Store(Protocol):
     """What one layer keeps of the committed tokens of all slots: a pytree."""
 

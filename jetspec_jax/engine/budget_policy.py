@@ -9,7 +9,7 @@ looks best. The choice changes no token, and all programs exist before it: nothi
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -62,6 +62,7 @@ class Dispatch(NamedTuple):
     rounds: int
 
 
+@runtime_checkable
 class BudgetPolicy(Protocol):
     """Decides before every dispatch, and may learn from what dispatches did."""
 
