@@ -7,7 +7,7 @@ Shapes: B slots, N nodes of a block, R rows of a path, P pages.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, no_type_check, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
@@ -19,6 +19,8 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
 
 
+# Unchecked by the tests' typing hook, which does not know `Self` here.
+@no_type_check
 @runtime_checkable
 class Store(Protocol):
     """What one layer keeps of the committed tokens of all slots: a pytree."""
