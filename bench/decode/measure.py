@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
 from jetspec_jax import Completion, Head, Target
-from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.planning import make_request, plan_engine
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import check_engine_memory, default_capacity
-from jetspec_jax.generate import slots_for
+from jetspec_jax.engine.serving import complete
+from jetspec_jax.engine.size import default_capacity, slots_for
 from jetspec_jax.llm import STREAM_ROUNDS
 
 # Enough tokens for one round of every kind to compile.
@@ -88,18 +92,13 @@ class Bench:
             DeviceMemoryError: It cannot; the message names the method.
         """
         largest = max(methods, key=lambda method: method.settings.budget)
-        held = 0
-        for nth, method in enumerate(methods if self._together else [largest]):
+        held: list[Engine] = []
+        for method in methods if self._together else [largest]:
             try:
-                # One at a time: the most memory in use is to tell of single methods.
-                engine = self._engine(method)
-                own = array_bytes(engine.state)
-                check_engine_memory(engine.decoder, engine.size, engine.dtype, reclaimed=own - held)
+                held.append(self._engine(method))
             except DeviceMemoryError as error:
-                beside = f", beside the {nth} before it" if nth else ""
+                beside = f", beside the {len(held)} before it" if held else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
-            held += own
-            del engine
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
@@ -140,47 +139,61 @@ class Bench:
         """One timed run of all prompts with each engine, then the first token of each alone."""
         work = self._works[temperature]
         seconds = dict.fromkeys(engines, 0.0)
-        requests: dict[Method, list[Request]] = {method: [] for method in engines}
+        completions: dict[Method, list[Completion]] = {method: [] for method in engines}
         for part in work.parts(PROMPTS_PER_TURN * self._slots if self._together else len(work.ids)):
             for method, engine in engines.items():
                 step(f"{method.name}, T = {temperature:g}", len(part.ids))
                 started = time.perf_counter()
-                requests[method] += engine.complete(part.ids, part.params, part.routing)
+                completions[method] += self._complete(method, engine, part)
                 seconds[method] += time.perf_counter() - started
         for method, engine in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(seconds[method])
-            measured.tokens.append(sum(len(request.output.token_ids) for request in requests[method]))
+            measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
             if not measured.completions:
-                measured.completions = [request.output.completion() for request in requests[method]]
-            measured.first_token_seconds += _first_tokens(engine, work)
+                measured.completions = completions[method]
+            measured.first_token_seconds += self._first_tokens(method, engine, work)
 
     def _engine(self, method: Method) -> Engine:
-        return Engine(
-            self._target,
-            None if method.settings.budget == 1 else self._head,
+        head = None if method.settings.budget == 1 else self._head
+        plan = plan_engine(
+            self._target.config,
+            None if head is None else head.config,
             method.settings,
+            self._target.dtype,
             slots=self._slots,
             capacity=self._capacity,
             implementation=self._implementation,
         )
+        return Engine(plan, DecodeWeights(self._target.weights, None if head is None else head.weights))
+
+    def _requests(self, method: Method, engine: Engine, work: Workload) -> list[Request]:
+        return [
+            make_request(
+                self._target, engine.plan.decoder, method.settings, np.asarray(ids, np.int32), params, hints
+            )
+            for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True)
+        ]
+
+    def _complete(self, method: Method, engine: Engine, work: Workload) -> list[Completion]:
+        return complete(engine, self._requests(method, engine, work), self._target.tokenizer)
 
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all that a method runs; the most bytes that have been in use."""
-        engine, work = self._engine(method), next(iter(self._works.values()))
+        engine = self._engine(method)
+        work = next(next(iter(self._works.values())).parts(1))
         # A request of one token, or one that ends with its first, has no round.
         most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
         params = replace(work.params[0], max_tokens=most, ignore_eos=True)
-        engine.complete(work.ids[:1], [params], work.routing[:1])
+        self._complete(method, engine, replace(work, params=[params]))
         return peak_bytes()
 
-
-def _first_tokens(engine: Engine, work: Workload) -> Iterator[float]:
-    """Seconds to the first token of each prompt, one after another."""
-    for ids, params, routing in zip(work.ids, work.params, work.routing, strict=True):
-        started = time.perf_counter()
-        request = engine.submit(ids, params, routing)
-        while not request.output.token_ids:
-            engine.step(STREAM_ROUNDS)
-        yield time.perf_counter() - started
-        engine.cancel(request)
+    def _first_tokens(self, method: Method, engine: Engine, work: Workload) -> Iterator[float]:
+        """Seconds to the first token of each prompt, one after another."""
+        for request in self._requests(method, engine, work):
+            started = time.perf_counter()
+            engine.admit(request)
+            while not request.tokens:
+                engine.step(STREAM_ROUNDS)
+            yield time.perf_counter() - started
+            engine.cancel(request)

@@ -34,7 +34,7 @@ from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
-from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
-    add("--rounds", type=int, default=ROUNDS_PER_DISPATCH, help="of a dispatch (default: as the engine's)")
+    add("--rounds", type=int, default=USUAL_ROUNDS, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
     add_program_arguments(parser)
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
         "implementation": ", ".join(sorted(set(attention.values()))),
-        "rounds_per_dispatch": ROUNDS_PER_DISPATCH,
+        "rounds_per_dispatch": USUAL_ROUNDS,
         "compilation_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         "peak_memory_bytes": peak,
         "ceilings": ceilings.entry(),

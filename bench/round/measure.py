@@ -167,7 +167,7 @@ class CaseRunner:
 
     def time_phase(self, phase: str, made: dict[str, Any]) -> None:
         """Times one phase, and adds what it makes to what the phases before have made."""
-        if self.case.budget == 1 and phase in ("draft", "build"):
+        if self.case.budget == 1 and phase == "propose":
             # Plain decoding drafts nothing, and its tree is the anchor.
             made[phase] = PHASES[phase](self._decoder, self._weights, self._start(), made)
             self.measured.phase_seconds[phase] = 0.0
@@ -208,13 +208,13 @@ class CaseRunner:
 
     def _stores(self) -> Stores:
         if self._decoder.proposer is None:
-            return self._shelf.stores[0], None, None
+            return self._shelf.stores[0], None
         return self._shelf.stores
 
     def _put_back(self, stores: Stores) -> None:
         # Plain decoding leaves what is the head's where it is.
         own = self._shelf.stores if self._decoder.proposer is None else stores
-        self._shelf.stores = stores[0], own[1], own[2]
+        self._shelf.stores = stores[0], own[1]
 
 
 def dtype_of(weights: DecodeWeights) -> jnp.dtype:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.decode.round import Proposal
 from jetspec_jax.decode.state import Stores, join, split
 from jetspec_jax.tree import Candidates, Routing, algorithm_of
 
@@ -17,16 +18,17 @@ from jetspec_jax.tree import Candidates, Routing, algorithm_of
 Made = Mapping[str, Any]
 
 
-def draft(decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState) -> Candidates | None:
-    """The draft, with entropies of 0 where the decoder's algorithm does not look at them.
+def propose(decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState) -> Proposal:
+    """The proposal, with entropies of 0 where the decoder's algorithm does not look at them.
 
     In a round XLA leaves out what nobody reads. A phase alone returns all that it makes, and would time the
     entropies for every algorithm.
     """
-    candidates = decoder.draft(weights, state)
-    if candidates is None or reads_entropies(decoder, candidates, state.settings.routing):
-        return candidates
-    return replace(candidates, entropies=jnp.zeros_like(candidates.entropies))
+    made = decoder.propose(weights, state)
+    if made.candidates is None or reads_entropies(decoder, made.candidates, state.settings.routing):
+        return made
+    none = jnp.zeros_like(made.candidates.entropies)
+    return made._replace(candidates=replace(made.candidates, entropies=none))
 
 
 def reads_entropies(decoder: TreeDecoder, candidates: Candidates, routing: Routing) -> bool:
@@ -44,14 +46,10 @@ def reads_entropies(decoder: TreeDecoder, candidates: Candidates, routing: Routi
 
 # In the order of a round.
 PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]] = {
-    "draft": lambda decoder, weights, state, made: draft(decoder, weights, state),
-    "build": lambda decoder, weights, state, made: decoder.build(state, made["draft"]),
-    "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["build"]),
-    "accept": lambda decoder, weights, state, made: decoder.accept(
-        state, made["build"], made["verify"].logits
-    ),
-    "commit": lambda decoder, weights, state, made: decoder.commit(
-        weights, state, made["build"], made["verify"], made["accept"]
+    "propose": lambda decoder, weights, state, made: propose(decoder, weights, state),
+    "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["propose"].tree),
+    "settle": lambda decoder, weights, state, made: decoder.settle(
+        weights, state, made["propose"].tree, made["verify"]
     ),
 }
 
@@ -86,7 +84,7 @@ def _repeat(
         turns: How often.
 
     Returns:
-        The stores, and what the phase makes (a commit: the state without its stores, and the record).
+        The stores, and what the phase makes (`settle`: with the state without its stores).
     """
 
     if decoder.proposer is not None:
@@ -95,10 +93,9 @@ def _repeat(
     def run(stores: Stores, inputs: tuple[DecodeState, Made]) -> tuple[Stores, Any]:
         state, made = inputs
         result = PHASES[phase](decoder, weights, join(stores, state), made)
-        if phase == "commit":
-            state, record = result
-            stores, state = split(state)
-            result = state, record
+        if phase == "settle":
+            stores, state = split(result.state)
+            result = result._replace(state=state)
         return stores, result
 
     def turn(_: Array, carried: tuple[Stores, Any, Any]) -> tuple[Stores, Any, Any]:

@@ -9,9 +9,7 @@ from matplotlib.axes import Axes
 from bench.common.picture import (
     GREEN,
     ORANGE,
-    PURPLE,
     SKY,
-    YELLOW,
     grid_of,
     grouped,
     without_frame,
@@ -19,7 +17,7 @@ from bench.common.picture import (
 )
 from bench.round.phases import PHASES
 
-PHASE_COLOURS = dict(zip(PHASES, (ORANGE, PURPLE, SKY, YELLOW, GREEN), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (ORANGE, SKY, GREEN), strict=True))
 
 
 def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

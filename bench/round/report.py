@@ -11,7 +11,7 @@ from bench.common.shapes import PairShape
 from bench.common.timing import median
 from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.work import round_work
-from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
+from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import bucket_for
 
 # Tokens that the number of waits is given for: the default length of an output.
@@ -80,8 +80,8 @@ def row_of(
 def host_work(tokens_per_round: float) -> dict[str, float]:
     """What the engine asks of the host: a dispatch for so many rounds, and one wait for each dispatch."""
     return {
-        "dispatches_per_round": 1 / ROUNDS_PER_DISPATCH,
-        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * ROUNDS_PER_DISPATCH)),
+        "dispatches_per_round": 1 / USUAL_ROUNDS,
+        f"waits_per_{TOKENS}_tokens": math.ceil(TOKENS / (tokens_per_round * USUAL_ROUNDS)),
     }
 
 
@@ -124,9 +124,9 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"Floor: parameters and context read once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s (sum "
         f"{ceilings['reduction'] / 1e9:,.0f}, copy {ceilings['copy'] / 1e9:,.0f}), or computed at "
         f"{ceilings['matmul'] / 1e12:,.2f} TFLOP/s, whichever takes longer; both measured here.",
-        f"Host: one dispatch and one wait for {ROUNDS_PER_DISPATCH} rounds, as in the engine: "
-        f"{1 / ROUNDS_PER_DISPATCH:g} dispatches a round, and for {TOKENS} tokens {TOKENS} / (tokens of a "
-        f"round x {ROUNDS_PER_DISPATCH}) waits, rounded up.",
+        f"Host: one dispatch and one wait for {USUAL_ROUNDS} rounds, as in the engine: "
+        f"{1 / USUAL_ROUNDS:g} dispatches a round, and for {TOKENS} tokens {TOKENS} / (tokens of a "
+        f"round x {USUAL_ROUNDS}) waits, rounded up.",
         "Compile: the program of the rounds, traced and compiled, "
         + ("with a persistent cache." if report["compilation_cache"] else "without a persistent cache."),
     ]

@@ -25,7 +25,7 @@ def round_work(
     itemsize: int,
     touched: Mapping[int, float] | None = None,
 ) -> dict[str, Work]:
-    """The work of the phases of a round that run a model; a plain step only verifies and commits.
+    """The work of the phases of a round that run a model; a plain step only verifies and settles.
 
     Args:
         target: The target.
@@ -48,7 +48,7 @@ def round_work(
             2 * rows * (body + own + lm_head) + rows * _scores(target, context),
         ),
         # Of each slot's path at least the root is written.
-        "commit": Work(itemsize * batch * _token(target), 0),
+        "settle": Work(itemsize * batch * _token(target), 0),
     }
     if head is None:
         return work
@@ -57,12 +57,12 @@ def round_work(
     # Each layer's keys and values of the features, by the projections that the draft slots use too.
     features += head.layers.hidden_size * _token(head.layers)
     rows = batch * head.block_size
-    work["draft"] = Work(
+    work["propose"] = Work(
         itemsize * (drafts + lm_head + rows * target.hidden_size + batch * _prefix(head.layers, context)),
         2 * rows * drafts + 2 * batch * head.depth * lm_head + rows * _scores(head.layers, context),
     )
-    work["commit"] = Work(
-        work["commit"].bytes + itemsize * (features + batch * _token(head.layers)), 2 * batch * features
+    work["settle"] = Work(
+        work["settle"].bytes + itemsize * (features + batch * _token(head.layers)), 2 * batch * features
     )
     return work
 

@@ -38,7 +38,7 @@ class Engine:
         self.plan, self.weights = plan, weights
         self.runner = Runner(decoders_of(plan.decoder), weights, plan.size, plan.dtype)
         self.scheduler = Scheduler(plan.size, self._policy())
-        # Whether a launch was cut short, which leaves scheduler and device at odds.
+        # Whether a decision was cut short, which leaves scheduler and device at odds.
         self.broken = False
         if plan.decoder.implementation is None:
             say_which_attention()
@@ -60,18 +60,27 @@ class Engine:
             decode: What runs the rounds; None is the decoder that the policy chooses.
 
         Raises:
-            RuntimeError: An earlier launch was cut short, or no request can ever run.
+            RuntimeError: A launch was not collected or was cut short, or no request can ever run.
         """
         if self.broken:
-            raise RuntimeError("a launch of this engine was interrupted; its requests are lost, start anew")
-        batch = self.scheduler.next_batch(most_rounds)
+            raise RuntimeError("this engine was interrupted; its requests are lost, start anew")
+        if self.runner.in_flight:
+            raise RuntimeError("a batch was launched and not collected")
         self.broken = True
-        self.runner.launch(batch, decode)
+        self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
         self.broken = False
 
     def collect(self) -> list[Request]:
-        """Waits for what was launched, and hands out its tokens: the requests that were served."""
-        return self.scheduler.take(self.runner.collect())
+        """Waits for what was launched, and hands out its tokens: the requests that were served.
+
+        Raises:
+            RuntimeError: Nothing was launched.
+        """
+        record = self.runner.collect()
+        self.broken = True
+        served = self.scheduler.take(record)
+        self.broken = False
+        return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
         """`launch` and `collect`; what an interrupted step has launched is collected first."""

@@ -51,17 +51,12 @@ class Runner:
         self._compiled: set[int] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None) -> None:
-        """Starts a batch; `collect` waits for it.
+        """Starts a batch, when the one before was collected; `collect` waits for it.
 
         Args:
             batch: What to do.
             decode: What runs the rounds; None is the decoder of the batch's bucket.
-
-        Raises:
-            RuntimeError: The batch before was not collected.
         """
-        if self._flying is not None:
-            raise RuntimeError("a batch was launched and not collected")
         decoder = self.decoders[batch.bucket]
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
@@ -101,13 +96,14 @@ class Runner:
         batch, tokens, records, started = self._flying
         tokens, records = jax.device_get((tokens, records))
         seconds = None if started is None else time.perf_counter() - started
-        self._flying = None
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
         dispatch = DispatchRecord(batch.bucket, seconds, records.tokens, records.tree_sizes, *reach)
-        return BatchRecord(tuple(map(int, tokens)), dispatch)
+        record = BatchRecord(tuple(map(int, tokens)), dispatch)
+        self._flying = None
+        return record
 
     @property
     def in_flight(self) -> bool:

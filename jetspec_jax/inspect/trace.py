@@ -146,6 +146,8 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
         while output.finish_reason is None:
             engine.step(1, decode)
             output.update()
+            if not seen:
+                continue  # the step collected what an interrupted call had launched
             passed = jax.device_get(seen.pop())
             # A request that ends with its first token has had no round.
             if passed.accepted.counts[request.slot]:

@@ -201,7 +201,7 @@ def test_the_command_draws_a_round_and_writes_the_page(capsys, tmp_path, llm, tr
 
 
 def test_the_drawing_of_the_readme_is_what_its_command_draws(capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
     shown = re.search(r"\n(jetspec-jax tree [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
     command, drawn = shown.groups()
     _, out, _ = run(capsys, *shlex.split(command)[2:])

@@ -1,7 +1,6 @@
-"""Slots, pages, stop conditions and streams, held against plain decoding of each request alone."""
+"""What an engine serves, and its streams, held against plain decoding of each request alone."""
 
 import dataclasses
-import functools
 import gc
 import logging
 
@@ -11,16 +10,14 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
-from jetspec_jax.cache.stores import NO_PAGE, PagePool
-from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import PAGE_SIZE, PREFILL_CHUNK, Engine, say_which_attention
+from jetspec_jax.engine.engine import say_which_attention
+from jetspec_jax.engine.size import PREFILL_CHUNK
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import TINY, finish, random_head, random_target, serve, word_tokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.decode.tiny import TINY, TinyEngine, finish, random_head, random_target, serve, word_tokenizer
 
 LIMIT = 512
 CONFIG = dataclasses.replace(TINY, max_position_embeddings=LIMIT)
@@ -58,7 +55,7 @@ def sampled(seed, **settings):
 def oracle_engine(target, alone):
     """An engine whose first requests, in this order, find their continuations in the trees."""
 
-    def make(prompts=(), params=(), settings=SETTINGS, target=target):
+    def make(prompts=(), params=(), settings=SETTINGS):
         sequences = []
         for prompt, own in zip(prompts, params, strict=True):
             # Past the request's end too, as far as a round may overshoot and the context allows.
@@ -66,7 +63,7 @@ def oracle_engine(target, alone):
             free = dataclasses.replace(own, max_tokens=most, stop=(), stop_token_ids=(), ignore_eos=True)
             sequences.append(prompt + alone(prompt, free).token_ids)
         weights = plant((sequences + [[]] * SLOTS)[:SLOTS], LIMIT + 16)
-        return Engine(target, None, settings, slots=SLOTS, proposer=ORACLE, proposer_weights=weights)
+        return TinyEngine(target, None, settings, slots=SLOTS, proposer=ORACLE, proposer_weights=weights)
 
     return make
 
@@ -83,17 +80,6 @@ def tau(completions):
 # Pages
 
 
-def test_a_pool_hands_out_each_page_once():
-    pool = PagePool(5)
-    first, second = pool.reserve(2), pool.reserve(3)
-    assert sorted(first + second) == [0, 1, 2, 3, 4]
-    assert pool.reserve(1) is None
-    pool.release(first)
-    assert pool.reserve(3) is None
-    assert pool.num_free == 2
-    assert sorted(pool.reserve(2)) == sorted(first)
-
-
 def test_no_slot_is_longer_than_its_pages(oracle_engine):
     """A slot that has ended is attended over while others decode, and what it overshot lies on no page."""
     prompts, params = [prompt_of(40), prompt_of(41)], [sampled(0, max_tokens=24), sampled(1, max_tokens=80)]
@@ -102,70 +88,42 @@ def test_no_slot_is_longer_than_its_pages(oracle_engine):
     lengths = []
 
     def decode(weights, state, rounds):
-        state, records = engine.decoder.decode(weights, state, rounds)
+        state, records = engine.plan.decoder.decode(weights, state, rounds)
         lengths.extend(state.slots.lengths.tolist())
         return state, records
 
     engine.step(16, decode)
-    got = first.output.completion()
-    assert sum(got.accept_lengths) + 1 > len(got.token_ids) == 24
+    assert sum(first.accept_lengths) + 1 > len(first.tokens) == 24
     assert lengths[0] == first.num_pages * PAGE_SIZE - 1
 
 
-def test_pages_and_slots_come_back(oracle_engine):
+def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     engine = oracle_engine()
-    start = engine.pool.num_free
-    assert start == SLOTS * LIMIT // PAGE_SIZE
     requests = [engine.submit(prompt_of(20 * i + 1), sampled(i, max_tokens=40)) for i in range(SLOTS + 3)]
     engine.step(2)
-    assert engine.pool.num_free < start
-    engine.cancel(requests[-1])  # waits
-    engine.cancel(requests[0])  # runs
-    engine.cancel(requests[3])
-    engine.step(2)
-    engine.cancel(requests[3])  # is gone already
+    gone = [requests.pop(i) for i in (-1, 3, 0)]  # the last one waits
+    for own in gone:
+        engine.cancel(own)
     finish(engine)
-    engine.cancel(requests[1])  # has finished
-    assert engine.pool.num_free == start
-    assert not engine.busy
-    assert not np.asarray(engine.state.active).any()
+    engine.launch()  # tells the device of those that ended last
+    engine.collect()
+    state, pool = engine.runner.state, engine.scheduler.pool
+    assert pool.num_free == pool.num_pages == SLOTS * LIMIT // PAGE_SIZE
+    assert not np.asarray(state.active).any()
     # A free slot names no page, so nothing can be written through it.
-    assert (np.asarray(engine.state.slots.block_tables) == NO_PAGE).all()
-    assert requests[3].output.finish_reason is None
-    assert requests[SLOTS].output.finish_reason == "length"
-
-
-def test_soak_at_temperature_1(oracle_engine):
-    engine = oracle_engine()
-    start, rng, rounds = engine.pool.num_free, np.random.default_rng(0), 0
-    while rounds < 300:
-        requests = [
-            engine.submit(
-                prompt_of(int(rng.integers(1, 90)), i), sampled(i, max_tokens=int(rng.integers(1, 60)))
-            )
-            for i in range(12)
-        ]
-        for _ in range(1000):
-            if not engine.busy:
-                break
-            engine.step(int(rng.integers(1, 17)))
-            if rng.random() < 0.2:
-                engine.cancel(requests.pop(int(rng.integers(len(requests)))))
-        assert engine.pool.num_free == start
-        assert all(len(r.output.token_ids) == r.params.max_tokens for r in requests)
-        rounds += max(len(request.output.accept_lengths) for request in requests)
-    # Every page and slot is still of use: as many requests as there are slots, each as long as can be.
-    last = [engine.submit(prompt_of(LIMIT - 1, i), sampled(i, max_tokens=1)) for i in range(SLOTS)]
-    engine.step(1)
-    assert all(request.output.finish_reason == "length" for request in last)
+    assert (np.asarray(state.slots.block_tables) == NO_PAGE).all()
+    assert [own.finish_reason for own in gone] == [None] * 3
+    for own in requests:
+        assert own.tokens == alone(own.prompt, own.params).token_ids
 
 
 def fill_with_nan(engine):
+    state = engine.runner.state
     stores, proposer = (
         jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), part)
-        for part in (engine.state.stores, engine.state.proposer)
+        for part in (state.stores, state.proposer)
     )
-    engine.state = dataclasses.replace(engine.state, stores=stores, proposer=proposer)
+    engine.runner.state = dataclasses.replace(state, stores=stores, proposer=proposer)
     return engine
 
 
@@ -180,9 +138,9 @@ def test_nan_in_unused_pages_changes_nothing(oracle_engine, alone):
 
 def test_nan_in_the_heads_unused_pages_changes_nothing(target, head, alone):
     prompt, params = prompt_of(70), sampled(1)
-    clean = Engine(target, head, SETTINGS)
-    dirty = fill_with_nan(Engine(target, head, SETTINGS))
-    assert np.isnan(jax.tree.leaves(dirty.state.proposer)[0]).all()
+    clean = TinyEngine(target, head, SETTINGS)
+    dirty = fill_with_nan(TinyEngine(target, head, SETTINGS))
+    assert np.isnan(jax.tree.leaves(dirty.runner.state.proposer)[0]).all()
     [expected], [got] = serve(clean, [prompt], [params]), serve(dirty, [prompt], [params])
     check([got], [alone(prompt, params)])
     # Tokens alone would not show a spoilt head.
@@ -192,65 +150,23 @@ def test_nan_in_the_heads_unused_pages_changes_nothing(target, head, alone):
 def test_the_head_knows_every_token(target, head):
     # Of every chunk of the prompt and of every round: its drafts are those of one forward over all of it.
     prompt = prompt_of(2 * PREFILL_CHUNK + 40)
-    engine = Engine(target, head, SETTINGS)
+    engine = TinyEngine(target, head, SETTINGS)
     request = engine.submit(prompt, sampled(1))
     engine.step(3)
-    tokens = prompt + request.output.token_ids
-    assert engine.state.slots.lengths.tolist() == [len(tokens) - 1]
+    tokens, state = prompt + request.tokens, engine.runner.state
+    assert state.slots.lengths.tolist() == [len(tokens) - 1]
 
     @jax.jit
     def propose(weights, state):
-        proposer = engine.decoder.proposer
+        proposer = engine.plan.decoder.proposer
         model = bind(CONFIG, weights.target)
         return proposer.propose(weights.proposer, state.proposer, model, state.anchors, state.slots)
 
     expected = draft_logits(target, head, [tokens])
-    np.testing.assert_allclose(propose(engine.weights, engine.state), expected, rtol=0, atol=1e-4)
-
-
-def test_a_slot_that_somebody_waits_for_is_cleared_once(oracle_engine, alone, monkeypatch):
-    """By the next request, and before more rounds if there are no pages for it."""
-    engine, calls = oracle_engine(), []
-    for name in ("insert", "release"):
-        real = getattr(TreeDecoder, name)
-        monkeypatch.setattr(TreeDecoder, name, lambda *own, n=name, r=real: calls.append(n) or r(*own))
-    prompts = [prompt_of(5 + i) for i in range(SLOTS + 2)]
-    serve(engine, prompts, [sampled(i, max_tokens=8) for i in range(len(prompts))])
-    assert calls.count("insert") == SLOTS + 2
-    assert calls.count("release") == SLOTS
-
-    # Two slots decode; a third request waits for the pages of both.
-    short, long = sampled(1, max_tokens=8), sampled(2, max_tokens=60)
-    engine = Engine(engine.target, None, slots=2, capacity=LIMIT, num_pages=8)
-    first, second = engine.submit(prompts[0], short), engine.submit(prompts[1], long)
-    third = engine.submit(prompt_of(8 * PAGE_SIZE - 10), sampled(3, max_tokens=2, ignore_eos=True))
-    while first.output.finish_reason is None:
-        engine.step(2)
-    assert np.asarray(engine.state.slots.block_tables[first.slot] != NO_PAGE).any()
-    engine.step(2)
-    assert second.output.finish_reason is None
-    assert (np.asarray(engine.state.slots.block_tables[first.slot]) == NO_PAGE).all()
-    finish(engine)
-    check(
-        [request.output.completion() for request in (first, second, third)],
-        [alone(r.prompt, r.params) for r in (first, second, third)],
-    )
+    np.testing.assert_allclose(propose(engine.weights, state), expected, rtol=0, atol=1e-4)
 
 
 # Batches
-
-
-def test_a_batch_that_shrinks(oracle_engine, alone):
-    prompts = [prompt_of(10 + i) for i in range(5)]
-    params = [sampled(i, max_tokens=most) for i, most in enumerate([8, 60, 8, 25, 25])]
-    engine = oracle_engine(prompts, params)
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    active = []
-    while engine.busy:
-        engine.step(1)
-        active.append(int(np.asarray(engine.state.active).sum()))
-    assert {3, 1} <= set(active)
-    check([request.output.completion() for request in requests], map(alone, prompts, params))
 
 
 def test_more_requests_than_slots(oracle_engine, alone):
@@ -271,10 +187,11 @@ def test_a_request_that_joins_others(oracle_engine, alone):
     requests.append(engine.submit(prompts[1], params[1]))
     engine.step(1)
     # The third prompt takes two chunks while both others are in the middle of their texts.
-    assert np.asarray(engine.state.active)[:2].all()
+    assert np.asarray(engine.runner.state.active)[:2].all()
     requests.append(engine.submit(prompts[2], params[2]))
     finish(engine)
-    check([request.output.completion() for request in requests], map(alone, prompts, params))
+    for own in requests:
+        assert own.tokens == alone(own.prompt, own.params).token_ids
 
 
 def test_prompts_around_pages_and_chunks(target, oracle_engine):
@@ -296,8 +213,8 @@ def test_prompts_around_pages_and_chunks(target, oracle_engine):
 
 
 def test_a_full_last_page(oracle_engine, alone):
-    # A tree of 16 no longer fits behind the last tokens, neither in the slot's reserved pages nor, at the
-    # context limit, in its table. Neighbours hold the pages right behind.
+    # A tree of 16 no longer fits after the last tokens, neither in the slot's reserved pages nor, at the
+    # context limit, in its table. Neighbours hold the pages right after.
     lengths = (40, 100, LIMIT - 12, LIMIT - 1, 24, 28)
     most = (24, 28, 12, 1, 40, 100)
     prompts = [prompt_of(length) for length in lengths]
@@ -344,41 +261,6 @@ def test_budgets_of_one_bucket_share_their_program_and_keep_to_themselves(oracle
         assert set(got.tree_sizes) == {budget}
 
 
-def test_the_bucket_can_change_between_rounds(oracle_engine, alone):
-    prompts, params = [prompt_of(12), prompt_of(30)], [sampled(5, max_tokens=60), sampled(6, max_tokens=60)]
-    engine = oracle_engine(prompts, params)
-    tree = engine.decoder
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    # The state has room for a chunk's taps alone: one that always drafts needs no more.
-    for decoder in (tree, dataclasses.replace(tree, bucket=1, max_rounds=8)) * 3:
-        engine.decoder = decoder
-        engine.step(2)
-    engine.decoder = tree
-    finish(engine)
-    check([request.output.completion() for request in requests], map(alone, prompts, params))
-    assert {1, 16} == set(requests[0].output.tree_sizes)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "others", "settings", "expected"),
-    [
-        (257, 0, {}, [256]),  # the first token is the prefill's
-        (258, 0, {}, [64, 193]),
-        (400, 0, {}, [64, 64, 64, 207]),
-        (96, 1, {}, [95]),  # it has the only slot
-        (40, 0, {"stop": ("no such words",)}, [16, 16, 16]),
-    ],
-)
-def test_rounds_between_two_looks_of_the_host(target, monkeypatch, tokens, others, settings, expected):
-    seen, decode = [], TreeDecoder.decode
-    monkeypatch.setattr(TreeDecoder, "decode", lambda *own: seen.append(int(own[-1])) or decode(*own))
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
-    requests = [prompt_of(5)] * (1 + others)
-    for got in serve(Engine(target, slots=1, capacity=LIMIT), requests, [params] * (1 + others)):
-        assert len(got.token_ids) == tokens
-    assert seen == expected * (1 + others)
-
-
 # Where outputs end
 
 
@@ -396,7 +278,7 @@ def end(oracle_engine, path, eos=(), **settings):
     engine = oracle_engine([prompt], [params])
     engine.target = dataclasses.replace(engine.target, eos_token_ids=eos)
     [got] = serve(engine, [prompt], [params])
-    assert engine.pool.num_free == engine.pool.num_pages
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
     return got
 
 
@@ -518,10 +400,12 @@ def test_a_stop_string_never_leaks(llm, cut):
 
 def test_leaving_a_stream_frees_its_pages(llm):
     prompt, params = prompt_of(17), sampled(2, max_tokens=200)
-    engine = llm._engine
+    [expected] = llm.generate([prompt], params)
+    engine = llm.target.keeper.engine
 
     def is_free():
-        return not engine.busy and engine.pool.num_free == engine.pool.num_pages
+        pool = engine.scheduler.pool
+        return not engine.busy and pool.num_free == pool.num_pages
 
     stream = llm.stream(prompt, params)
     next(stream)
@@ -538,20 +422,11 @@ def test_leaving_a_stream_frees_its_pages(llm):
         break
     del stream
     gc.collect()
-    # No device work in a finaliser: the slot of a dropped stream is taken back by the next step.
+    # No device work in a finaliser: the next batch takes back the slot of a dropped stream.
     assert not engine.busy
-    llm.generate([prompt], sampled(3, max_tokens=2))
-    assert llm._engine is engine
+    assert llm.generate([prompt], params) == [expected]
+    assert llm.target.keeper.engine is engine
     assert is_free()
-
-    # A stream that is still open keeps its engine to itself.
-    stream = llm.stream(prompt, params)
-    next(stream)
-    expected = generate(llm.target, [prompt], params)[0].text
-    assert llm.generate([prompt], params)[0].text == expected
-    rest = functools.reduce(lambda text, piece: text + piece, stream, "")
-    assert expected.endswith(rest)
-    assert stream.completion.text == expected
 
 
 def test_a_stream_that_has_ended_does_not_keep_an_engine_of_another_size(llm):
@@ -572,33 +447,11 @@ def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, prob
     monkeypatch.setattr("jetspec_jax.engine.engine.gpu_problem", lambda: problem)
     say_which_attention.cache_clear()
     with caplog.at_level(logging.WARNING, "jetspec_jax"):
-        Engine(target, implementation="xla")  # who names it need not be told
+        TinyEngine(target, implementation="xla")  # who names it need not be told
         assert caplog.messages == []
-        Engine(target)
-        Engine(target)
+        TinyEngine(target)
+        TinyEngine(target)
     assert caplog.messages == ([f"tree attention runs on XLA: {problem}"] if problem else [])
-
-
-def test_a_request_waits_for_pages_and_takes_its_turn(target, alone):
-    prompts = [prompt_of(n, 9) for n in (70, 10, 60, 5)]
-    params = [sampled(i, max_tokens=20 + 10 * i) for i in range(4)]
-    engine = Engine(target, slots=4, capacity=LIMIT, num_pages=3)
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    engine.step(1)
-    # The first holds two pages, the second one; the third waits though two slots are free.
-    assert engine.pool.num_free == 0
-    assert [len(r.pages) for r in requests] == [2, 1, 0, 0]
-    finish(engine)
-    assert engine.pool.num_free == 3
-    for request, prompt, own in zip(requests, prompts, params, strict=True):
-        assert request.output.completion().token_ids == alone(prompt, own).token_ids
-
-
-def test_a_request_that_no_pool_can_hold_is_refused(target):
-    engine = Engine(target, slots=1, capacity=LIMIT, num_pages=2)
-    with pytest.raises(ValueError, match="needs 3 pages, and the engine has 2"):
-        engine.submit(prompt_of(100), SamplingParams(max_tokens=60))
-    assert not engine.busy
 
 
 @pytest.mark.parametrize("extreme", [{"top_k": 2**40}, {"seed": 2**64 - 1}])

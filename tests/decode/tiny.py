@@ -1,4 +1,4 @@
-"""Tiny models with random parameters, a tokenizer for them, and a loop that serves requests."""
+"""Tiny models with random parameters, a tokenizer for them, and an engine to serve requests with."""
 
 import dataclasses
 import functools
@@ -11,6 +11,11 @@ import transformers
 
 from jetspec_jax import Head, Target
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope
+from jetspec_jax.decode.settings import PLAIN
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.planning import check_request, make_request, plan_engine
+from jetspec_jax.engine.serving import complete
 from jetspec_jax.models import abstract, weights_of
 
 # Head size times heads is not the hidden size, and theta is not the usual one: neither may be assumed.
@@ -80,17 +85,38 @@ def random_head(target_config, seed, **changes):
     return Head(config, random_weights(config, seed))
 
 
+class TinyEngine(Engine):
+    """An engine that also makes its requests: as the front door does, but with a size of the test's own."""
+
+    def __init__(self, target, head=None, settings=PLAIN, *, proposer_weights=None, **plan):
+        config, weights = (None, proposer_weights) if head is None else (head.config, head.weights)
+        self.target, self.settings = target, settings
+        super().__init__(
+            plan_engine(target.config, config, settings, target.dtype, **plan),
+            DecodeWeights(target.weights, weights),
+        )
+
+    def request(self, prompt, params):
+        ids = check_request(self.target, prompt, params, capacity=self.plan.size.capacity)
+        return make_request(self.target, self.plan.decoder, self.settings, ids, params)
+
+    def submit(self, prompt, params):
+        return self.admit(self.request(prompt, params))
+
+
 def serve(engine, prompts, params):
     """Completions of requests that go through an engine together."""
-    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    finish(engine)
-    return [request.output.completion() for request in requests]
+    requests = [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    return complete(engine, requests, engine.target.tokenizer)
 
 
 def finish(engine):
     """Serves until the engine is idle, but not for ever: a lost page would keep a request waiting."""
-    for step, _ in enumerate(engine.run()):
-        assert step < 1000, "the engine makes no progress"
+    for _ in range(1000):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("the engine makes no progress")
 
 
 def word_tokenizer(vocab_size):

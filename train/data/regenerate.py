@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.request import Request, TokenIds, check_request
-from jetspec_jax.generate import slots_for
+from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
 from train.data.manifest import REGENERATE, DocumentsSettings, PlannedShard
@@ -138,51 +139,42 @@ def regenerate(
     if not todo:
         return
     deadline.check(writer.progress)
-    for tokens, params in zip(prompts.tokens, prompts.params, strict=True):
-        check_request(target, tokens, params)
-    count = writer.settings.count
+    params = [replace(own, seed=document_seed(seed, index)) for index, own in enumerate(prompts.params)]
     lengths = [
-        len(np.asarray(tokens)) + params.max_tokens
-        for tokens, params in zip(prompts.tokens, prompts.params, strict=True)
+        len(np.asarray(tokens)) + own.max_tokens for tokens, own in zip(prompts.tokens, params, strict=True)
     ]
-    engine = Engine(
-        replace(target, tokenizer=None),  # only ids are needed
-        head,
-        tree,
-        slots=slots_for(count, slots),
-        # The longest of all documents, finished ones included: a resumed run has the same shapes.
-        capacity=max(lengths),
+    # For the longest of all documents, finished ones included: a resumed run has the same shapes.
+    plan, requests = plan_requests(
+        target, head, tree, prompts.tokens, params, max_slots=slots, capacity=max(lengths)
     )
-
-    def submit(index: int) -> Request:
-        params = replace(prompts.params[index], seed=document_seed(seed, index))
-        return engine.submit(prompts.tokens[index], params)
+    engine = Engine(plan, DecodeWeights(target.weights, None if head is None else head.weights))
+    count = writer.settings.count
 
     begun: list[tuple[PlannedShard, list[Request]]] = []
     done = count - sum(len(planned.indices) for planned in todo)
     with tqdm(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
         while todo or begun:
             # The next shard begins before this one is finished, so that no slot is idle.
-            while todo and sum(map(_unfinished, begun)) < engine.size.slots and not deadline.passed():
+            while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():
                 planned = todo.popleft()
-                begun.append((planned, [submit(index) for index in planned.indices]))
+                begun.append((planned, [engine.admit(requests[index]) for index in planned.indices]))
             if not begun:
                 deadline.stop(writer.progress)
             engine.step()
             finished = [shard for shard in begun if not _unfinished(shard)]
             begun = [shard for shard in begun if _unfinished(shard)]
-            for planned, requests in finished:
-                ended = sum(request.output.finish_reason == "stop" for request in requests)
-                writer.write(planned, [_document(request) for request in requests], ended)
-                done += len(requests)
+            for planned, own in finished:
+                ended = sum(request.finish_reason == "stop" for request in own)
+                writer.write(planned, [_document(request) for request in own], ended)
+                done += len(own)
             bar.update(done + sum(len(s[1]) - _unfinished(s) for s in begun) - bar.n)
 
 
 def _unfinished(shard: tuple[PlannedShard, list[Request]]) -> int:
-    return sum(request.output.finish_reason is None for request in shard[1])
+    return sum(request.finish_reason is None for request in shard[1])
 
 
 def _document(request: Request) -> Document:
-    own = np.asarray(request.output.token_ids, np.int32)
+    own = np.asarray(request.tokens, np.int32)
     learn = np.arange(len(request.prompt) + len(own)) >= len(request.prompt)
     return Document(np.concatenate([request.prompt, own]), learn)
