@@ -7,7 +7,7 @@ Shapes: B slots, N nodes of a block, R rows of a path, P pages.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, no_type_check, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
@@ -19,8 +19,6 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
 
 
-# Unchecked by the tests' typing hook, which does not know `Self` here.
-@no_type_check
 @runtime_checkable
 class Store(Protocol):
     """What one layer keeps of the committed tokens of all slots: a pytree."""
@@ -39,19 +37,19 @@ class Store(Protocol):
         """What the layer's operation needs of some slots for a block after their tokens; copies no rows."""
         ...
 
-    def commit(self, slots: Slots, stash: Any, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> Self:
+    def commit(self, slots: Slots, stash: Any, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> "Store":
         """The store with the first ``count[b]`` nodes of each path: see the function `commit`."""
         ...
 
     @classmethod
     def commit_alike(
         cls,
-        stores: Sequence[Self],
+        stores: Sequence[Any],
         slots: Slots,
         stash: Sequence[Any],
         path: Int32[Array, "B R"],
         count: Int[Array, "B"],
-    ) -> list[Self]:
+    ) -> Sequence["Store"]:
         """`commit` of several stores of one layout, in as few launches as can be."""
         ...
 

@@ -1,65 +1,95 @@
-"""The commit: accepted rows of every layer go behind the committed tokens, and nowhere else."""
+"""What every kind of store does: a commit writes rows after the committed tokens, and nowhere else."""
 
-import dataclasses
-import re
-from functools import partial
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import DecodeWeights, TreeDecoder
-from jetspec_jax.cache.stores import Slots, Store, commit
-from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
-from jetspec_jax.decode.unseen import feed
-from jetspec_jax.models import abstract, weights_of
+from jetspec_jax.cache import paged
+from jetspec_jax.cache.attention import attend_over
+from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.cache.ring import RingStore
+from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.models.layers import KV
-from tests.decode.tiny import TINY, head_config, with_windows
+from pallas_kernels.paged_write import paged_write
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+BATCH, PAGE, NUM_PAGES, TABLE = 3, 4, 24, 8
+# Pages of a ring, key/value heads and head size of each layer: of one model's layers some may differ.
+LAYERS = [(None, 2, 4), (1, 1, 8), (None, 1, 8), (3, 2, 4), (1, 2, 4), (8, 1, 2)]
 
-PAGE, NO_PAGE = 4, 9  # pages 0..8
-NUM_NODES = 6
-# (key/value heads, head size) of each layer: of one model's layers some may differ.
-LAYERS = [(2, 4), (1, 8), (2, 4)]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """A layer without keys, which carries a state along: of each slot the sum of its tokens' rows."""
+
+    sums: jax.Array
+
+    @property
+    def layout(self):
+        return type(self)
+
+    @property
+    def num_bytes(self):
+        return self.sums.size * self.sums.dtype.itemsize
+
+    def view(self, slots, block):
+        return self.sums[slots.numbers]
+
+    def commit(self, slots, stash, path, count):
+        rows = jnp.take_along_axis(stash, jnp.maximum(path, 0)[:, :, None], axis=1)
+        taken = jnp.arange(path.shape[1])[None, :] < count[:, None]
+        return replace(
+            self, sums=self.sums.at[slots.numbers].add(jnp.where(taken[:, :, None], rows, 0).sum(1))
+        )
+
+    @classmethod
+    def commit_alike(cls, stores, slots, stash, path, count):
+        parts = zip(stores, stash, strict=True)
+        return [store.commit(slots, own, path, count) for store, own in parts]
+
+
+def make_store(ring, heads, size):
+    """Nothing committed but NaN, so that a row in the wrong place shows."""
+    pages = NUM_PAGES if ring is None else BATCH * ring
+    k, v = (jnp.full((pages, PAGE, heads, size), jnp.nan) for _ in "kv")
+    return PagedStore(k, v) if ring is None else RingStore(k, v, ring=ring)
 
 
 @pytest.fixture
 def stores():
-    """Nothing committed but NaN, so that a row in the wrong place shows."""
-    shape = (NO_PAGE, PAGE)
-    return tuple(Store(*(jnp.full((*shape, *layer), jnp.nan) for _ in "kv")) for layer in LAYERS)
+    return (Sums(jnp.zeros((BATCH, 5))), *(make_store(*layer) for layer in LAYERS))
 
 
-@pytest.fixture
-def stash():
-    rng = np.random.default_rng(0)
-    return tuple(
-        KV(*(jnp.asarray(rng.standard_normal((3, NUM_NODES, *layer)), jnp.float32) for _ in "kv"))
-        for layer in LAYERS
-    )
+def make_stash(rng, nodes):
+    # Small whole numbers, whose sums are exact in any order.
+    sums = rng.integers(0, 99, (BATCH, nodes, 5)).astype(np.float32)
+    pairs = [rng.standard_normal((2, BATCH, nodes, *rows), np.float32) for _, *rows in LAYERS]
+    return jnp.asarray(sums), *(KV(*map(jnp.asarray, pair)) for pair in pairs)
 
 
-def slots(tables, lengths):
+def slots_of(tables, lengths):
     return Slots.of(jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
-def expected(stores, stash, slots, counts, paths):
-    """Row by row; a path's node ``path[r]`` stands at position ``length + r``."""
-    stores = jax.tree.map(np.array, stores)
-    for pool, block in zip(jax.tree.leaves(stores), jax.tree.leaves(stash), strict=True):
-        for b, (count, path) in enumerate(zip(counts, paths, strict=True)):
-            for r in range(count):
-                page, place = divmod(int(slots.lengths[b]) + r, PAGE)
-                if page < slots.block_tables.shape[1] and slots.block_tables[b, page] < NO_PAGE:
-                    pool[slots.block_tables[b, page], place] = block[b, path[r]]
+def expected(stores, stash, slots, path, count):
+    """Token by token: a path's node ``path[r]`` stands at position ``length + r``."""
+    stores, stash, slots = jax.tree.map(np.array, (stores, stash, slots))
+    for b, r in np.argwhere(np.arange(np.shape(path)[1])[None, :] < np.array(count)[:, None]):
+        page, place = divmod(int(slots.lengths[b]) + r, PAGE)
+        stores[0].sums[b] += stash[0][b, path[b][r]]
+        for store, rows in zip(stores[1:], stash[1:], strict=True):
+            if isinstance(store, RingStore):
+                where = b * store.ring + page % store.ring
+            else:
+                where = slots.block_tables[b, page] if page < slots.block_tables.shape[1] else NO_PAGE
+            if 0 <= where < len(store.k):
+                store.k[where, place], store.v[where, place] = rows.k[b, path[b][r]], rows.v[b, path[b][r]]
     return stores
-
-
-def run(stores, stash, slots, counts, **kwargs):
-    return jax.jit(partial(commit, **kwargs))(stores, stash, slots, jnp.asarray(counts, jnp.int32))
 
 
 def assert_equal(left, right):
@@ -67,103 +97,127 @@ def assert_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-PATHS = [[0, 2, 5, -1], [0, 1, 2, 3], [0, -1, -1, -1]]
+jitted_commit = jax.jit(commit)
 
 
-def test_path(stores, stash):
-    """Nodes that are no prefix of the block, over the edge of a page, behind different lengths."""
-    where = slots([[3, 7, NO_PAGE], [0, 5, 1], [8, NO_PAGE, NO_PAGE]], [2, 7, 0])
-    counts = [3, 4, 1]
-    written = run(stores, stash, where, counts, path=jnp.asarray(PATHS, jnp.int32))
-    assert_equal(written, expected(stores, stash, where, counts, PATHS))
-    assert np.isfinite(written[1].k).sum() == 8 * sum(counts)
+@jax.jit
+def one_by_one(stores, slots, stash, path, count):
+    return tuple(store.commit(slots, own, path, count) for store, own in zip(stores, stash, strict=True))
 
 
-def test_chain(stores, stash):
-    """Without a path the rows stand in logical order; what a chunk pads is not written."""
-    where = slots([[3, 7], [0, 5], [8, 2]], [2, 0, 1])
-    counts = [NUM_NODES, 4, 1]
-    chain = [list(range(NUM_NODES))] * 3
-    written = run(stores, stash, where, counts)
-    assert_equal(written, expected(stores, stash, where, counts, chain))
-    path = jnp.asarray(chain, jnp.int32)
-    assert_equal(written, run(stores, stash, where, counts, path=path))
+CHAIN = chain_path(BATCH, 4).tolist()
+# Of 6 nodes; after the count there may be anything.
+PATHS = [[0, 2, 5, -1], [0, 1, 2, 3], [0, -1, 6, -1]]
+NOWHERE = (NUM_PAGES, 2**30, 2**30 + 1, 2**31 - 1, -1)
 
 
-def test_count_of_zero(stores, stash):
-    where = slots([[3, 7], [0, 5], [8, 2]], [2, 0, 1])
-    assert_equal(run(stores, stash, where, [0, 0, 0], path=jnp.asarray(PATHS, jnp.int32)), stores)
+@pytest.mark.parametrize(
+    ("tables", "lengths", "count", "path"),
+    [
+        pytest.param([[3, 7], [0, 5], [8, -1]], [2, 3, 0], [3, 4, 1], PATHS, id="over the edge of a page"),
+        pytest.param([[3, 7], [0, 5], [8, 2]], [2, 0, 1], [4, 3, 1], CHAIN, id="a chain with padding"),
+        pytest.param([[3, 7], [0, 5], [8, 2]], [2, 0, 1], [0, 0, 0], PATHS, id="nothing"),
+        # A page that is none is not written, not even where its product overflows.
+        *(
+            pytest.param([[3, 7], [0, no], [no, no]], [7, 2, 0], [4] * 3, CHAIN, id=f"no page {no}")
+            for no in NOWHERE
+        ),
+    ],
+)
+def test_commit(stores, tables, lengths, count, path):
+    """All layers together, each alone, and token by token."""
+    slots, stash = slots_of(tables, lengths), make_stash(np.random.default_rng(0), 6)
+    given = jnp.asarray(path, jnp.int32), jnp.asarray(count, jnp.int32)
+    written = jitted_commit(stores, slots, stash, *given)
+    assert_equal(written, expected(stores, stash, slots, path, count))
+    assert_equal(written, one_by_one(stores, slots, stash, *given))
 
 
-@pytest.mark.parametrize("no_page", [NO_PAGE, 2**30, 2**30 + 1, 2**31 - 1, -1])
-def test_overshoot_is_dropped(stores, stash, no_page):
-    """Behind the table's end, and on an entry that is no page: not even where its product overflows."""
-    where = slots([[3, 7], [0, no_page], [no_page, no_page]], [7, 2, 0])
-    counts = [4, 4, 4]
-    paths = [[0, 1, 2, 3]] * 3
-    written = run(stores, stash, where, counts, path=jnp.asarray(paths, jnp.int32))
-    assert np.isfinite(written[1].k).sum() == 8 * (1 + 2)
-    where = slots(jnp.where(where.block_tables == no_page, NO_PAGE, where.block_tables), where.lengths)
-    assert_equal(written, expected(stores, stash, where, counts, paths))
-
-
-def test_one_slot_of_a_batch(stores, stash):
+def test_one_slot_of_a_batch(stores):
     """A prompt chunk commits for one slot what a batch commits for it."""
-    where = slots([[3, 7, 1], [0, 5, 4], [8, 2, 6]], [2, 7, 0])
-    counts, path = [3, 4, 1], jnp.asarray(PATHS, jnp.int32)
-    together = run(stores, stash, where, counts, path=path)
-    alone = stores
-    for b in range(3):
-        own = jax.tree.map(lambda x, b=b: x[b : b + 1], (stash, where, path))
-        alone = run(alone, own[0], own[1], counts[b : b + 1], path=own[2])
+    slots, stash = slots_of([[3, 7], [0, 5], [8, 2]], [2, 3, 0]), make_stash(np.random.default_rng(0), 6)
+    path, count = jnp.asarray(PATHS, jnp.int32), jnp.asarray([3, 4, 1], jnp.int32)
+    together, alone = jitted_commit(stores, slots, stash, path, count), stores
+    for b in range(BATCH):
+        own = jax.tree.map(lambda x, b=b: x[b : b + 1], (slots, stash, path, count))
+        alone = jitted_commit(alone, *own)
     assert_equal(together, alone)
 
 
-def test_layers_share_pages(stores, stash):
-    fewer = jax.tree.map(lambda x: x[1:], stores[1])
-    with pytest.raises(ValueError, match=r"pools\[2\] is \(8, 4, 1, 8\), expected \(9, 4, 1, 8\)"):
-        run((stores[0], fewer, stores[2]), stash, slots([[0]] * 3, [0] * 3), [1] * 3)
+def test_commits_of_any_length(stores, monkeypatch):
+    """Also of chains longer than a ring; and all that a window may look back at can be read."""
+    launches = []
+
+    def noted(pools, blocks, nodes, places):
+        launches.append((len(pools), places))
+        return paged_write(pools, blocks, nodes, places)
+
+    @jax.jit
+    def write(stores, *args):
+        launches.clear()
+        return commit(stores, *args), [places for _, places in launches]
+
+    @jax.jit
+    def views(stores, slots):
+        return [store.view(slots, Block.chain(jnp.zeros((BATCH, 1), jnp.int32))) for store in stores[1:]]
+
+    monkeypatch.setattr(paged, "paged_write", noted)
+    rng, nodes = np.random.default_rng(0), 21
+    tables = rng.permutation(NUM_PAGES).reshape(BATCH, TABLE)
+    length = np.zeros(BATCH, int)
+    for count in ([0, 2, 9], [13, 0, 1], [1, 11, 17], [2, 0, 0], [8, 12, 3]):
+        stash, slots = make_stash(rng, nodes), slots_of(tables, length)
+        path = np.stack([rng.permutation(nodes) for _ in range(BATCH)]).astype(np.int32)
+        by_hand = expected(stores, stash, slots, path, count)
+        stores, places = write(stores, slots, stash, jnp.asarray(path), jnp.asarray(count, jnp.int32))
+        assert_equal(stores, by_hand)
+        for own in map(np.asarray, places):
+            # Of two rows of a launch for one place, either might be the last.
+            assert len(set(own[own >= 0])) == (own >= 0).sum()
+        length += count
+        for store, view in zip(stores[1:], views(stores, slots_of(tables, length)), strict=True):
+            kept = np.asarray(store.k)[np.asarray(view.block_tables)].reshape(BATCH, -1, *store.k.shape[2:])
+            # The longest window that needs so large a ring.
+            window = (store.ring - 1) * PAGE + 2 if isinstance(store, RingStore) else max(length) + 1
+            for own, seen, tokens in zip(kept, np.asarray(view.lengths), length, strict=True):
+                assert np.isfinite(own[:seen]).all()
+                assert seen >= min(tokens, window - 1)
+    # Stores of one layout by one launch, keys and values of each: two with pages, two with rings of one page.
+    assert sorted(pools for pools, _ in launches) == [2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize(("program", "bucket"), [("decode", 1), ("decode", 16), ("prefill", 1), ("feed", 1)])
-def test_stores_are_written_in_place(program, bucket, slots):
-    """No compiled program copies a store: that would cost more than all else in a round."""
-    config = with_windows(TINY, None, 300)  # the window takes 20 pages of 16
-    head = head_config(config)
-    weights = DecodeWeights(weights_of(abstract(config)), weights_of(abstract(head)))
-    decoder = TreeDecoder(config, DraftHeadProposer(head), bucket=bucket)
-    state = jax.eval_shape(
-        lambda: decoder.empty_state(
-            slots,
-            num_pages=37,
-            pages_per_slot=23,
-            page_size=16,
-            dtype=jnp.dtype(jnp.float32),
-            unseen_rows=640,
-        )
-    )
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    alone = weights._replace(proposer=None), dataclasses.replace(state, proposer=None)
-    if program == "decode" and bucket == 1:
-        lowered = decoder.program.lower(decoder, *alone, number)
-    elif program == "decode":
-        lowered = decoder.program.lower(decoder, weights, state, number)
-    elif program == "feed":
-        own = decoder.proposer, weights.proposer, state.proposer
-        taps = {"features": decoder.features, "dtype": state.stores[0].k.dtype}
-        lowered = feed.lower(*own, state.unseen, state.slots, number, number, **taps)
-    else:
-        chunk = jax.ShapeDtypeStruct((32,), jnp.int32)
-        is_last = jax.ShapeDtypeStruct((), bool)
-        taps = taps_of(decoder.proposer)
-        lowered = prefill.lower(config, taps, None, *alone, number, chunk, number, is_last)
-    text = lowered.compile().as_text()
-    kv, size = config.layers[0].num_kv_heads, config.layers[0].head_dim
-    stores = [
-        rf"f32\[({pages},16,{kv},{size}|{pages * 16},{kv},{size}|{pages * 16},{kv * size})\]"
-        for pages in ((37,) if program == "feed" else (37, slots * 20))  # the head has no windows
-    ]
-    for store in (*stores, rf"s32\[{slots},640,{decoder.features}\]"):
-        assert re.search(store, text)
-        assert re.findall(rf"= {store}\S* copy(?:-start)?\(.*", text) == []
+def test_a_view_copies_no_rows_and_a_store_knows_its_bytes(stores):
+    slots, block = slots_of([[0]] * BATCH, [0] * BATCH), Block.chain(jnp.zeros((BATCH, 1), jnp.int32))
+    for store in stores[1:]:
+        view = store.view(slots, block)
+        assert view.k_pages is store.k
+        assert view.v_pages is store.v
+        assert store.num_bytes == store.k.nbytes + store.v.nbytes
+        assert jax.eval_shape(lambda store=store: store).num_bytes == store.num_bytes
+    half = PagedStore(*(pool.astype(jnp.bfloat16) for pool in (stores[1].k, stores[1].v)))
+    assert 2 * half.num_bytes == stores[1].num_bytes
+
+
+def test_attention_asks_its_own_layer_s_store(stores):
+    """Not the first, which need not have keys."""
+    slots, stash = slots_of([[3, 7], [0, 5], [8, 2]], [0] * BATCH), make_stash(np.random.default_rng(0), 6)
+    kv = jax.tree.map(lambda rows: rows[:, :1], stash[3])
+
+    @jax.jit
+    def attended(stores):
+        count = jnp.full(BATCH, 6, jnp.int32)
+        written = commit(stores, slots, stash, chain_path(BATCH, 6), count)
+        block = Block.chain(jnp.zeros((BATCH, 1), jnp.int32))
+        attend = attend_over(written, slots._replace(lengths=count), block)
+        # A query of zeros sees all alike.
+        return attend(3, jnp.zeros((BATCH, 1, 1, 8)), kv, scale=1.0, window=None)
+
+    mean = jnp.concatenate([stash[3].v, kv.v], axis=1).mean(axis=1)
+    np.testing.assert_allclose(attended(stores)[:, 0], mean, atol=1e-6)
+
+
+def test_a_count_after_the_forward():
+    """The count itself, of choices that there can be; and XLA cannot know that there are no others."""
+    count = jnp.array([3, 0, 5], jnp.int32)
+    assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, 0]])).tolist() == [3, 0, 5]
+    assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, -1]])).tolist() == [3, 0, 0]
