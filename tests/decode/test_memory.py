@@ -199,7 +199,7 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
 
 @pytest.fixture
 def llm():
-    return LLM(random_target(TINY, 0), random_head(TINY, 0), budget=16, width=3)
+    return LLM(random_target(TINY, 0))
 
 
 def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
