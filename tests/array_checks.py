@@ -9,12 +9,12 @@ results are rebuilt in its caller's name, so there the exception does not apply.
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import beartype
 
-# An int will do for a float, as for every type checker.
-CONF = beartype.BeartypeConf(is_pep484_tower=True)
+# An int will do for a float, as for every type checker. Self has no meaning to what sees one method.
+CONF = beartype.BeartypeConf(is_pep484_tower=True, hint_overrides=beartype.FrozenDict({Self: Any}))
 
 JAX_PACKAGES = ("jax", "flax")
 

@@ -63,12 +63,12 @@ class Scene:
         return self.pages_per_slot * PAGE_SIZE
 
     def num_bytes(self, decoder: TreeDecoder, dtype: jnp.dtype) -> int:
-        """Bytes of the stores, and of what waits for the head."""
+        """Bytes of the stores."""
         leaves = jax.tree.leaves(split(self._shapes(decoder, dtype))[0])
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
-        """Stores full of normal values, also in pages that hold nothing; what waits for the head is zero."""
+        """Stores full of normal values, also in pages that hold nothing."""
         return _random_like(split(self._shapes(decoder, dtype))[0], dtype, seed=2, scale=1.0)
 
     def slots(

@@ -16,7 +16,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.models import abstract, weights_of
 
-# Parameters of a draft head that make features of taps: the draft itself does without them.
+# Parameters of a draft head that make features of taps: a proposal does without them.
 FEATURES = frozenset({"fc", "hidden_norm"})
 # The parameters of routed experts, without their router.
 EXPERTS = frozenset({"experts"})

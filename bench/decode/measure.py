@@ -6,17 +6,19 @@ A machine has slow spells of seconds. What is compared by the percent takes turn
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import jax
 import numpy as np
 
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
-from jetspec_jax import Completion, Head, Target
-from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax import Completion, DecodeWeights, Head, Target
+from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import make_request, plan_engine
+from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.planning import EnginePlan, make_request, plan_engine
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import default_capacity, slots_for
@@ -92,13 +94,16 @@ class Bench:
             DeviceMemoryError: It cannot; the message names the method.
         """
         largest = max(methods, key=lambda method: method.settings.budget)
-        held: list[Engine] = []
-        for method in methods if self._together else [largest]:
+        held = 0
+        for nth, method in enumerate(methods if self._together else [largest]):
+            plan = self._plan(method)
+            before = {"stores of the methods before it": held} if held else {}
             try:
-                held.append(self._engine(method))
+                plan.check_memory(partial(dict, before))
             except DeviceMemoryError as error:
-                beside = f", beside the {len(held)} before it" if held else ""
+                beside = f", beside the {nth} before it" if nth else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
+            held += array_bytes(jax.eval_shape(partial(empty_state, plan.decoder, plan.size, plan.dtype)))
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
@@ -144,30 +149,44 @@ class Bench:
             for method, engine in engines.items():
                 step(f"{method.name}, T = {temperature:g}", len(part.ids))
                 started = time.perf_counter()
-                completions[method] += self._complete(method, engine, part)
+                completions[method] += self._complete(engine, method, part)
                 seconds[method] += time.perf_counter() - started
         for method, engine in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(seconds[method])
             measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
-            if not measured.completions:
-                measured.completions = completions[method]
-            measured.first_token_seconds += self._first_tokens(method, engine, work)
+            measured.completions = measured.completions or completions[method]
+            measured.first_token_seconds += self._first_tokens(engine, method, work)
 
-    def _engine(self, method: Method) -> Engine:
-        head = None if method.settings.budget == 1 else self._head
-        plan = plan_engine(
+    def _plan(self, method: Method) -> EnginePlan:
+        return plan_engine(
             self._target.config,
-            None if head is None else head.config,
+            None if method.settings.budget == 1 else self._head.config,
             method.settings,
             self._target.dtype,
             slots=self._slots,
             capacity=self._capacity,
             implementation=self._implementation,
         )
-        return Engine(plan, DecodeWeights(self._target.weights, None if head is None else head.weights))
 
-    def _requests(self, method: Method, engine: Engine, work: Workload) -> list[Request]:
+    def _engine(self, method: Method) -> Engine:
+        return Engine(self._plan(method), DecodeWeights(self._target.weights, self._head.weights))
+
+    def _warm_up(self, method: Method) -> int | None:
+        """Compiles all that a method runs; the most bytes that have been in use."""
+        [work, *_] = next(iter(self._works.values())).parts(1)
+        # A request of one token, or one that ends with its first, has no round.
+        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
+        work = replace(work, params=[replace(work.params[0], max_tokens=most, ignore_eos=True)])
+        engine = self._engine(method)
+        for _ in range(2):  # the second frees the slot of the first, which is a program too
+            self._complete(engine, method, work)
+        return peak_bytes()
+
+    def _complete(self, engine: Engine, method: Method, work: Workload) -> list[Completion]:
+        return complete(engine, self._requests(engine, method, work), self._target.tokenizer)
+
+    def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
         return [
             make_request(
                 self._target, engine.plan.decoder, method.settings, np.asarray(ids, np.int32), params, hints
@@ -175,22 +194,9 @@ class Bench:
             for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True)
         ]
 
-    def _complete(self, method: Method, engine: Engine, work: Workload) -> list[Completion]:
-        return complete(engine, self._requests(method, engine, work), self._target.tokenizer)
-
-    def _warm_up(self, method: Method) -> int | None:
-        """Compiles all that a method runs; the most bytes that have been in use."""
-        engine = self._engine(method)
-        work = next(next(iter(self._works.values())).parts(1))
-        # A request of one token, or one that ends with its first, has no round.
-        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
-        params = replace(work.params[0], max_tokens=most, ignore_eos=True)
-        self._complete(method, engine, replace(work, params=[params]))
-        return peak_bytes()
-
-    def _first_tokens(self, method: Method, engine: Engine, work: Workload) -> Iterator[float]:
+    def _first_tokens(self, engine: Engine, method: Method, work: Workload) -> Iterator[float]:
         """Seconds to the first token of each prompt, one after another."""
-        for request in self._requests(method, engine, work):
+        for request in self._requests(engine, method, work):
             started = time.perf_counter()
             engine.admit(request)
             while not request.tokens:

@@ -168,7 +168,7 @@ class CaseRunner:
     def time_phase(self, phase: str, made: dict[str, Any]) -> None:
         """Times one phase, and adds what it makes to what the phases before have made."""
         if self.case.budget == 1 and phase == "propose":
-            # Plain decoding drafts nothing, and its tree is the anchor.
+            # Plain decoding drafts nothing: its tree is the anchor.
             made[phase] = PHASES[phase](self._decoder, self._weights, self._start(), made)
             self.measured.phase_seconds[phase] = 0.0
             return

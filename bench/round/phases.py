@@ -2,55 +2,26 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
-from jetspec_jax.decode.round import Proposal
 from jetspec_jax.decode.state import Stores, join, split
-from jetspec_jax.tree import Candidates, Routing, algorithm_of
 
 #: What the phases before have made, by their names.
 Made = Mapping[str, Any]
 
 
-def propose(decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState) -> Proposal:
-    """The proposal, with entropies of 0 where the decoder's algorithm does not look at them.
-
-    In a round XLA leaves out what nobody reads. A phase alone returns all that it makes, and would time the
-    entropies for every algorithm.
-    """
-    made = decoder.propose(weights, state)
-    if made.candidates is None or reads_entropies(decoder, made.candidates, state.settings.routing):
-        return made
-    none = jnp.zeros_like(made.candidates.entropies)
-    return made._replace(candidates=replace(made.candidates, entropies=none))
-
-
-def reads_entropies(decoder: TreeDecoder, candidates: Candidates, routing: Routing) -> bool:
-    """Whether the plan of the decoder's algorithm computes with the candidates' entropies."""
-
-    def plan(entropies: Float[Array, "B D"]) -> list[Array]:
-        made = algorithm_of(decoder.algorithm).plan(replace(candidates, entropies=entropies), routing)
-        return [array for array in (made.caps, made.bonus) if array is not None]
-
-    traced = jax.make_jaxpr(plan)(candidates.entropies).jaxpr
-    (entropies,) = traced.invars
-    read = [*traced.outvars, *(variable for step in traced.eqns for variable in step.invars)]
-    return any(variable is entropies for variable in read)
-
-
-# In the order of a round.
+# In the order of a round. A proposal's candidates are left out: what no tree looks at need not be made.
 PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]] = {
-    "propose": lambda decoder, weights, state, made: propose(decoder, weights, state),
-    "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["propose"].tree),
+    "propose": lambda decoder, weights, state, made: decoder.propose(weights, state).tree,
+    "verify": lambda decoder, weights, state, made: decoder.verify(weights, state, made["propose"]),
     "settle": lambda decoder, weights, state, made: decoder.settle(
-        weights, state, made["propose"].tree, made["verify"]
-    ),
+        weights, state, made["propose"], made["verify"]
+    )[:2],
 }
 
 
@@ -79,12 +50,12 @@ def _repeat(
         decoder: The decoder whose phase it is.
         phase: One of `PHASES`.
         weights: The parameters.
-        stores: Of the state; a commit writes the same rows at every turn.
+        stores: Of the state; settling writes the same rows at every turn.
         inputs: The state without its stores, and what the phases before have made.
         turns: How often.
 
     Returns:
-        The stores, and what the phase makes (`settle`: with the state without its stores).
+        The stores, and what the phase makes (`settle`: the state without its stores, and the record).
     """
 
     if decoder.proposer is not None:
@@ -94,8 +65,9 @@ def _repeat(
         state, made = inputs
         result = PHASES[phase](decoder, weights, join(stores, state), made)
         if phase == "settle":
-            stores, state = split(result.state)
-            result = result._replace(state=state)
+            state, record = result
+            stores, state = split(state)
+            result = state, record
         return stores, result
 
     def turn(_: Array, carried: tuple[Stores, Any, Any]) -> tuple[Stores, Any, Any]:

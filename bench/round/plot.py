@@ -6,15 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.common.picture import (
-    GREEN,
-    ORANGE,
-    SKY,
-    grid_of,
-    grouped,
-    without_frame,
-    write_png,
-)
+from bench.common.picture import GREEN, ORANGE, SKY, grid_of, grouped, without_frame, write_png
 from bench.round.phases import PHASES
 
 PHASE_COLOURS = dict(zip(PHASES, (ORANGE, SKY, GREEN), strict=True))

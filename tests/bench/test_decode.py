@@ -23,7 +23,9 @@ from jetspec_jax import Completion, SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device import memory
 from jetspec_jax.device.memory import array_bytes
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.serving import complete
 from tests.bench.conftest import random_workloads, text_prompt
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -169,24 +171,24 @@ class TestReport:
 @pytest.mark.usefixtures("tiny_pair")
 def test_together_takes_turns_of_a_few_prompts(tmp_path, monkeypatch):
     """Three prompts for two slots: a turn of two, and one of what is left. Every turn takes a second."""
-    turns, bars, complete = [], [], Engine.complete
+    turns, bars = [], []
 
-    def watched(self, prompts, *others):
-        turns.append((id(self), len(prompts)))
-        requests = complete(self, prompts, *others)
-        if len(turns) > 3 + 6:  # those that compile, and a run
-            for request in requests:
-                request.output.token_ids.pop()
-        return requests
+    def watched(engine, requests, tokenizer):
+        turns.append((engine, len(requests)))
+        completions = complete(engine, requests, tokenizer)
+        if len(turns) > 6 + 6:  # those that compile, and a run
+            for completion in completions:
+                completion.token_ids.pop()
+        return completions
 
-    monkeypatch.setattr(Engine, "complete", watched)
+    monkeypatch.setattr(decode_measure, "complete", watched)
     monkeypatch.setattr(decode_measure, "PROMPTS_PER_TURN", 1)
     monkeypatch.setattr(decode_measure, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     monkeypatch.setattr(decode, "tqdm", lambda **bar: bars.append(tqdm(**bar)) or bars[-1])
     path = tmp_path / "decode.json"
     words = ["--together", "--temperatures", "0", "--num-prompts", "3", "--repeats", "2"]
     assert run(path, *words) == 0
-    for repeat in turns[3:9], turns[9:]:
+    for repeat in turns[6:12], turns[12:]:
         engines, prompts = zip(*repeat, strict=True)
         assert prompts == (2, 2, 2, 1, 1, 1)
         assert len(set(engines[:3])) == 3
@@ -199,26 +201,27 @@ def test_together_takes_turns_of_a_few_prompts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_what_the_device_has_to_hold_at_once_is_checked(pair, monkeypatch, together):
-    """Room for the stores of two trees, one of which is there while it is asked."""
+    """Room for the stores of two trees."""
     works = {0.0: Workload([text_prompt("p")], [[1]], [SamplingParams(max_tokens=4)], [None])}
     bench = Bench(*pair, works, batch=1, implementation="xla", together=together)
     methods = [Method(f"tree {n}", "accum_logp", TreeSettings(n)) for n in (16, 32, 64)]
-    own = array_bytes(bench._engine(methods[0]).state)
-
-    def check(decoder, size, dtype, *, reclaimed):
-        if reclaimed < 0:
-            raise memory.DeviceMemoryError("too much")
-        asked.append(reclaimed / own)
-
     asked = []
-    monkeypatch.setattr(decode_measure, "check_engine_memory", check)
-    if together:
-        with pytest.raises(memory.DeviceMemoryError, match="tree 64, beside the 2 before it: too much"):
-            bench.check(methods)
-        assert asked == [1.0, 0.0]
-    else:
+
+    def check_memory(plan, weights):
+        asked.append(sum(weights().values()))
+        if len(asked) == 3:
+            raise memory.DeviceMemoryError("too much")
+
+    monkeypatch.setattr(EnginePlan, "check_memory", check_memory)
+    if not together:
         bench.check(methods)
-        assert asked == [1.0]
+        assert asked == [0]
+        return
+    with pytest.raises(memory.DeviceMemoryError, match="tree 64, beside the 2 before it: too much"):
+        bench.check(methods)
+    plan = bench._plan(methods[0])
+    own = array_bytes(empty_state(plan.decoder, plan.size, plan.dtype))
+    assert asked == [0, own, 2 * own]
 
 
 @pytest.mark.usefixtures("tiny_pair")
@@ -403,10 +406,15 @@ class TestRows:
 def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(pair, monkeypatch, most, warm):
     """Also where the answer is one token, or ends with its first."""
     seen = []
-    monkeypatch.setattr(Bench, "_engine", lambda *_: SimpleNamespace(complete=lambda *own: seen.append(own)))
+    monkeypatch.setattr(
+        decode_measure, "complete", lambda _, requests, tokenizer: seen.extend(requests) or []
+    )
     work = Workload([], [[1], [2]], [SamplingParams(max_tokens=most)] * 2, [None] * 2)
     Bench(*pair, {0.0: work}, batch=1, implementation=None)._warm_up(PLAIN_METHOD)
-    assert seen == [([[1]], [SamplingParams(max_tokens=warm, ignore_eos=True)], [None])]
+    assert len(seen) == 2
+    for request in seen:
+        assert request.prompt.tolist() == [1]
+        assert (request.params.max_tokens, request.params.ignore_eos) == (warm, True)
 
 
 class TestBadInput:
@@ -447,9 +455,10 @@ class TestBadInput:
         words = [word.replace("{}", str(tmp_path)) for word in arguments]
         assert main(["decode", *SMALL, "--json", str(tmp_path / "out.json"), *words]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("bench: ")
         assert error.count("\n") == 1
-        assert said in error
+        line = error.splitlines()[-1]  # after what a progress bar may have left
+        assert line.startswith("bench: ")
+        assert said in line
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

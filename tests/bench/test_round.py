@@ -20,11 +20,11 @@ from bench.round import phases
 from bench.round.command import cases_of, groups
 from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.report import host_work, tables_of
-from jetspec_jax import DecodeWeights, SamplingParams, TreeDecoder
+from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.state import join
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.engine.engine import ROUNDS_PER_DISPATCH
-from jetspec_jax.tree import algorithm_names, top_candidates
+from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.tree import algorithm_names
 from pallas_kernels.tree_attention import implementations
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -69,7 +69,7 @@ class TestReport:
         assert report["shapes"]["hidden_size"] == TINY.target.hidden_size
         assert report["device"]
         assert report["compilation_cache"] is False
-        assert report["rounds_per_dispatch"] == ROUNDS_PER_DISPATCH
+        assert report["rounds_per_dispatch"] == USUAL_ROUNDS
         assert all(value > 0 for value in report["ceilings"].values())
         assert str(tmp_path) not in path.read_text()
 
@@ -81,7 +81,7 @@ class TestReport:
             assert row["implementation"] in implementations()
             # 70 tokens and room for 3 rounds of up to 8, in pages of 64.
             assert row["capacity"] == 128
-            assert list(row["phases_ms"]) == ["draft", "build", "verify", "accept", "commit"]
+            assert list(row["phases_ms"]) == ["propose", "verify", "settle"]
             assert row["phases_sum_ms"] == pytest.approx(sum(row["phases_ms"].values()))
             assert row["floor_ms"] == pytest.approx(sum(part["ms"] for part in row["floors"].values()))
             assert all(part["ms"] > 0 for part in row["floors"].values())
@@ -90,17 +90,17 @@ class TestReport:
             assert row["round_ms"] == pytest.approx(1e3 * np.median(row["dispatch_seconds"]) / 3)
             assert len(row["dispatch_seconds"]) == 2
             assert 1 <= row["tokens_per_round"] <= 8
-            assert row["dispatches_per_round"] == 1 / ROUNDS_PER_DISPATCH
+            assert row["dispatches_per_round"] == 1 / USUAL_ROUNDS
             rounds = 256 / row["tokens_per_round"]
-            assert row["waits_per_256_tokens"] == math.ceil(rounds / ROUNDS_PER_DISPATCH)
+            assert row["waits_per_256_tokens"] == math.ceil(rounds / USUAL_ROUNDS)
             assert all(seconds > 0 for seconds in row["compile_seconds"].values())
         assert [row["algorithm"] for row in (plain, tree)] == ["plain", "top_nodes"]
         assert plain["tokens_per_round"] == 1
-        assert plain["phases_ms"]["draft"] == plain["phases_ms"]["build"] == 0
+        assert plain["phases_ms"]["propose"] == 0
         assert all(seconds > 0 for seconds in tree["phases_ms"].values())
-        assert set(plain["floors"]) == {"verify", "commit"}
-        assert set(tree["floors"]) == {"draft", "verify", "commit"}
-        assert set(plain["compile_seconds"]) == {"decode", "verify", "accept", "commit"}
+        assert set(plain["floors"]) == {"verify", "settle"}
+        assert set(tree["floors"]) == {"propose", "verify", "settle"}
+        assert set(plain["compile_seconds"]) == {"decode", "verify", "settle"}
         assert set(tree["compile_seconds"]) == {"decode", *phases.PHASES}
 
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -193,22 +193,6 @@ class TestReport:
 
 
 class TestMeasuring:
-    def test_a_draft_has_entropies_for_those_that_read_them(self, monkeypatch):
-        """What a round's compiler leaves out, the draft alone leaves out too, and nothing else."""
-        case = RoundCase(1, 70, 16)
-        decoder, scene = SETUP.decoder(case, TINY), SETUP.scene(case, TINY)
-        logits = jax.random.normal(jax.random.key(0), (1, decoder.depth, TINY.target.vocab_size))
-        candidates = top_candidates(logits, SETUP.width)
-        monkeypatch.setattr(TreeDecoder, "draft", lambda *_: candidates)
-        state = scene.slots(decoder, FLOAT32, case.budget, SETUP.params)
-        weights = DecodeWeights({}, {})
-        for name in algorithm_names():
-            drafted = phases.draft(SETUP.decoder(case._replace(algorithm=name), TINY), weights, state)
-            assert drafted is not None
-            expected = candidates.entropies if name in ("hybrid", "entropy") else np.zeros((1, decoder.depth))
-            np.testing.assert_array_equal(drafted.entropies, expected)
-            np.testing.assert_array_equal(drafted.log_probs, candidates.log_probs)
-
     def test_phases_in_a_row_are_a_round(self):
         """However often each is repeated."""
         case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")
@@ -225,8 +209,8 @@ class TestMeasuring:
             stores, made[phase] = phases.repeat(decoder)(
                 decoder, phase, weights, stores, (state, dict(made)), np.int32(turns)
             )
-        after, record = made["commit"]
-        np.testing.assert_array_equal(made["build"].num_nodes, [16, 16])
+        after, record = made["settle"]
+        np.testing.assert_array_equal(made["propose"].num_nodes, [16, 16])
         jax.tree.map(np.testing.assert_array_equal, record, expected_record)
         jax.tree.map(
             lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5),
@@ -244,8 +228,7 @@ class TestMeasuring:
         np.testing.assert_array_equal(state.slots.lengths, [70, 70, 70])
         assert np.all(state.active)
         stores = scene.stores(decoder, FLOAT32)
-        *pages, _ = stores  # what the head has not seen lies in none, and no round reads it
-        for leaf in jax.tree.leaves(pages):
+        for leaf in jax.tree.leaves(stores):
             assert np.all(leaf != 0)
         assert scene.num_bytes(decoder, FLOAT32) == sum(leaf.nbytes for leaf in jax.tree.leaves(stores))
 
@@ -257,7 +240,7 @@ class TestMeasuring:
 
     @pytest.mark.parametrize(("tokens", "waits"), [(1.0, 4), (3.0, 2), (4.0, 1), (16.0, 1)])
     def test_waits_of_the_host(self, tokens, waits):
-        assert ROUNDS_PER_DISPATCH == 64
+        assert USUAL_ROUNDS == 64
         assert host_work(tokens) == {"dispatches_per_round": 1 / 64, "waits_per_256_tokens": waits}
 
 

@@ -79,8 +79,8 @@ def test_a_layer_that_differs_counts_as_it_is():
     wide = dataclasses.replace(DENSE, num_kv_heads=4, window=8)
     config = dataclasses.replace(TINY, layers=(DENSE, wide))
     assert isinstance(wide, LayerConfig)
-    one = round_work(TINY, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
-    other = round_work(config, None, batch=1, context=100, budget=1, itemsize=1)["commit"]
+    one = round_work(TINY, None, batch=1, context=100, budget=1, itemsize=1)["settle"]
+    other = round_work(config, None, batch=1, context=100, budget=1, itemsize=1)["settle"]
     assert other.bytes - one.bytes == wide.kv_size - DENSE.kv_size
 
 
@@ -110,7 +110,7 @@ class TestWork:
         scores = 2 * 4 * 4 * 16 * 101
         assert counted == {
             "verify": Work(4 * (read + 2 * 64 + 2 * 100 * token), 2 * (2 * read + scores)),
-            "commit": Work(4 * 2 * token, 0),
+            "settle": Work(4 * 2 * token, 0),
         }
 
     def test_a_round(self):
@@ -120,11 +120,11 @@ class TestWork:
         assert counted["verify"].operations == 32 * (2 * read + 2 * 4 * 4 * 16 * 101)
         # One layer and a norm over 8 slots; logits of the 7 that draft.
         drafts = self.LAYER + 64
-        assert counted["draft"].bytes == 2 * (drafts + self.LM_HEAD + 8 * 64 + 100 * 2 * 2 * 16)
-        assert counted["draft"].operations == 2 * 8 * drafts + 2 * 7 * self.LM_HEAD + 8 * 4 * 4 * 16 * 101
+        assert counted["propose"].bytes == 2 * (drafts + self.LM_HEAD + 8 * 64 + 100 * 2 * 2 * 16)
+        assert counted["propose"].operations == 2 * 8 * drafts + 2 * 7 * self.LM_HEAD + 8 * 4 * 4 * 16 * 101
         # One tap layer through fc, its norm, keys and values; a row in each of 3 layers.
         features = 64 * 64 + 64 + 64 * 32 * 2
-        assert counted["commit"] == Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
+        assert counted["settle"] == Work(2 * (features + 3 * 2 * 2 * 16), 2 * features)
 
     def test_tied_embeddings_are_read_once_and_windows_bound_the_context(self):
         target = dataclasses.replace(with_windows(SMALL.target, 8, None), tie_word_embeddings=True)
@@ -146,7 +146,7 @@ class TestWork:
         assert all_seen["verify"].bytes - counted["verify"].bytes == unseen * 2 * 2 * 16
         assert all_seen["verify"].operations - counted["verify"].operations == unseen * 4 * 4 * 16
         # Whatever the window, the root's keys and values are written.
-        assert all_seen["commit"] == counted["commit"]
+        assert all_seen["settle"] == counted["settle"]
 
     def test_the_longer_of_reading_and_computing_counts(self):
         ceilings = Ceilings(reduction=2, copy=1, matmul=3)

@@ -385,12 +385,6 @@ class TestFiles:
             load_target(folder)
         assert str(folder) in str(info.value)
 
-    def test_invalid_config(self, folder):
-        (folder / "config.json").write_text("{")
-        with pytest.raises(ValueError, match="not valid JSON") as info:
-            load_target(folder)
-        assert str(folder / "config.json") in str(info.value)
-
     def test_ignore_config_keys(self, tmp_path, tensors):
         folder = write(tmp_path / "target", {**V4, "zoom": 1}, tensors)
         with pytest.raises(ValueError, match=r"target/config.json: .*ignore_config_keys=\['zoom'\]"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue] (compiled)
-from jaxtyping import Int
 
 from jetspec_jax.checkpoint.files import replacing
 from train.data.manifest import (
@@ -148,13 +147,6 @@ class Documents:
         lengths: Tokens of each document.
         spans: The runs of tokens to be learnt, each as document, start, stop.
     """
-
-    folder: Path
-    settings: DocumentsSettings
-    split: str
-    numbers: Int[np.ndarray, "n"]
-    lengths: Int[np.ndarray, "n"]
-    spans: Int[np.ndarray, "m 3"]
 
     def __init__(self, folder: Path, manifest: DocumentsManifest, shards: Sequence[Shard], split: str):
         """Takes the shards of a folder; `open` reads their descriptions first."""

@@ -191,10 +191,10 @@ TINY = PairRecipe(
         head=HeadSettings(layers=1, block_size=4, taps=(0, 1)),
         objective=Objective(anchors=6, chunk=24),
         evaluation=HeadEvaluation(
-            windows=8, prompts=2, prompt_tokens=8, new_tokens=8, budgets=(16,), width=3
+            windows=8, prompts=2, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
         ),
     ),
     evaluation=PairEvaluation(
-        stride=16, prompts=3, kept_prompts=5, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
+        stride=16, prompts=2, kept_prompts=5, prompt_tokens=8, new_tokens=16, budgets=(16,), width=3
     ),
 )  # fmt: skip

@@ -79,7 +79,7 @@ def train_head(
         for budget in recipe.evaluation.budgets:
             trees = TreeSettings(budget, recipe.evaluation.width, None)
             trees.check(target.config, beginning.config.depth)
-    run = _Run(work, recipe, target, beginning, held)
+    run = _HeadRun(work, recipe, target, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
     with in_turn():
         claim(
@@ -176,7 +176,7 @@ def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) ->
     return evaluator(head.weights).record
 
 
-class _Run:
+class _HeadRun:
     """The objects of a training run, placed on its mesh."""
 
     def __init__(self, work: Path, recipe: HeadRecipe, target: Target, beginning: Beginning, held: Documents):

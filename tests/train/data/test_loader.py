@@ -10,21 +10,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from train.data.documents import Documents, Writer
+from tests.train.folders import write
+from train.data.documents import Documents
 from train.data.loader import Windows, batches, index_windows
-from train.data.manifest import DocumentsSettings
 from train.data.records import Document, learn_spans
 
 WINDOW = 8
 
 
-def folder_of(path, documents, heldout=0):
-    settings = DocumentsSettings(
-        "corpus", "tiny", 100_000, None, (), {}, (), "here", "abc", len(documents), heldout, shard_documents=3
-    )
-    writer = Writer(path, settings)
-    for plan in writer.missing:
-        writer.write(plan, [documents[i] for i in plan.indices], None)
+def write_folder(path, documents):
+    write(path, documents, vocab_size=100_000, heldout=0, shard_documents=3)
     return path
 
 
@@ -36,7 +31,7 @@ def documents(tmp_path_factory):
     for length in (1, 7, 8, 9, 15, 16, 17, 30, 5, 24):
         learn = np.arange(length) >= length // 3
         made.append(Document(np.array(list(islice(ids, length)), np.int32), learn))
-    return Documents.open(folder_of(tmp_path_factory.mktemp("documents") / "d", made))
+    return Documents.open(write_folder(tmp_path_factory.mktemp("documents") / "d", made))
 
 
 @pytest.fixture
@@ -73,7 +68,7 @@ def rows(batch):
 def test_windows_are_the_consecutive_parts(tmp_path):
     tokens = np.arange(1, 11, dtype=np.int32)
     learn = np.isin(tokens, (2, 9))
-    documents = Documents.open(folder_of(tmp_path, [Document(tokens, learn)]))
+    documents = Documents.open(write_folder(tmp_path, [Document(tokens, learn)]))
     windows = Windows(documents, 4)
     # The middle window has nothing to learn, and the last has it at its first token only.
     assert len(windows) == 1
@@ -176,13 +171,13 @@ def test_threads_end_with_the_iterator(documents):
 
 def test_one_window_is_enough(tmp_path, opened):
     document = Document(np.arange(5, dtype=np.int32), np.arange(5) > 0)
-    iterator = opened(Documents.open(folder_of(tmp_path, [document])), 8, 2, seed=0)
+    iterator = opened(Documents.open(write_folder(tmp_path, [document])), 8, 2, seed=0)
     assert all(next(iterator)["tokens"][:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2 for _ in range(3))
 
 
 def test_damage_is_said_where_batches_are_taken(tmp_path, opened):
     made = [Document(np.arange(20, dtype=np.int32), np.ones(20, bool))] * 4
-    folder_of(tmp_path, made)
+    write_folder(tmp_path, made)
     path = tmp_path / "train-00000.array_record"
     data = bytearray(path.read_bytes())
     data[150] ^= 255
@@ -209,7 +204,7 @@ def test_settings_out_of_range(documents, changes, message):
 
 
 def test_nothing_to_learn(tmp_path):
-    folder_of(tmp_path / "unmarked", [Document(np.arange(9, dtype=np.int32), np.arange(9) == 4)])
+    write_folder(tmp_path / "unmarked", [Document(np.arange(9, dtype=np.int32), np.arange(9) == 4)])
     with pytest.raises(ValueError, match="holds no heldout documents"):
         Windows(Documents.open(tmp_path / "unmarked", "heldout"), WINDOW)
     with pytest.raises(ValueError, match=r"no window of 4 tokens of its train documents"):

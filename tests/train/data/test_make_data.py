@@ -13,14 +13,16 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
+from tests.train.folders import contents, read
 from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
 from train.data.records import Document
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
-from train.demo.continuations import continue_corpus, cut_corpus, cut_splits, read_rows
 from train.loop.stages import Deadline, OutOfTime
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 COUNT = 11
 EOS = 5
@@ -57,19 +59,6 @@ def make(folder, target, prompts, *, shard_documents=4, slots=4, seed=7, deadlin
     return writer
 
 
-def read(folder):
-    """All documents in the order of their prompts."""
-    found = {}
-    for split in (TRAIN, HELDOUT):
-        documents = Documents.open(folder, split)
-        found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
-    return [found[n] for n in sorted(found)]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 class Stops(Deadline):
     """Passes when a folder has so many shards."""
 
@@ -104,18 +93,8 @@ class TestRegenerate:
 
     def test_every_document_has_noise_of_its_own(self, target, tmp_path):
         same = Prompts([np.array([9], np.int32)] * 4, [SamplingParams(temperature=1.0, max_tokens=8)] * 4)
-        settings = regeneration_settings(
-            same,
-            target="t",
-            vocab_size=64,
-            dtype="float32",
-            seed=(1,),
-            source="h",
-            heldout=0,
-            shard_documents=2,
-        )
-        regenerate.regenerate(Writer(tmp_path, settings), target, same, slots=4, deadline=Deadline())
-        assert len({tuple(document.tokens.tolist()) for document in Documents.open(tmp_path)}) == 4
+        make(tmp_path, target, same)
+        assert len({tuple(document.tokens.tolist()) for document in read(tmp_path)}) == 4
 
     @pytest.mark.parametrize(("shard_documents", "slots"), [(1, 4), (100, 2)])
     def test_shards_and_slots_change_nothing(self, made, target, prompts, tmp_path, shard_documents, slots):
@@ -175,79 +154,6 @@ class TestRegenerate:
         assert f"{COUNT}/{COUNT}" in lines[-1]
 
 
-def test_corpus_prompts_begin_at_lines_and_fill_the_documents(target, tmp_path):
-    rng = np.random.default_rng(0)
-    stream = rng.integers(10, 64, 400).astype(np.uint16)
-    stream[::7] = 3
-    cuts = cut_corpus(stream, np.array([3]), count=8, prompt=(2, 5), temperatures=(0.0, 1.0), seed=(4,))
-    chosen = cuts.prompts(20)
-    text = stream.tolist()
-    for prompt in chosen.tokens:
-        assert 2 <= len(prompt) <= 5
-        assert any(
-            text[i - 1] == 3 and text[i : i + len(prompt)] == prompt.tolist() for i in range(1, len(text))
-        )
-    assert {own.temperature for own in chosen.params} == {0.0, 1.0}
-    continue_corpus(
-        tmp_path,
-        target,
-        chosen,
-        name="tiny",
-        seed=(4,),
-        held=(),
-        shard_documents=8,
-        slots=8,
-        deadline=Deadline(),
-    )
-    tokens, learn = read_rows(tmp_path)
-    assert tokens.shape == learn.shape == (8, 20)
-    assert np.argmax(learn, axis=1).tolist() == [len(prompt) for prompt in chosen.tokens]
-    assert all(row[: len(p)].tolist() == p.tolist() for row, p in zip(tokens, chosen.tokens, strict=True))
-    with pytest.raises(ValueError, match="no line of the corpus has"):
-        cut_corpus(stream, np.array([3]), count=1, prompt=(2, 500), temperatures=(0.0,), seed=(4,))
-
-
-def test_held_out_cuts_come_from_the_other_stream_and_have_prompts_of_their_own(target, tmp_path):
-    rng = np.random.default_rng(0)
-    streams = [rng.integers(low, low + 20, 300).astype(np.uint16) for low in (10, 40)]
-    streams[1][:150] = streams[0][:150]  # what stands in both is for training only
-    for stream in streams:
-        stream[::3] = 3
-    settings = {"prompt": (1, 3), "temperatures": (0.0, 1.0), "seed": (4,)}
-    cuts = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
-    assert list(cuts.held_indices) == list(range(60, 80))
-    asked, texts = cuts.prompts(12), cuts.documents(12)
-    keys = [tokens.tobytes() for tokens in asked.tokens]
-    assert len(keys) == len(asked.params) == len(texts) == 80
-    assert not {*keys[:60]} & {*keys[60:]}
-    for i, (prompt, text) in enumerate(zip(asked.tokens, texts, strict=True)):
-        assert text.tokens[: len(prompt)].tolist() == prompt.tolist()
-        assert np.array_equal(text.learn, np.arange(len(text.tokens)) >= len(prompt))
-        own, size = streams[i >= 60].tolist(), len(text.tokens)
-        assert any(own[j : j + size] == text.tokens.tolist() for j in range(len(own)))
-    again = cut_splits(*streams, np.array([3]), count=80, heldout=20, **settings)
-    assert [tokens.tobytes() for tokens in again.prompts(12).tokens] == keys
-    same = np.tile(np.array([3, 7, 7], np.uint16), 10)
-    with pytest.raises(ValueError, match="of 80 prompts for 20 held-out documents only 0 are none of"):
-        cut_splits(same, same, np.array([3]), count=80, heldout=20, **settings)
-
-    chosen = cut_splits(*streams, np.array([3]), count=8, heldout=2, **settings)
-    continue_corpus(
-        tmp_path,
-        target,
-        chosen.prompts(12),
-        name="tiny",
-        seed=(4,),
-        held=chosen.held_indices,
-        shard_documents=4,
-        slots=4,
-        deadline=Deadline(),
-    )
-    assert Documents.open(tmp_path, HELDOUT).numbers.tolist() == [6, 7]
-    for document, prompt in zip(Documents.open(tmp_path, HELDOUT), chosen.held.prompt_tokens(), strict=True):
-        assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
-
-
 def run(*arguments):
     """The command with these arguments."""
     parser = argparse.ArgumentParser()
@@ -287,10 +193,10 @@ def weightless(monkeypatch):
         monkeypatch.setattr(make_data, name, refuse)
 
 
-def test_the_command_answers_with_the_demo_pair(lines, tmp_path, capsys, monkeypatch):
+def test_the_command_answers_with_the_demo_target(lines, tmp_path, capsys, monkeypatch):
     path, out = lines(*LINES), tmp_path / "out"
     command = ["--target", "demo", "--prompts", path, "--out", out, "--max-tokens", 12, "--slots", 4]
-    command += ["--dtype", "float32", "--draft-head", "demo", "--budget", 16, "--seed", 3]
+    command += ["--dtype", "float32", "--seed", 3]
     assert run(*command) == 0
     printed = capsys.readouterr().out
     assert "is finished: 4 documents, 3 to train on and 1 held out" in printed
@@ -446,18 +352,6 @@ def answer(writer, _target, prompts, **_):
         writer.write(plan, [Document(own, np.arange(len(own)) > 0) for own in tokens], 0)
 
 
-def test_a_lost_shard_is_made_again(lines, tmp_path, capsys):
-    path, out = lines(*({"text": f"import module_{i}\n"} for i in range(10))), tmp_path / "out"
-    settings = {"mode": "corpus", "shard_documents": 3}
-    first = make_data.make_data("demo", path, out, **settings)
-    before = contents(out)
-    (out / "train-00001.array_record").unlink()
-    again = make_data.make_data("demo", path, out, **settings)
-    assert contents(out) == before
-    assert again == first
-    assert "to be written again: train-00001.array_record" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("mode", ["regenerate", "corpus"])
 @pytest.mark.parametrize(
     ("names", "heldout", "message"),
@@ -472,15 +366,6 @@ def test_a_head_needs_held_out_documents(lines, tmp_path, weightless, mode, name
     with pytest.raises(ValueError, match=message):
         make_data.make_data("demo", path, out, mode=mode, heldout=heldout, need_heldout=True)
     assert not out.exists()
-
-
-def test_equal_prompts_alone_cannot_be_held_out(lines, tmp_path, weightless):
-    path, out = lines({"text": "x = 1\n"}, {"text": "x = 1\n"}), tmp_path / "out"
-    with pytest.raises(ValueError, match="all 2 prompts or texts are equal"):
-        make_data.make_data("demo", path, out, mode="corpus")
-    assert not out.exists()
-    made = make_data.make_data("demo", path, out, mode="corpus", heldout=0)
-    assert (made.documents, made.heldout, made.duplicates) == (2, 0, 1)
 
 
 def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, monkeypatch):

@@ -9,10 +9,11 @@ import pytest
 import train.__main__
 import train.demo.command
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
+from tests.train.folders import read
 from train.data.documents import Documents
 from train.demo.command import make_pair
-from train.demo.continuations import cut_splits
-from train.demo.corpus import HELDOUT, TRAIN, CorpusManifest, read_corpus
+from train.demo.continuations import cut_splits, read_rows
+from train.demo.corpus import HELDOUT, CorpusManifest, read_corpus
 from train.demo.evaluate import heldout_prompts, repetition, target_bits
 from train.demo.target import token_losses
 from train.demo.tokenizer import Tokenizer
@@ -47,10 +48,10 @@ def test_the_pair_loads_and_decodes(demo):
     target = load_target(demo / "target", dtype="float32")
     head = load_draft_head(demo / "draft_head", dtype="float32", target=target)
     # As many at a time as the recipe's own evaluation decodes: its programs serve again.
-    texts = ("def get_path_0(self, line):", "return self.queue[item]", "import")
+    texts = ("def get_path_0(self, line):", "return")
     prompts, params = [target.tokenizer.encode(text) for text in texts], SamplingParams(max_tokens=12)
-    plain = generate(target, prompts, params, max_slots=3)
-    trees = generate_tree(target, head, prompts, params, budget=16, width=3, max_slots=3)
+    plain = generate(target, prompts, params, max_slots=2)
+    trees = generate_tree(target, head, prompts, params, budget=16, width=3, max_slots=2)
     assert [tree.token_ids for tree in trees] == [own.token_ids for own in plain]
     assert head.config.block_size == 4
     assert head.config.causal
@@ -66,11 +67,7 @@ def test_configs_have_the_keys_of_published_checkpoints(demo):
 
 
 def test_regenerated_text_is_the_targets_own(work, recipe):
-    found = {}
-    for split in (TRAIN, HELDOUT):
-        documents = Documents.open(work / "regenerated", split)
-        found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
-    tokens, learn = (np.stack([found[n][part] for n in range(16)]) for part in (0, 1))
+    tokens, learn = map(np.stack, zip(*read(work / "regenerated"), strict=True))
     assert tokens.shape == (16, 40)
     settings = recipe.regeneration
     cuts = cut_splits(
@@ -98,6 +95,15 @@ def test_regenerated_text_is_the_targets_own(work, recipe):
     # It was written in the device's own precision: on a GPU near-ties may fall the other way.
     assert behind[written].max() < (1e-3 if jax.default_backend() == "cpu" else 0.1)
     assert behind[~written].max() > 1
+
+
+def test_the_target_is_polished_on_rows_of_its_own_text(work, recipe):
+    tokens, learn = read_rows(work / "polish" / "text-0")
+    assert tokens.shape == learn.shape == (recipe.polish.sequences, recipe.polish.length)
+    low, high = recipe.polish.prompt
+    first = np.argmax(learn, axis=1)
+    assert ((low <= first) & (first <= high)).all()
+    np.testing.assert_array_equal(learn, np.arange(learn.shape[1]) >= first[:, None])
 
 
 def test_the_readme_has_the_figures_of_the_json(demo):

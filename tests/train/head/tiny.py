@@ -6,8 +6,8 @@ import json
 import numpy as np
 
 from tests.decode.tiny import TINY, random_target
-from train.data.documents import Document, Writer
-from train.data.manifest import DocumentsSettings
+from tests.train import folders
+from train.data.records import Document
 from train.head.recipe import HeadEvaluation, HeadRecipe, HeadSettings
 from train.loop.fit import Fit
 from train.loss.objectives import Objective
@@ -15,12 +15,12 @@ from train.loss.objectives import Objective
 MASK = TINY.vocab_size - 1
 RECIPE = HeadRecipe(
     Fit(
-        steps=6,
+        steps=4,
         batch=8,
         learning_rate=1e-2,
         warmup=1,
         save_every=2,
-        evaluate_every=3,
+        evaluate_every=2,
         log_every=1,
     ),
     window=16,
@@ -57,14 +57,8 @@ def write_documents(folder, vocab_size=TINY.vocab_size, count=40):
 
 
 def write(folder, documents, vocab_size):
-    count = len(documents)
-    settings = DocumentsSettings(
-        *("corpus", "tiny", vocab_size, None, (0.0,), {}, (0,), "tests", "0" * 64),
-        *(count, count // 4, 16),
-    )
-    writer = Writer(folder, settings)
-    for plan in writer.missing:
-        writer.write(plan, [documents[i] for i in plan.indices], None)
+    changes = {"vocab_size": vocab_size, "heldout": len(documents) // 4, "shard_documents": 16}
+    folders.write(folder, documents, **changes)
     return folder
 
 

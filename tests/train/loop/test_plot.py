@@ -1,7 +1,5 @@
-"""The pictures of training: they show the data, nothing overlaps, and they are whole or absent."""
+"""Pictures of training runs: they show the data, ticks do not overlap, and they are whole or absent."""
 
-import copy
-import itertools
 import json
 
 import jax.numpy as jnp
@@ -10,9 +8,10 @@ import pytest
 from matplotlib import image, pyplot
 from matplotlib.figure import Figure
 
+from tests.train.figures import assert_apart, boxes, saved_figures
 from train.loop import plot
 from train.loop.log import TrainingLog
-from train.loop.plot import plot_ablations, plot_training, smooth
+from train.loop.plot import plot_training, smooth
 
 DEPTH, STEPS = 15, 120
 
@@ -52,47 +51,13 @@ def write_log(path, change=lambda record: record):
     return path
 
 
-def pixels(picture):
-    return image.imread(picture)
-
-
-def ablations(variants=7):
-    labels = (
-        "forward KL", "hard labels", "reverse KL", "bidirectional", "causal, decaying weights",
-        "bidirectional, decaying weights", "text of the corpus",
-    )  # fmt: skip
-    return {
-        "variants": {
-            f"v{i}": {
-                "label": labels[i],
-                "tau": {"16": 2.7 - 0.21 * i, "64": 3.2 - 0.23 * i, "256": 3.6 - 0.24 * i},
-                "accepted_length": 1.9 - 0.15 * i,
-                "accuracy_by_depth": [(0.7 - 0.04 * i) * 0.85**depth for depth in range(DEPTH)],
-            }
-            for i in range(variants)
-        },
-        "device": "NVIDIA H200",
-        "budgets": [16, 64, 256],
-    }
+def size(picture):
+    return image.imread(picture).shape[:2]
 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that were saved, drawn."""
-    saved = []
-    save = plot._save
-    monkeypatch.setattr(plot, "_save", lambda figure, path: (save(figure, path), saved.append(figure)))
-    return saved
-
-
-def boxes(artists):
-    return [artist.get_window_extent() for artist in artists]
-
-
-def assert_apart(found):
-    assert len(found) > 1
-    for one, other in itertools.combinations(found, 2):
-        assert not one.overlaps(other), (one, other)
+    return saved_figures(monkeypatch, plot)
 
 
 class TestTraining:
@@ -100,57 +65,46 @@ class TestTraining:
         log = write_log(tmp_path / "log.jsonl")
         for name in ("one.png", "two.png"):
             plot_training(log, tmp_path / "new" / name, "a title")
-        assert pixels(tmp_path / "new" / "one.png").shape[:2] == (800, 1600)
+        assert size(tmp_path / "new" / "one.png") == (800, 1600)
         assert (tmp_path / "new" / "one.png").read_bytes() == (tmp_path / "new" / "two.png").read_bytes()
         assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["one.png", "two.png"]
         assert pyplot.get_fignums() == []
 
-    def test_every_series_is_drawn(self, tmp_path, figures):
-        def halve(record):
-            def half(x):
-                return (
-                    {key: y / 2 for key, y in x.items()}
-                    if isinstance(x, dict)
-                    else (np.array(x) / 2).tolist()
-                )
-
-            own = {"step", "seconds"} if record["step"] > STEPS // 2 else record.keys()
-            return {key: x if key in own else half(x) for key, x in record.items()}
-
-        for name, change in (("a", lambda record: record), ("b", halve)):
-            plot_training(write_log(tmp_path / "log.jsonl", change), tmp_path / f"{name}.png", "title")
-        differs = (pixels(tmp_path / "a.png") != pixels(tmp_path / "b.png")).any(axis=-1)
-        assert len(figures[0].axes) == 8
-        for axis, other in zip(*(figure.axes for figure in figures), strict=True):
-            box = axis.get_window_extent()
-            top, bottom = len(differs) - int(box.y1), len(differs) - int(box.y0)
-            assert differs[top:bottom, int(box.x0) : int(box.x1)].sum() > 50, axis.get_ylabel()
-            for line, changed in zip(axis.get_lines(), other.get_lines(), strict=True):
-                early, late = np.array_split(changed.get_ydata() / line.get_ydata(), 2)
-                # A smoothed curve mixes both halves where they meet; dots by depth are all of the end.
-                assert late[1:] == pytest.approx(0.5), (axis.get_ylabel(), line.get_label())
-                assert early[:-1] == pytest.approx(0.5 if "depth" in axis.get_xlabel() else 1)
-            for bar, changed in zip(axis.patches, other.patches, strict=True):
-                assert changed.get_height() == bar.get_height() / 2
-
-    def test_curves_have_the_values_of_the_log(self, tmp_path, figures):
+    def test_every_panel_has_the_values_of_the_log(self, tmp_path, figures):
         log = write_log(tmp_path / "log.jsonl")
         plot_training(log, tmp_path / "a.png", "title")
         records = [json.loads(line) for line in log.read_text().splitlines()]
-        curves = {
-            line.get_label(): line.get_xydata() for axis in figures[0].axes for line in axis.get_lines()
-        }
-        for label, values in {
-            "validation": [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r],
-            "τ, tree of 64": [(r["step"], r["tau"]["64"]) for r in records if "tau" in r],
-        }.items():
-            np.testing.assert_allclose(curves[label], values, err_msg=label)
-        means = smooth(np.array([r["accuracy_by_depth"] for r in records if "accuracy_by_depth" in r]), 2)
-        np.testing.assert_allclose(curves["8"][:, 1], means[:, 7])
-        np.testing.assert_allclose(curves["15"][:, 1], means[:, 14])
+
+        def series(key):
+            return np.array([record[key] for record in records if key in record])
+
+        def smoothed(key):
+            return smooth(series(key), 2)
+
+        steps, depths = np.arange(1, STEPS + 1), np.arange(1, DEPTH + 1)
+        looks = steps[19::20]
+        accuracy, validation = smoothed("accuracy_by_depth"), series("validation_accuracy_by_depth")
+        by_depth = [
+            curve for d in (0, 1, 3, 7, 14) for curve in ((steps, accuracy[:, d]), (looks, validation[:, d]))
+        ]
+        taus = [(looks, [tau[budget] for tau in series("tau")]) for budget in ("16", "64")]
+        small = ("learning_rate", "gradient_norm", "tokens_per_second", "memory_gib")
+        expected = [
+            [(steps, series("loss")), (steps, smoothed("loss")), (looks, series("validation_loss"))],
+            by_depth,
+            [(depths, accuracy[-1])],
+            [
+                (steps, smoothed("accepted_length")),
+                (looks, series("validation_accepted_length")),
+                *taus,
+            ],
+            *([(steps, series(key))] for key in small),
+        ]
+        for axis, curves in zip(figures[0].axes, expected, strict=True):
+            for line, curve in zip(axis.get_lines(), curves, strict=True):
+                np.testing.assert_allclose(line.get_data(), curve, err_msg=axis.get_ylabel())
         bars = [patch.get_height() for axis in figures[0].axes for patch in axis.patches]
-        last = [r for r in records if "validation_loss" in r][-1]
-        np.testing.assert_allclose(bars, last["validation_accuracy_by_depth"])
+        np.testing.assert_allclose(bars, validation[-1])
 
     def test_what_a_log_lacks_has_no_panel(self, tmp_path, figures):
         def count(*lacking):
@@ -158,19 +112,17 @@ class TestTraining:
                 return {key: x for key, x in record.items() if not any(part in key for part in lacking)}
 
             plot_training(write_log(tmp_path / "log.jsonl", without), tmp_path / "a.png", "title")
-            assert pixels(tmp_path / "a.png").shape[:2] == (800, 1600)
+            assert size(tmp_path / "a.png") == (800, 1600)
             for axis in figures[-1].axes:
                 assert axis.get_lines() or axis.patches, axis.get_ylabel()
                 texts = axis.get_legend().get_texts() if axis.get_legend() else []
                 assert not any(part in text.get_text() for text in texts for part in lacking)
             return len(figures[-1].axes)
 
-        assert count() == 8
         assert count("validation") == 8
         assert count("accuracy") == 6
         assert count("accepted", "tau") == 7
         assert count("tau") == 8
-        assert count("accuracy", "accepted", "tau", "rate") == 4
         assert count("accuracy", "accepted", "tau", "rate", "norm", "tokens", "memory") == 1
         assert count("seconds", "memory", "norm") == 6
 
@@ -180,7 +132,7 @@ class TestTraining:
         with log.open("a") as file:
             file.write('{"step": 4, "lo')  # the run is writing
         plot_training(log, tmp_path / "a.png", "title")
-        assert pixels(tmp_path / "a.png").shape[:2] == (800, 1600)
+        assert size(tmp_path / "a.png") == (800, 1600)
 
     def test_null_is_a_gap(self, tmp_path, figures):
         def spoil(record):
@@ -252,74 +204,6 @@ class TestTraining:
         with pytest.raises(OSError, match="no space"):
             plot_training(log, picture, "another title")
         assert picture.read_bytes() == before
-
-
-class TestAblations:
-    def test_the_picture_has_its_size_and_changes_with_the_data(self, tmp_path):
-        results = ablations()
-        plot_ablations(results, tmp_path / "a.png")
-        drawn = pixels(tmp_path / "a.png")
-        assert drawn.shape[:2] == (600, 1400)
-        changes = {
-            "tau": {"16": 1.0, "64": 2.0, "256": 3.0},
-            "accuracy_by_depth": [0.5] * DEPTH,
-            "label": "x",
-        }
-        for key, value in changes.items():
-            other = copy.deepcopy(results)
-            other["variants"]["v2"][key] = value
-            plot_ablations(other, tmp_path / "b.png")
-            assert (pixels(tmp_path / "b.png") != drawn).any(axis=-1).sum() > 50, key
-
-    def test_bars_have_the_lengths_and_values_of_the_results(self, tmp_path, figures):
-        results = ablations()
-        plot_ablations(results, tmp_path / "a.png")
-        left, right = figures[0].axes
-        variants = list(results["variants"].values())
-        for budget, bars in zip(results["budgets"], left.containers, strict=True):
-            lengths = [variant["tau"][str(budget)] for variant in variants]
-            np.testing.assert_allclose([bar.get_width() for bar in bars], lengths)
-            assert bars.get_label() == f"{budget} nodes"
-        taus = [variant["tau"][str(budget)] for budget in results["budgets"] for variant in variants]
-        assert [text.get_text() for text in left.texts] == [f"{tau:.2f}" for tau in taus]
-        labels = left.get_yticklabels()
-        assert [label.get_text() for label in labels] == [variant["label"] for variant in variants]
-        # The first is on top.
-        assert (np.diff([box.y0 for box in boxes(labels)]) < 0).all()
-        for line, variant in zip(right.get_lines(), variants, strict=True):
-            np.testing.assert_array_equal(line.get_ydata(), variant["accuracy_by_depth"])
-            assert line.get_label() == f"{variant['label']}: {variant['accepted_length']:.2f}"
-        looks = {(line.get_color(), line.get_linestyle()) for line in right.get_lines()}
-        assert len(looks) == len(variants)
-
-    @pytest.mark.parametrize("variants", [1, 2, 7])
-    def test_nothing_overlaps_nor_lies_outside(self, tmp_path, figures, variants):
-        plot_ablations(ablations(variants), tmp_path / "a.png")
-        figure = figures[0]
-        left, right = figure.axes
-        legends = [left.get_legend(), right.get_legend()]
-        texts = [*left.texts, *left.get_yticklabels(), left.xaxis.label, right.yaxis.label]
-        found = boxes([*texts, *legends, figure._suptitle])
-        assert_apart(found)
-        width, height = figure.bbox.size
-        assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height for box in found)
-        assert not any(legends[0].get_window_extent().overlaps(box) for box in boxes(left.patches))
-        # The legend covers no point of a curve.
-        covered = legends[1].get_window_extent()
-        for line in right.get_lines():
-            points = right.transData.transform(line.get_xydata())
-            assert not any(covered.contains(*point) for point in points)
-
-    def test_all_that_is_missing_is_listed(self, tmp_path):
-        results = ablations()
-        del results["device"]
-        del results["variants"]["v1"]["tau"]["64"]
-        del results["variants"]["v3"]["accuracy_by_depth"]
-        with pytest.raises(ValueError, match="lack device; v1: tau of 64; v3: accuracy_by_depth"):
-            plot_ablations(results, tmp_path / "a.png")
-        assert list(tmp_path.iterdir()) == []
-        with pytest.raises(ValueError, match="lack variants; budgets; device"):
-            plot_ablations({}, tmp_path / "a.png")
 
 
 class TestSmooth:

@@ -16,7 +16,7 @@ from train.loss.blocks import draft_blocks, lessons, sample_anchors
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 B, T, K = 2, 10, 4
-# The last blocks begin at the last token that has one behind it: most of their slots lie beyond the end.
+# The last blocks begin at the last token that has one after it: most of their slots lie beyond the end.
 ANCHORS = np.array([[0, 5, 5, T - 2], [5, T - 2, 5, 0]])
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (B, T)).astype(np.int32)
 
@@ -69,7 +69,7 @@ def test_a_block_gives_the_logits_of_decoding(pair, block_logits):
         np.testing.assert_allclose(trained[b, a], decoded[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_block_depends_on_nothing_behind_its_anchor_nor_on_other_blocks(pair, block_logits):
+def test_a_block_depends_on_nothing_after_its_anchor_nor_on_other_blocks(pair, block_logits):
     anchors, moved = np.array([[5, 2, 1, 1], [5, 6, 1, 1]]), np.array([[5, 4, 8, 0], [5, 1, 8, 0]])
     other = TOKENS.copy()
     other[:, 6:] = 7
