@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import new_folder, refuse_existing, write_files
-from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
 from jetspec_jax.checkpoint.reading import INDEX
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights
 from jetspec_jax.models.key_table import Key
+from jetspec_jax.models.mxfp4 import without_mxfp4
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9

@@ -34,7 +34,7 @@ class Runner:
         size: EngineSize,
         dtype: jnp.dtype,
     ):
-        """Allocates the stores; compiles hardly anything yet.
+        """Allocates the stores; rounds are compiled when they are first launched.
 
         Args:
             decoders: One for each bucket that batches may name; the last is the largest.
@@ -45,7 +45,7 @@ class Runner:
         self.decoders = {decoder.bucket: decoder for decoder in decoders}
         self.decoder = decoders[-1]
         self.weights, self.size, self.dtype = weights, size, dtype
-        # A request's first batch does not release it: so that its warm-up is whole, the program is made here.
+        # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
         # Launched and not collected: the batch, its first tokens, its records, when its rounds began.
         self._flying: tuple[Batch, list[jax.Array], RoundRecord, float | None] | None = None

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.checkpoint.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
+from jetspec_jax.models.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import Engine
-from jetspec_jax.tree import Algorithm, Plan, algorithm_names, get_algorithm
+from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.runner import Runner
+from jetspec_jax.tree import BUCKETS, Algorithm, Plan, algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import SLIDING, random_head, random_target, serve
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
 
 ORACLE = OracleProposer(SLIDING.vocab_size)
 NEW_TOKENS = 24
@@ -40,9 +39,12 @@ def plain(target):
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name):
+def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name, monkeypatch):
     """The oracle hides what follows among decoys, so that paths are deep and branch."""
-    engine = Engine(
+    # Rounds of one price: what they take here must not keep "auto" from trees.
+    costs = RoundCosts((16, 48), dict.fromkeys(BUCKETS, (1.0, 1.0)), dict.fromkeys(BUCKETS, 0.0))
+    monkeypatch.setattr(Runner, "round_costs", lambda runner: costs)
+    engine = TinyEngine(
         target,
         settings=TreeSettings(budget=16, width=3, algorithm=get_algorithm(name)),
         slots=2,

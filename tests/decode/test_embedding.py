@@ -10,8 +10,6 @@ import pytest
 import jetspec_jax as jj
 from tests.decode.tiny import TINY, random_head, random_target
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 PROMPT = [5, 9, 2, 7]
 
 
@@ -93,7 +91,7 @@ def test_a_slot_gets_what_its_request_asks_for():
     for slot in range(3):
         own = jax.tree.map(lambda leaf, slot=slot: np.asarray(leaf[slot]), (state.settings, state.slots))
         free = jax.tree.map(lambda leaf, slot=slot: leaf[slot], (before.settings, before.slots))
-        there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=0, rings=1)
+        there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=0, numbers=1)
         jax.tree.map(np.testing.assert_array_equal, own, there if slot == 1 else free)
     assert bool(state.settings.routing.reasoning[1])
 

@@ -23,12 +23,11 @@ from jetspec_jax import (
     load_target,
     logits,
 )
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import bind
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONTEXTS = (5, 6, 9, 16, 23)

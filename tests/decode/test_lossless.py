@@ -14,12 +14,21 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, Target, generate, generate_tree, logits
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.tree import accept, build_tree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, first_difference, gap_of_difference, gaps
-from tests.decode.tiny import SLIDING, random_head, random_target, serve, with_windows, word_tokenizer
+from tests.decode.tiny import (
+    SLIDING,
+    TinyEngine,
+    random_head,
+    random_target,
+    serve,
+    with_windows,
+    word_tokenizer,
+)
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 # No sequence is longer, and what attention sees of a slot is what takes the time.
 LONGEST = 128
@@ -87,9 +96,8 @@ def run_draw(seed, shape, tokenizer):
     prompts = [rng.integers(0, 64, rng.integers(1, 60)).tolist() for _ in range(members)]
     sampling = [draw_sampling(rng) for _ in range(members)]
 
-    engine = Engine(target, settings=PLAIN, capacity=LONGEST)
     free = [
-        serve(engine, [prompt], [SamplingParams(**own, max_tokens=FREE_TOKENS)])[0].token_ids
+        generate(target, [prompt], SamplingParams(**own, max_tokens=FREE_TOKENS))[0].token_ids
         for prompt, own in zip(prompts, sampling, strict=True)
     ]
     eos = (int(rng.choice(free[0])),) if rng.random() < 0.5 else ()
@@ -115,7 +123,7 @@ def run_draw(seed, shape, tokenizer):
 
 
 def run_oracle(target, prompts, params, free, settings, slots, seed):
-    engine = Engine(
+    engine = TinyEngine(
         target,
         None,
         settings,

@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, logits, tree_logits
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import engine
-from jetspec_jax.engine import size as engine_size
+from jetspec_jax.engine import memory, pages, scheduler
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import TINY, random_target, serve, with_windows
+from tests.decode.tiny import TINY, TinyEngine, random_target, serve, with_windows
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 FLOAT32 = jnp.dtype(jnp.float32)
 PAGE, CHUNK, LIMIT = 4, 16, 256
 # Nothing but itself, a page, several pages, all, and more than a slot can hold.
@@ -66,7 +67,8 @@ def test_chunks_and_a_tree_over_rings(target, ids, dense):
     @jax.jit
     def step(stores, slots, tokens, count):
         stash, rows = forward(stores, slots, Block.chain(tokens))
-        return commit(stores, stash, slots, count), slots._replace(lengths=slots.lengths + count), rows
+        stores = commit(stores, slots, stash, chain_path(*tokens.shape), count)
+        return stores, slots._replace(lengths=slots.lengths + count), rows
 
     done = np.zeros(batch, int)
     while (done < length - 8).any():
@@ -98,15 +100,15 @@ def test_tree_logits_past_the_window(target, ids, dense):
 @pytest.fixture
 def small_pages(monkeypatch):
     """Engines with pages and chunks so small that rings turn many times."""
-    for module in (engine, engine_size):
+    for module in (memory, pages):
         monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
-        monkeypatch.setattr(module, "PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", CHUNK)
 
 
 def test_trees_and_reused_slots_are_lossless(target, small_pages):
     """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""
     rng = np.random.default_rng(3)
-    made = engine.Engine(
+    made = TinyEngine(
         target,
         None,
         TreeSettings(budget=16, width=2),
@@ -115,8 +117,10 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages):
         proposer=ORACLE,
         proposer_weights=plant([[]] * 4, LIMIT),
     )
-    made.state = dataclasses.replace(made.state, stores=with_nan(made.state.stores))
-    assert {store.ring for store in made.state.stores} == {1, 2, 4, None, 44}
+    runner = made.runner
+    runner.state = dataclasses.replace(runner.state, stores=with_nan(runner.state.stores))
+    rings = [None if type(store) is PagedStore else store.ring for store in runner.state.stores]
+    assert rings == [1, 2, 4, None, 44]
     lengths = []
     for wave, members in enumerate((1, 4, 2, 3)):
         prompts = [rng.integers(0, 64, rng.integers(1, 110)).tolist() for _ in range(members)]
@@ -127,9 +131,9 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages):
         free = [dataclasses.replace(own, max_tokens=own.max_tokens + ORACLE.depth + 1) for own in params]
         truth = [generate(target, [p], own)[0].token_ids for p, own in zip(prompts, free, strict=True)]
         sequences = [[] for _ in range(4)]
-        for slot, prompt, tokens in zip(list(made._free_slots), prompts, truth, strict=False):
+        for slot, prompt, tokens in zip(list(made.scheduler._free_slots), prompts, truth, strict=False):
             sequences[slot] = prompt + tokens
-        made.weights = made.weights._replace(proposer=plant(sequences, LIMIT))
+        runner.weights = runner.weights._replace(proposer=plant(sequences, LIMIT))
         with compilations() as seen:
             outputs = serve(made, prompts, params)
         assert wave == 0 or seen == []

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import logits, tree_logits
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over, commit, empty_stores
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.families.goldens import IDS, TOLERANCE, golden_logits
@@ -61,7 +63,8 @@ def step(config, weights, stores, slots, tokens):
     model, block = bind(config, weights), Block.chain(tokens)
     output = model(tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
     count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    return commit(stores, output.stash, slots, count), model.logits(output.hidden)
+    path = chain_path(*tokens.shape)
+    return commit(stores, slots, output.stash, path, count), model.logits(output.hidden)
 
 
 def test_under_training(target):

@@ -5,10 +5,9 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.engine.engine import Engine
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import serve
+from tests.decode.tiny import TinyEngine, serve
 from tests.marks import wide
 
 NEW_TOKENS = 20
@@ -37,7 +36,7 @@ def plain(target, oracle):
         )
         for own in PARAMS
     ]
-    engine = Engine(target, settings=PLAIN, slots=4, capacity=192)
+    engine = TinyEngine(target, settings=PLAIN, slots=4, capacity=192)
     return [completion.token_ids for completion in serve(engine, PROMPTS, longer)]
 
 
@@ -56,7 +55,7 @@ def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
 def test_deep_and_branching_paths(target, oracle, plain, slots, groups):
     for group in groups:
         truth = [[*PROMPTS[i], *plain[i]] for i in group]
-        engine = Engine(
+        engine = TinyEngine(
             target,
             settings=TreeSettings(budget=32, width=3),
             slots=slots,

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from bench.common.shapes import GEMMA4_26B_A4B
+from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.stores import Slots, attend_over, empty_stores
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import abstract, bind, weights_of
 from pallas_kernels.expert_choice import pallas_triton as expert_choice

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.token_filter import api, least_kept, pallas_triton
+from pallas_kernels.token_filter.reference import _float_at, _threshold
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
 
@@ -170,6 +171,29 @@ class TestPallasTritonInterpreted(TokenFilterSuite):
     @pytest.fixture(autouse=True)
     def interpreted(self, stand_in):
         stand_in(api, partial(pallas_triton.least_kept, interpret=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_threshold_by_hand(dtype):
+    logits = jnp.asarray([[[5, 3, 3, 1]]], dtype)
+    goals = {1: 5, 2: 3, 3: 3, 4: 1, 5: -np.inf}
+    ones = partial(jnp.ones, (1, 1, 1), jnp.int32)
+    found = [float(_threshold(logits, ones, jnp.array([[goal]]))[0, 0]) for goal in goals]
+    assert found == list(goals.values())
+
+
+def test_floats_in_order():
+    ranks = jnp.array([[0x007F, 0x407F, 0x7FFF, 0x8000, 0xBF80, 0xFF80]], jnp.uint32)
+    values = _float_at(ranks, jnp.dtype(jnp.bfloat16))
+    bits = np.asarray(values).view(np.uint16)
+    assert bits[0].tolist() == [0xFF80, 0xBF80, 0x8000, 0x0000, 0x3F80, 0x7F80]
+    assert values[0].tolist() == [-np.inf, -1, -0.0, 0, 1, np.inf]
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        size = 8 * jnp.dtype(dtype).itemsize
+        ranks = np.linspace(0, 2**size - 1, 4096).astype(np.uint32)[None]
+        ordered = np.asarray(_float_at(jnp.asarray(ranks), jnp.dtype(dtype)), np.float64)[0]
+        assert (ordered[1:] >= ordered[:-1]).all()
+        assert (ordered[0], ordered[-1]) == (-np.inf, np.inf)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""The target's choice: its distribution, its filters, and where its randomness comes from."""
+"""What decoding draws: its distribution, and where its randomness comes from."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,47 +9,15 @@ from scipy import stats
 
 from jetspec_jax import SamplingParams, generate_tree, logits
 from jetspec_jax.config import Rope
-from jetspec_jax.sampling.choice import choose, perturb
-from jetspec_jax.sampling.slots import Sampling
 from tests.decode.tiny import TINY, random_head, random_target
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+from tests.marks import wide
+from tests.sampling.exact import FILTERS, batch_of, distribution, jitted_choose
 
 # So few tokens that every pair of them can be counted.
 VOCAB = 8
 LAYER = dataclasses.replace(TINY.layers[0], num_heads=2, num_kv_heads=1, head_dim=8, rope=Rope(5e5, 8))
 SMALL = dataclasses.replace(TINY, vocab_size=VOCAB, hidden_size=16, layers=(LAYER,))
 PROMPT = [1, 2, 3]
-
-jitted_choose = jax.jit(choose, static_argnames="max_depth")
-
-
-def batch_of(params):
-    return jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *map(Sampling.of, params))
-
-
-def keep(scaled, top_k, top_p, min_p):
-    """Which tokens top-k, then top-p of what is left, then min-p of what is left keep."""
-    order = np.argsort(-scaled, kind="stable")
-    kept = order[: top_k or len(scaled)]
-    probability = np.exp(scaled[kept] - scaled[kept[0]])
-    probability /= probability.sum()
-    if top_p is not None:
-        enough = int(np.searchsorted(np.cumsum(probability), top_p)) + 1
-        kept, probability = kept[:enough], probability[:enough]
-    if min_p is not None:
-        kept = kept[probability >= min_p * probability[0]]
-    mask = np.zeros(len(scaled), bool)
-    mask[kept] = True
-    return mask
-
-
-def distribution(row, params):
-    """Exact probabilities of the next token, in float64."""
-    scaled = np.asarray(row, np.float64) / params.temperature
-    scaled = np.where(keep(scaled, params.top_k, params.top_p, params.min_p), scaled, -np.inf)
-    weights = np.exp(scaled - scaled.max())
-    return weights / weights.sum()
 
 
 def chi_square(counts, expected):
@@ -65,85 +32,7 @@ def chi_square(counts, expected):
     return stats.chi2.sf(statistic, used.sum() - 1)
 
 
-FILTERS = [
-    {},
-    {"top_k": 1},
-    {"top_k": 5},
-    {"top_k": 1000},
-    {"top_p": 0.6},
-    {"top_p": 1e-6},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"top_k": 8, "top_p": 0.7},
-    {"top_p": 0.8, "min_p": 0.3},
-    {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
-]
-
-
-@pytest.fixture(scope="module")
-def noise_of():
-    """The documented noise: Gumbel, from the seed's two halves and the position."""
-
-    def noise(seed, position, vocab):
-        key = jax.random.wrap_key_data(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32))
-        return np.asarray(jax.random.gumbel(jax.random.fold_in(key, position), (vocab,)))
-
-    return noise
-
-
-def test_greedy_is_argmax():
-    rows = np.random.default_rng(0).standard_normal((3, 5, 40), np.float32)
-    depths = jnp.zeros((3, 5), jnp.int32)
-    positions = jnp.zeros(3, jnp.int32)
-    assert (jitted_choose(rows, depths, positions, Sampling.greedy(3), max_depth=0) == rows.argmax(-1)).all()
-    # A greedy slot stays greedy beside one that samples, whatever its filters say.
-    mixed = batch_of(
-        [
-            SamplingParams(),
-            SamplingParams(temperature=1.0, seed=1, top_p=0.5),
-            SamplingParams(top_k=3, min_p=0.5),
-        ]
-    )
-    got = np.asarray(jitted_choose(rows, depths, positions, mixed, max_depth=0))
-    assert (got[[0, 2]] == rows.argmax(-1)[[0, 2]]).all()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_filters_come_after_temperature_in_order(noise_of, temperature):
-    # The argmax of filtered logits plus noise, for all filters in one batch, at nodes of three depths.
-    rng = np.random.default_rng(1)
-    rows = rng.normal(0, 2, (len(FILTERS), 6, 50)).astype(np.float32)
-    depths = rng.integers(0, 3, (len(FILTERS), 6)).astype(np.int32)
-    positions = np.arange(100, 100 + len(FILTERS), dtype=np.int32)
-    params = [
-        SamplingParams(temperature=temperature, seed=seed * 2**33 + 7, **own)
-        for seed, own in enumerate(FILTERS)
-    ]
-    got = np.asarray(jitted_choose(rows, depths, positions, batch_of(params), max_depth=2))
-    for b, own in enumerate(params):
-        for n in range(6):
-            scaled = rows[b, n] / np.float32(temperature)
-            kept = keep(scaled, own.top_k, own.top_p, own.min_p)
-            noise = noise_of(own.seed, positions[b] + depths[b, n], 50)
-            assert got[b, n] == np.where(kept, scaled + noise, -np.inf).argmax(), (own, n)
-
-
-def test_nodes_at_one_position_share_their_noise():
-    row = np.random.default_rng(2).standard_normal(40).astype(np.float32)
-    rows = jnp.asarray(np.broadcast_to(row, (200, 4, 40)))
-    depths = jnp.asarray(np.broadcast_to(np.array([0, 1, 1, 0], np.int32), (200, 4)))
-    positions = jnp.zeros(200, jnp.int32)
-    sampling = batch_of([SamplingParams(temperature=1.0, seed=seed) for seed in range(200)])
-    got = np.asarray(jitted_choose(rows, depths, positions, sampling, max_depth=1))
-    assert (got[:, 0] == got[:, 3]).all()
-    assert (got[:, 1] == got[:, 2]).all()
-    assert (got[:, 0] == got[:, 1]).mean() < 0.3
-    # Depth 1 at position 0 is depth 0 at position 1: so a tree agrees with plain decoding.
-    later = np.asarray(jitted_choose(rows, depths, positions + 1, sampling, max_depth=1))
-    assert (later[:, 0] == got[:, 1]).all()
-
-
-@pytest.mark.parametrize("own", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"top_k": 6, "top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_frequencies_over_seeds(own):
     row = np.array([0.1, 1.2, -0.3, 0.9, -1.5, 0.5, -0.6, -1.0], np.float32)
     count = 4000
@@ -166,13 +55,14 @@ def models():
     return random_target(SMALL, 0, std=0.6), random_head(SMALL, 5)
 
 
-def decode(models, params, prompt=PROMPT):
-    return generate_tree(*models, [prompt] * len(params), params, budget=16, width=3)
+def decode(models, params, max_slots=8):
+    return generate_tree(*models, [PROMPT] * len(params), params, budget=16, width=3, max_slots=max_slots)
 
 
 def test_joint_distribution_of_the_first_tokens(models):
     count = 2000
-    outputs = decode(models, [SamplingParams(temperature=1.0, seed=s, max_tokens=3) for s in range(count)])
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=3) for seed in range(count)]
+    outputs = decode(models, params, max_slots=128)
     tokens = np.array([output.token_ids for output in outputs])
     # Some second and third tokens were accepted drafts, some were bonus tokens.
     accepted = np.array([output.accept_lengths[0] for output in outputs])
@@ -199,7 +89,7 @@ def test_joint_distribution_of_the_first_tokens(models):
     "own",
     [
         {"temperature": 1.0},
-        {"temperature": 0.6},
+        wide({"temperature": 0.6}),
         {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
     ],
     ids=str,
@@ -274,14 +164,3 @@ def test_without_a_seed_one_is_drawn(models):
     params = SamplingParams(temperature=100.0, max_tokens=40)
     texts = [tuple(output.token_ids) for _ in range(2) for output in decode(models, [params] * 8)]
     assert len(set(texts)) == 16
-
-
-def test_a_neighbour_that_filters_takes_nothing_from_one_that_does_not():
-    # Over a real vocabulary a float32 sum of probabilities reaches 1 long before the last token.
-    logits = 3 * jax.random.normal(jax.random.key(0), (2, 1, 50_000))
-    sampling = batch_of([SamplingParams(temperature=1.0, seed=1, top_p=p) for p in (None, 0.5)])
-    zeros = jnp.zeros((2, 1), jnp.int32)
-    noisy = perturb(logits, zeros, jnp.zeros(2, jnp.int32), sampling, max_depth=0)
-    kept = np.isfinite(np.asarray(noisy)).sum(axis=(1, 2))
-    assert kept[0] == 50_000
-    assert 0 < kept[1] < 50_000

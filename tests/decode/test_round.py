@@ -1,0 +1,150 @@
+"""The round's three functions, launched apart or together, and what its programs do to the stores."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
+from jetspec_jax.cache.attention import attend_over
+from jetspec_jax.cache.block import Block
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.models import abstract, bind, weights_of
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
+
+FLOAT32 = jnp.dtype(jnp.float32)
+CONFIG = with_windows(TINY, 6, None)
+CHUNK, PAGE, PAGES = 8, 4, 12
+# One greedy slot and one that samples; the second prompt is longer than a chunk.
+PROMPTS = [[5, 9, 2, 7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
+PARAMS = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, temperature=1.0, seed=7, top_p=0.9)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG, 3)
+
+
+@pytest.fixture(scope="module")
+def sequences(target):
+    return [
+        [*prompt, *generate(target, [prompt], own)[0].token_ids]
+        for prompt, own in zip(PROMPTS, PARAMS, strict=True)
+    ]
+
+
+class Notes(OracleProposer):
+    """An oracle that writes down what it is shown, by slot and position."""
+
+    def empty_state(self, num_pages, page_size, dtype):
+        return jnp.full((len(PROMPTS), PAGES * PAGE, 2 * CONFIG.hidden_size), jnp.nan)
+
+    def commit(self, weights, state, taps, slots, count):
+        rows = jnp.arange(taps.shape[1])[None, :]
+        at = jnp.where(rows < count[:, None], slots.lengths[:, None] + rows, state.shape[1])
+        return state.at[slots.numbers[:, None], at].set(taps, mode="drop")
+
+
+ORACLE = Notes(CONFIG.vocab_size, taps=(0, 1))
+
+
+def begin(decoder, weights):
+    """Both slots after their prompts."""
+    state = decoder.empty_state(
+        len(PROMPTS), num_pages=2 * PAGES, pages_per_slot=PAGES, page_size=PAGE, dtype=FLOAT32
+    )
+    pages = np.random.default_rng(0).permutation(2 * PAGES).astype(np.int32).reshape(2, PAGES)
+    for slot, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        settings = SlotSettings.of(
+            params, (), vocab_size=CONFIG.vocab_size, budget=decoder.bucket, depth=decoder.depth
+        )
+        state = decoder.insert(state, np.int32(slot), pages[slot], settings)
+        for start in range(0, len(prompt), CHUNK):
+            part = np.array(prompt[start : start + CHUNK], np.int32)
+            chunk = np.pad(part, (0, CHUNK - len(part))), np.int32(len(part))
+            is_last = np.bool_(start + CHUNK >= len(prompt))
+            state, _ = decoder.prefill(weights, state, np.int32(slot), *chunk, is_last)
+    return state
+
+
+def assert_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+@pytest.mark.parametrize("kind", ["plain", "plain beside a head", "head", "oracle"])
+def test_a_round_launched_apart(target, sequences, kind):
+    """Three programs give the state and the record of the one that they make together, bit for bit."""
+    head = random_head(CONFIG, 4)
+    proposer, own = {
+        "plain": (None, None),
+        "oracle": (ORACLE, plant(sequences, 64)),
+    }.get(kind, (DraftHeadProposer(head.config), head.weights))
+    bucket = 1 if kind.startswith("plain") else 16
+    decoder = TreeDecoder(CONFIG, proposer, bucket, width=3, observes=bucket > 1)
+    weights = DecodeWeights(target.weights, own)
+    together = apart = begin(decoder, weights)
+    whole, *parts = map(jax.jit, (decoder.round, decoder.propose, decoder.verify, decoder.settle))
+    deepest = 0
+    for _ in range(3):
+        together, record = whole(weights, together)
+        propose, verify, settle = parts
+        tree = propose(weights, apart).tree
+        settled = settle(weights, apart, tree, verify(weights, apart, tree))
+        apart = settled.state
+        assert_equal(settled.record, record)
+        assert_equal(apart, together)
+        assert_equal(record.counts, settled.accepted.counts)
+        deepest = max(deepest, record.counts.max())
+    assert (record.reach is None) == (bucket == 1)
+    assert deepest > 3 if kind == "oracle" else deepest >= 1
+
+
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, sequences, bucket):
+    """Of prompts, of plain rounds and of deep paths: what the target's taps are in one forward over them."""
+    decoder = TreeDecoder(CONFIG, ORACLE, bucket, width=3)
+    weights = DecodeWeights(target.weights, plant(sequences, 64))
+    state, _ = decoder.decode(weights, begin(decoder, weights), np.int32(6))
+
+    @jax.jit
+    def forward(weights, ids):
+        block = Block.chain(ids)
+        attend = attend_over(None, None, block)
+        return bind(CONFIG, weights)(ids, block.depths, attend, taps=ORACLE.taps).taps
+
+    assert (state.slots.lengths > np.array([4, 10]) + 3).all()
+    for tokens, length, shown in zip(sequences, state.slots.lengths.tolist(), state.proposer, strict=True):
+        taps = forward(target.weights, jnp.asarray([[*tokens, *[0] * 48][:48]]))[0, :length]
+        np.testing.assert_allclose(shown[:length], taps, atol=1e-4)
+        assert np.isnan(shown[length:]).all()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(
+    ("program", "bucket"), [("plain", 1), ("decode", 1), ("decode", 16), ("prefill", 16)]
+)
+def test_stores_are_written_in_place(program, bucket, slots):
+    """No compiled program copies a store: that would cost more than all else in a round."""
+    config = with_windows(TINY, None, 300)  # the window takes 20 pages of 16
+    head = head_config(config)
+    weights = DecodeWeights(weights_of(abstract(config)), weights_of(abstract(head)))
+    decoder = TreeDecoder(config, None if program == "plain" else DraftHeadProposer(head), bucket)
+    size = {"num_pages": 37, "pages_per_slot": 23, "page_size": 16, "dtype": FLOAT32}
+    state = jax.eval_shape(lambda: decoder.empty_state(slots, **size))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    if program != "prefill":
+        lowered = decoder.program.lower(decoder, weights, state, number)
+    else:
+        chunk, is_last = jax.ShapeDtypeStruct((32,), jnp.int32), jax.ShapeDtypeStruct((), bool)
+        own = config, decoder.proposer, None
+        lowered = prefill.lower(*own, weights, state, number, chunk, number, is_last)
+    text = lowered.compile().as_text()
+    heads, length = config.layers[0].num_kv_heads, config.layers[0].head_dim
+    for pages in (37, slots * 20):
+        rows = f"{pages},16,{heads},{length}|{pages * 16},{heads},{length}|{pages * 16},{heads * length}"
+        assert re.search(rf"f32\[({rows})\]", text)
+        assert re.findall(rf"= f32\[({rows})\]\S* copy(?:-start)?\(.*", text) == []
