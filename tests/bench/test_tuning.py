@@ -289,6 +289,6 @@ def test_only_what_is_right_is_timed(monkeypatch):
     monkeypatch.setattr(tuning_run, "LAYERS", 4)
     ceilings = Ceilings(reduction=1e3, copy=1e3, matmul=1e3)
     scores = tuning_run.Scorer(task, (32, 64), ceilings)([wrong, right])
-    floors = [work_of(AttentionCase(shape, 5, prefix, 1, "float32")).seconds(1e3, 1e3) for prefix in (32, 64)]
+    floors = [ceilings.seconds(work_of(AttentionCase(shape, 5, prefix, 1, "float32"))) for prefix in (32, 64)]
     assert scores == [float("inf"), pytest.approx(sum(3 / floor for floor in floors))]
     assert [int(program.arguments[0].prefix.lengths[0]) for program in timed] == [32, 64]

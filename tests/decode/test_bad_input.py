@@ -7,9 +7,11 @@ import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.planning import check_request, plan_engine
+from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import (
     TINY,
+    TinyEngine,
     finish,
     head_config,
     random_head,
@@ -18,8 +20,6 @@ from tests.decode.tiny import (
     with_windows,
     word_tokenizer,
 )
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 CONFIG = with_windows(TINY, None)
 LIMIT = CONFIG.max_position_embeddings
@@ -103,17 +103,15 @@ def test_requests(target, head, prompt, params, message):
         generate(target, prompts, sampling)
     with pytest.raises(ValueError, match=message):
         generate_tree(target, head, prompts, sampling, budget=16)
-    engine = Engine(target, head, TreeSettings(budget=16))
     with pytest.raises(ValueError, match=message):
-        engine.submit(prompts[-1], sampling[-1])
-    assert not engine.busy
+        trace_rounds(target, head, prompts[-1], sampling[-1], TreeSettings(budget=16))
+    assert target.keeper.engine is None
 
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_requests_of_an_llm(target, head):
     with_tokenizer = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
     llm = LLM(with_tokenizer, head, budget=16)
-    engine = llm._engine
     for prompt, message in (([], "empty"), ([64], "token id 64"), ([1] * LIMIT, "limit")):
         with pytest.raises(ValueError, match=message):
             llm.generate([GOOD, prompt], SHORT)
@@ -123,8 +121,7 @@ def test_requests_of_an_llm(target, head):
         llm.generate([GOOD], [SHORT] * 2)
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat([{"role": "user", "content": "ab"}])
-    assert llm._engine is engine
-    assert not engine.busy
+    assert llm.target.keeper.engine is None
 
     without = LLM(target, head, budget=16)
     for call in (without.generate, without.stream):
@@ -136,9 +133,15 @@ def test_requests_of_an_llm(target, head):
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_slot_of_less_than_the_context(target):
-    engine = Engine(target, capacity=64)
-    with pytest.raises(ValueError, match="make 65, beyond the context limit of 64"):
-        engine.submit(GOOD, SamplingParams(max_tokens=62))
+    params, message = SamplingParams(max_tokens=62), "make 65, beyond the context limit of 64"
+    check_request(target, GOOD, params, capacity=65)
+    with pytest.raises(ValueError, match=message):
+        check_request(target, GOOD, params, capacity=64)
+    with pytest.raises(ValueError, match=message):
+        LLM(target, capacity=64).generate([GOOD], params)
+    for capacity in (0, LIMIT + 1):
+        with pytest.raises(ValueError, match=rf"capacity must lie in 1\.\.{LIMIT}"):
+            LLM(target, capacity=capacity)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -175,7 +178,7 @@ def test_tree_settings(target, head, settings, message):
     with pytest.raises(ValueError, match=message):
         LLM(target, head, **settings)
     with pytest.raises(ValueError, match=message):
-        Engine(target, head, TreeSettings(**settings))
+        plan_engine(target.config, head.config, TreeSettings(**settings), target.dtype)
 
 
 def misfit(**changes):
@@ -214,14 +217,14 @@ def test_all_that_does_not_fit_is_said_at_once(target):
 
 
 def test_an_engine_goes_on_after_an_error(target):
-    engine = Engine(target)
+    engine = TinyEngine(target)
     good = engine.submit(GOOD, SamplingParams(max_tokens=30))
     engine.step(2)
     for prompt in ([], [64], [1] * LIMIT):
         with pytest.raises(ValueError, match=r"empty|token id|limit"):
             engine.submit(prompt, SHORT)
     finish(engine)
-    assert engine.pool.num_free == engine.pool.num_pages
-    expected = good.output.completion()
-    assert len(expected.token_ids) == 30
-    assert serve(engine, [GOOD], [SamplingParams(max_tokens=30)]) == [expected]
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
+    assert len(good.tokens) == 30
+    [again] = serve(engine, [GOOD], [SamplingParams(max_tokens=30)])
+    assert again.token_ids == good.tokens

@@ -9,8 +9,6 @@ from jetspec_jax import LLM, SamplingParams, generate, generate_tree
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CONFIG = with_windows(TINY, None)
 
 
@@ -49,10 +47,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
             return generate(target, prompts, params)
         return generate_tree(target, head, prompts, params, budget=budget, width=3, depth=depth)
 
-    with compilations() as warm_up:
-        run([[1]] * 8, SamplingParams(max_tokens=2), target, budget)
-    assert warm_up, "the listener hears nothing"
-
+    run([[1]] * 8, SamplingParams(max_tokens=2), target, budget)
     prompts, params = mixed_requests(50)
     with compilations() as after:
         outputs = run(prompts, params, dataclasses.replace(target, eos_token_ids=(5, 6)), budget)
@@ -66,9 +61,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
 def test_streams_and_texts_share_their_programs(target, head):
     llm = LLM(target, head, budget=16, width=3)
     prompts, params = mixed_requests(12)
-    with compilations() as warm_up:
-        llm.generate([[1]], SamplingParams(max_tokens=2))
-    assert len(warm_up) >= 2
+    llm.generate([[1]], SamplingParams(max_tokens=2))
     with compilations() as after:
         for prompt, own in zip(prompts, params, strict=True):
             text = "".join(llm.stream(prompt, own))

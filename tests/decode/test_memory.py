@@ -11,24 +11,33 @@ from jetspec_jax import (
     LLM,
     DeviceMemoryError,
     SamplingParams,
-    TreeDecoder,
     generate,
     load_draft_head,
     load_target,
 )
 from jetspec_jax.checkpoint import loading as checkpoint
-from jetspec_jax.decode.settings import TreeSettings, decoders_of, make_decoder
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.device.memory import array_bytes, weight_bytes
-from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.size import EngineSize, check_engine_memory, workspace_bytes
-from tests.decode.tiny import TINY, head_config, random_head, random_target, with_mlp, with_windows
+from jetspec_jax.engine import runner
+from jetspec_jax.engine.memory import check_engine_memory, empty_state, workspace_bytes
+from jetspec_jax.engine.size import EngineSize
+from tests.decode.tiny import (
+    TINY,
+    TinyEngine,
+    head_config,
+    random_head,
+    random_target,
+    with_mlp,
+    with_windows,
+)
 
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
-PARTS = ("stores of", "taps for the draft head", "workspace for", "margin")
+PARTS = ("stores of", "workspace for", "margin")
 
 
 @pytest.fixture
@@ -77,33 +86,19 @@ def decoder_for(config, budget):
 
 
 def test_stores_are_counted_as_they_are_allocated():
-    target, head = random_target(TINY, 0), random_head(TINY, 0)
-    engine = Engine(target, head, TreeSettings(16), slots=3, capacity=130)
-    parts = needs(engine.decoder, engine.size)
-    taps = array_bytes(engine.state.unseen)
-    assert parts["taps for the draft head"] == taps
-    assert parts["stores of 3 x 130 tokens"] == array_bytes(engine.state) - taps
-    tokens = 3 * 3 * 64  # whole pages
+    engine = TinyEngine(random_target(TINY, 0), random_head(TINY, 0), TreeSettings(16), slots=3, capacity=130)
+    state, size = engine.runner.state, engine.plan.size
+    parts = needs(engine.plan.decoder, size)
+    stores, tokens = "stores of 3 x 130 tokens", 3 * 3 * 64  # whole pages
+    assert parts[stores] == array_bytes(state)
     row = TINY.layers[0].kv_size * 4
-    assert array_bytes((engine.state.stores, engine.state.proposer)) == tokens * row * (TINY.num_layers + 1)
-    stores, taps, workspace = (
-        "stores of 3 x 130 tokens",
-        "taps for the draft head",
-        "workspace for 3 x 16 nodes",
-    )
-    assert list(parts) == [stores, taps, workspace, "margin"]
-    assert list(needs(decoder_for(TINY, 1), engine.size)) == [stores, "workspace for 3 x 1 nodes", "margin"]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "slots", "rows"), [("accum_logp", 3, 128), ("auto", 3, 1408), ("auto", 20, 256)]
-)
-def test_taps_wait_in_the_state(algorithm, slots, rows):
-    """A chunk's, or with "auto" about 4096 of all slots, and a dispatch's of each."""
-    target, head = random_target(TINY, 0), random_head(TINY, 0)
-    engine = Engine(target, head, TreeSettings(16, algorithm=algorithm), slots=slots, capacity=130)
-    assert engine.state.unseen.shape == (slots, rows, 2 * TINY.hidden_size)  # two layers are tapped
-    assert Engine(target, slots=3, capacity=130).state.unseen is None
+    assert array_bytes((state.stores, state.proposer)) == tokens * row * (TINY.num_layers + 1)
+    assert sum(store.num_bytes for store in state.stores) == tokens * row * TINY.num_layers
+    assert list(parts) == [stores, "workspace for 3 x 16 nodes", "margin"]
+    # Plain decoding has no head's context.
+    plain = needs(decoder_for(TINY, 1), size)
+    assert list(plain) == [stores, "workspace for 3 x 1 nodes", "margin"]
+    assert parts[stores] - plain[stores] == tokens * row
 
 
 def test_weights_are_counted_as_they_are_loaded():
@@ -127,7 +122,7 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     weights = jax.eval_shape(
         lambda: DecodeWeights(random_target(config, 0).weights, random_head(config, 0).weights)
     )
-    state = jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32))
+    state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
     estimate = workspace_bytes(decoder, size, FLOAT32)
@@ -136,36 +131,21 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
 
 
-def test_the_workspace_covers_plain_rounds_that_are_shown_later(monkeypatch):
-    monkeypatch.setattr("jetspec_jax.engine.size.UNSEEN_ROWS", 4 * 4096)
-    config = dataclasses.replace(TINY, hidden_size=256)
-    settings = TreeSettings(16, width=3, algorithm="auto")
-    decoder = make_decoder(config, head_config(config), settings, implementation="xla")
-    size = EngineSize.of(config, 8, 64)
-    weights = jax.eval_shape(lambda: DecodeWeights(random_target(config, 0).weights))
-    state = dataclasses.replace(jax.eval_shape(lambda: size.empty_state(decoder, FLOAT32)), proposer=None)
-    plain = decoders_of(decoder)[0]
-    rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    plan = plain.program.lower(plain, weights, state, rounds).compile().memory_analysis()
-    assert plan.temp_size_in_bytes <= workspace_bytes(decoder, size, FLOAT32)
-    # What waits for the head is written in place.
-    assert plan.temp_size_in_bytes < array_bytes(state.unseen)
-    assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.unseen))
-
-
 def test_an_engine_that_does_not_fit_is_refused(device):
     target, head = random_target(TINY, 0), random_head(TINY, 0)
     decoder, size = decoder_for(TINY, 64), EngineSize.of(TINY, 4, 256)
     enough = total(decoder, size)
     device(enough - 1)
+
+    def make():
+        TinyEngine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
+
     with pytest.raises(DeviceMemoryError, match=r"too little memory on .* needed, .* free") as info:
-        Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
-    lines = str(info.value).splitlines()
-    assert_lists(lines[1:5], PARTS)
-    device(enough)
-    Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
-    device(None)
-    Engine(target, head, TreeSettings(64, width=3), slots=4, capacity=256, implementation="xla")
+        make()
+    assert_lists(str(info.value).splitlines()[1:4], PARTS)
+    for free in (enough, None):
+        device(free)
+        make()
 
 
 def test_what_the_error_recommends_fits(device):
@@ -202,14 +182,14 @@ def test_weights_that_do_not_fit_are_not_read(device):
 
 @pytest.mark.usefixtures("nothing_is_read")
 def test_an_llm_counts_all_before_it_reads_anything(device):
-    target, head = weight_config(DEMO_TARGET), weight_config(DEMO_DRAFT_HEAD)
+    target, head = Source(DEMO_TARGET).target_config, Source(DEMO_DRAFT_HEAD).head_config
     decoder = make_decoder(target, head, TreeSettings(64))
     weights = {"t": weight_bytes(target, FLOAT32), "h": weight_bytes(head, FLOAT32)}
     enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda: weights)
     device(enough - 1)
     with pytest.raises(DeviceMemoryError) as info:
         LLM(budget=64, dtype="float32")
-    listed = str(info.value).splitlines()[1:7]
+    listed = str(info.value).splitlines()[1:6]
     assert_lists(listed, ("weights of the target", "weights of the draft head", *PARTS))
     assert re.search("would fit: budget 32, capacity 512, dtype bfloat16", str(info.value))
     device(enough)
@@ -217,67 +197,38 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
         LLM(budget=64, dtype="float32")
 
 
-def weight_config(folder):
-    read = checkpoint.read_target_config if folder == DEMO_TARGET else checkpoint.read_draft_head_config
-    return read(folder)
-
-
 @pytest.fixture
 def llm():
-    return LLM(random_target(TINY, 0), random_head(TINY, 0), budget=16, width=3)
+    return LLM(random_target(TINY, 0))
 
 
-def test_an_llm_that_cannot_grow_stays_as_it_is(device, llm):
+def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
     alone = [llm.generate([[i, 1]], SHORT)[0] for i in (1, 2)]
-    engine = llm._engine
-    device(array_bytes(engine.state))
+    decoder = llm.target.keeper.engine.plan.decoder
+    enough = total(decoder, EngineSize.of(TINY, 1, 256))
+    device(enough)
     with pytest.raises(DeviceMemoryError, match="stores of 2 x 256 tokens"):
         llm.generate([[1, 1], [2, 1]], SHORT)
-    device(0)  # nothing has to be allocated for one prompt
+    # What there was is gone, so that both never are at one time: it is made anew.
     assert llm.generate([[2, 1]], SHORT) == alone[1:]
-    assert llm._engine is engine
-    # The old stores are given back before the new ones are made.
-    larger = EngineSize.of(TINY, 2, 256)
-    device(total(engine.decoder, larger) - array_bytes(engine.state))
+    device(0)  # and kept: nothing has to be allocated
+    assert llm.generate([[2, 1]], SHORT) == alone[1:]
+    device(total(decoder, EngineSize.of(TINY, 2, 256)))
     assert llm.generate([[1, 1], [2, 1]], SHORT) == alone
 
 
-def test_an_allocation_that_fails_leaves_the_engine_as_it_was(llm, monkeypatch):
+def test_after_an_allocation_that_fails_smaller_ones_work(llm, monkeypatch):
     expected = llm.generate([[1, 1]], SHORT)
-    real = EngineSize.empty_state
 
-    def out_of_memory(size, *arguments):
+    def out_of_memory(decoder, size, dtype):
         if size.slots > 1:
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return real(size, *arguments)
+        return empty_state(decoder, size, dtype)
 
-    monkeypatch.setattr(EngineSize, "empty_state", out_of_memory)
+    monkeypatch.setattr(runner, "empty_state", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         llm.generate([[1, 1], [2, 1]], SHORT)
     assert llm.generate([[1, 1]], SHORT) == expected
-
-
-def test_a_busy_engine_keeps_its_size(llm):
-    engine = llm._engine
-    engine.submit([1, 2], SHORT)
-    with pytest.raises(RuntimeError, match="in use"):
-        engine.resize(2, 256)
-    assert engine.size.slots == 1
-
-
-def test_what_failed_is_not_served_later(llm, monkeypatch):
-    expected = llm.generate([[1, 1]], SHORT)
-    with monkeypatch.context() as patch:
-        patch.setattr(TreeDecoder, "decode", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[2, 2]], SamplingParams(max_tokens=100))
-    assert not llm._engine.busy
-    assert llm.generate([[1, 1]], SHORT) == expected
-    assert llm._engine.pool.num_free == llm._engine.pool.num_pages
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
 
 
 def test_generate_refuses_before_it_begins(device):

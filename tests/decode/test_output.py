@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.request import Request
 
 EOS = 0
 
@@ -51,13 +53,21 @@ streams = st.lists(st.one_of(tokens_of_text, tokens_of_text, broken), max_size=6
 )
 
 
-def feed(output, tokens, chunk):
-    """Adds tokens in rounds; every text that a stream would have shown."""
-    seen = []
-    for start in range(0, len(tokens), chunk):
-        output.add_round(tokens[start : start + chunk], 16)
-        seen.append(output.settled_text)
-    return seen
+def output_of(params, tokenizer, stop_ids=(EOS,)):
+    return Output(Request(np.zeros(1, np.int32), params, frozenset(stop_ids)), tokenizer)
+
+
+def feed(output, tokens, chunk, looks=1):
+    """Takes a first token, then rounds; every text that a stream would have shown that looks so often."""
+    seen, request = [], output.request
+    request.take(tokens[:1])
+    for start in range(1, len(tokens), chunk):
+        if start // chunk % looks == 0:
+            output.update()
+            seen.append(output.settled_text)
+        request.take_round(tokens[start : start + chunk], 16)
+    output.update()
+    return [*seen, output.settled_text]
 
 
 def check_stream(output, seen):
@@ -75,7 +85,7 @@ def is_exact(tokenizer, whole):
 @settings(max_examples=150)
 @given(tokens=streams.filter(len), chunk=st.integers(1, 9))
 def test_text_is_the_whole_decoded(tokenizer, tokens, chunk):
-    output = Output(SamplingParams(max_tokens=len(tokens)), {EOS}, tokenizer())
+    output = output_of(SamplingParams(max_tokens=len(tokens)), tokenizer())
     seen = feed(output, tokens, chunk)
     assert output.finish_reason == "length"
     assert output.token_ids == tokens
@@ -91,18 +101,21 @@ def test_text_is_the_whole_decoded(tokenizer, tokens, chunk):
     tokens=streams,
     more=streams,
     chunk=st.integers(1, 9),
+    looks=st.integers(1, 3),
     stop=st.lists(st.text("ab é€\n", min_size=1), max_size=2),
 )
-def test_ends(tokenizer, tokens, more, chunk, stop):
+def test_ends(tokenizer, tokens, more, chunk, looks, stop):
+    """Also where the request goes on after a stop string, of which it knows nothing."""
     tokens = [*tokens, EOS, *more]
-    output = Output(SamplingParams(max_tokens=1000, stop=stop), {EOS}, tokenizer())
-    seen = feed(output, tokens, chunk)
+    output = output_of(SamplingParams(max_tokens=1000, stop=stop), tokenizer())
+    seen = feed(output, tokens, chunk, looks)
     assert output.finish_reason == "stop"
     assert not any(text in output.text for text in stop)
     check_stream(output, seen)
     length = len(output.token_ids)
     assert output.token_ids == tokens[:length]
-    assert len(output.accept_lengths) == -(-length // chunk)
+    completion = output.completion()
+    assert len(completion.accept_lengths) == len(completion.tree_sizes) == -(-(length - 1) // chunk)
     whole = tokenizer().decode(tokens[:length], skip_special_tokens=True)
     if not is_exact(tokenizer, whole):
         return
@@ -113,11 +126,12 @@ def test_ends(tokenizer, tokens, more, chunk, stop):
         assert any(whole[len(output.text) :].startswith(text) for text in stop)
 
 
-def test_nothing_is_added_behind_the_end():
-    output = Output(SamplingParams(max_tokens=3), set(), None)
-    output.add_tokens([5])
-    output.add_round([6, 7, 8, 9], 16)
-    output.add_round([1], 16)
+def test_nothing_is_added_after_the_end():
+    output = output_of(SamplingParams(max_tokens=3), None, ())
+    output.request.take([5])
+    output.request.take_round([6, 7, 8, 9], 16)
+    output.request.take_round([1], 16)
+    output.update()
     completion = output.completion()
     assert completion.token_ids == [5, 6, 7]
     assert completion.accept_lengths == [4]
@@ -126,13 +140,14 @@ def test_nothing_is_added_behind_the_end():
 
 
 def test_a_tail_that_may_become_a_stop_string_is_held_back():
-    output = Output(SamplingParams(stop=("abc", "b\n\n")), {EOS}, byte_level())
-    shown = []
-    for byte in b"xab\nabx":
-        output.add_tokens([byte + 1])
-        shown.append(output.settled_text)
+    output = output_of(SamplingParams(stop=("abc", "b\n\n")), byte_level())
+
+    def take(*tokens):
+        output.request.take(tokens)
+        output.update()
+        return output.settled_text
+
+    shown = [take(byte + 1) for byte in b"xab\nabx"]
     assert shown == ["x", "x", "x", "xa", "xab\n", "xab\n", "xab\nabx"]
-    output.add_tokens([byte + 1 for byte in b"ab"])
-    assert output.settled_text == "xab\nabx"
-    output.add_tokens([EOS])
-    assert output.settled_text == "xab\nabxab"
+    assert take(*(byte + 1 for byte in b"ab")) == "xab\nabx"
+    assert take(EOS) == "xab\nabxab"

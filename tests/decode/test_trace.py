@@ -11,8 +11,6 @@ from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CONFIG = with_windows(TINY, None)
 ORACLE = OracleProposer(CONFIG.vocab_size)
 SETTINGS = TreeSettings(budget=16, width=3)
@@ -154,15 +152,25 @@ def test_a_bad_request_is_refused_at_the_call(target, head):
         trace_rounds(target, head, PROMPT, GREEDY, TreeSettings(budget=16, width=99))
 
 
-def test_an_abandoned_trace_gives_its_stores_back(target, head):
+def test_an_abandoned_trace_holds_nothing(target, head):
     def bytes_held():
         return sum(array.nbytes for array in jax.live_arrays())
 
+    target.keeper.engine = None
     before = bytes_held()
     rounds = trace_rounds(target, head, PROMPT, GREEDY, SETTINGS)
-    next(rounds)
-    assert rounds.completion is None
     assert bytes_held() > before
     rounds.close()
-    assert bytes_held() == before
     assert list(rounds) == []
+    assert bytes_held() == before
+
+    rounds = trace_rounds(target, head, PROMPT, GREEDY, SETTINGS)
+    next(rounds)
+    assert target.keeper.engine is rounds.completion is None
+    rounds.close()
+    assert list(rounds) == []
+    # Once it has begun, its engine is the target's for whoever comes next.
+    engine = target.keeper.engine
+    assert not engine.busy
+    assert len(list(trace_rounds(target, head, PROMPT, GREEDY, SETTINGS))) > 1
+    assert target.keeper.engine is engine

@@ -63,8 +63,8 @@ def step(config, weights, stores, slots, tokens):
     model, block = bind(config, weights), Block.chain(tokens)
     output = model(tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
     count = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    stores = commit(stores, slots, output.stash, chain_path(*tokens.shape), count)
-    return stores, model.logits(output.hidden)
+    path = chain_path(*tokens.shape)
+    return commit(stores, slots, output.stash, path, count), model.logits(output.hidden)
 
 
 def test_under_training(target):
