@@ -7,6 +7,8 @@ from jetspec_jax import SamplingParams, logits
 from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, choice_gap, first_divergence
 from tests.decode.tiny import TINY, random_target
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 PROMPT = [3, 1, 4]
 
 
