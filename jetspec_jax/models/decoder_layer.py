@@ -76,7 +76,7 @@ class SandwichLayer(DecoderLayer):
 
     def feed(
         self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
-    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"]]:
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
         """As in `DecoderLayer`, with norms of what both blocks add."""
         normed, x = self.pre_feedforward_layernorm.after(x, self.post_attention_layernorm(attended))
         return x, self.post_feedforward_layernorm(self.feed_forward(normed, x))

@@ -112,6 +112,7 @@ class Gemma4Layer(SandwichLayer):
     ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
         """As in `SandwichLayer`; then the whole stream is scaled, so nothing is left to add."""
         x, delta = super().feed(x, attended)
+        assert delta is not None, "a sandwich layer leaves what its last block adds"
         return (x + delta) * self.layer_scalar[...].astype(x.dtype)[0], None
 
     def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
