@@ -236,14 +236,10 @@ class Chain(Algorithm):
 
 @register_algorithm("top_nodes")
 @dataclass(frozen=True)
-class TopNodes(Algorithm):
-    """The most probable nodes that the budget holds: the optimum for the given scores."""
+class TopNodes(AccumLogp):
+    """The most probable nodes that the budget holds, child by child: the optimum for the given scores."""
 
     one_by_one: ClassVar[bool] = True
-
-    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Full width at every depth, child by child."""
-        return Plan(_full(candidates))
 
 
 def _full(candidates: Candidates) -> Int32[Array, "B D"]:
