@@ -118,19 +118,6 @@ def read_headers(folder: Path) -> Headers:
         return _open(folder, stack)[1]
 
 
-def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
-    """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
-
-    They are what the family's module skips, the second copy of a tied embedding, and the rotary buffers of
-    older exporters. Nothing is read, so of a second copy only the shape is known to be right.
-
-    Raises:
-        ValueError: As for `read_weights`.
-        FileNotFoundError: There are no weights.
-    """
-    return read_headers(folder).plan(config).unused
-
-
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds safetensors, and all that its index names."""
     try:

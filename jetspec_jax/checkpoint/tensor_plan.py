@@ -72,7 +72,7 @@ class TensorPlan(NamedTuple):
 
     Attributes:
         sources: All parameters.
-        unused: Names of the tensors that are known to be of no use here, by what they are.
+        unused: Names of the tensors that are known to be of no use here, by what they are ("vision tower").
         copies: Those of them that have to hold what another tensor holds, each with its name: a head that is
             stored beside the embedding that it is tied to. Their shapes are known to be equal.
     """
