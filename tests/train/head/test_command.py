@@ -4,18 +4,12 @@ import json
 import shutil
 
 import pytest
-from flax import nnx
 
 from jetspec_jax import load_draft_head, load_target
-from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config import parse_model_config
-from jetspec_jax.demo import DEMO_TARGET
-from jetspec_jax.models import build, weights_of
-from tests.decode.tiny import TINY
+from tests.train.folders import write_target
 from train.__main__ import main
 from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
-from train.head.config import decoder_json
 
 RECIPE = """
 window = 16
@@ -51,10 +45,7 @@ width = 2
 def folder(tmp_path_factory):
     """A random target with the demo's tokenizer and chat template, prompts, and a recipe."""
     folder = tmp_path_factory.mktemp("commands")
-    raw = {**decoder_json(TINY, 2, TINY.layers[0].mlp_size), "vocab_size": 4096, "eos_token_id": 0}
-    files = {name: (DEMO_TARGET / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
-    weights = weights_of(build(parse_model_config(raw), rngs=nnx.Rngs(0)))
-    save_checkpoint(folder / "target", raw, weights, extra_files=files)
+    write_target(folder / "target")
     lines = [{"messages": [{"role": "user", "content": f"print {i}"}]} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "tiny.toml").write_text(RECIPE)

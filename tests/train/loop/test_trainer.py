@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import wide
 from tests.train.head.tiny import losses, records
 from train.loop.checkpoints import CheckpointError, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
@@ -261,7 +262,7 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("best", [False, True], ids=["state", "best"])
+@pytest.mark.parametrize("best", [False, wide(True)], ids=["state", "best"])
 def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_once_there_is_room(
     tmp_path, monkeypatch, best
 ):
