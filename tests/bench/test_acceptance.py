@@ -30,8 +30,6 @@ from jetspec_jax.tree.routing import CLASSES
 from tests.bench.conftest import text_prompt
 from tests.decode.tiny import TINY
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # The same in all tests, so that they share the programs that decode.
 SETTINGS = ["--budget", "16", "--width", "3", "--implementation", "xla"]
 PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 1.0)]

@@ -28,8 +28,6 @@ from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.serving import complete
 from tests.bench.conftest import random_workloads, text_prompt
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1", "--batch", "2"]
 BOTH = ["--temperatures", "0", "1", "--ignore-config-key", "zoom"]
 METHODS = ["plain", "chain", "accum_logp 16"]

@@ -21,8 +21,6 @@ from jetspec_jax.inspect.exactness import TIE_GAP
 from tests.bench.conftest import random_workloads, text_prompt
 from tests.decode.tiny import TINY, random_head, random_target
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = ["--num-prompts", "2", "--max-tokens", "8", "--budgets", "16", "--batch", "2"]
 
 

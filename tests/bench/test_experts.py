@@ -22,8 +22,6 @@ from pallas_kernels.expert_choice import reference as choice_reference
 from pallas_kernels.expert_mlp import api, pallas_triton, reference
 from pallas_kernels.expert_mlp.shapes import Shape
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 PLAIN = Shape("plain", 8, 32, 24, Routing(2), tokens=(1, 4))
 OSS = Shape("oss", 4, 32, 16, Routing(2), Activation.gpt_oss(), biases=True, tokens=(3,))
 

@@ -22,8 +22,6 @@ from pallas_kernels.tree_attention import PagedPrefix, api, reference
 from pallas_kernels.tree_attention.reference import unpack_mask
 from pallas_kernels.tree_attention.shapes import Shape
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 PLAIN = Shape("plain", heads=4, kv_heads=2, head_size=16, page=16, rows=(1,), prefixes=(32, 64))
 WINDOWED = replace(PLAIN, name="windowed", window=8, sinks=True, rows=(16,), prefixes=(32,))
 

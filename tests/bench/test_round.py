@@ -27,8 +27,6 @@ from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import algorithm_names
 from pallas_kernels.tree_attention import implementations
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TINY = SHAPES["tiny"]
 FLOAT32 = jnp.dtype(jnp.float32)
 SETUP = Setup(

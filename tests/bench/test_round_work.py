@@ -16,8 +16,6 @@ from jetspec_jax.decode.state import DecodeWeights
 from pallas_kernels.expert_choice import Routing
 from tests.decode.tiny import TINY, head_config, with_windows
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = SHAPES["tiny"]
 DENSE = TINY.layers[0]
 ROUTED = dataclasses.replace(DENSE, mlp_size=0, experts=Experts(16, 24, Routing(3)))

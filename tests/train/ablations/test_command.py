@@ -18,8 +18,6 @@ from train.demo.target import target_json, write_target
 from train.demo.tokenizer import Tokenizer
 from train.loop.stages import Deadline, OutOfTime
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CHOSEN = ("bidirectional", "corpus")
 TAUS = {
     "forward_kl": {"16": 2.0, "64": 3.0},
@@ -63,7 +61,7 @@ class TestJudge:
 
 
 @pytest.fixture(scope="module")
-def pair(quick_compiles, recipe, corpus, tmp_path_factory):
+def pair(recipe, corpus, tmp_path_factory):
     """A random target of the tiny recipe, with its tokenizer."""
     folder = tmp_path_factory.mktemp("target") / "target"
     texts = read_corpus(corpus, CorpusManifest.read(recipe.manifest_path())).values()

@@ -22,8 +22,6 @@ from train.data.records import Document
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
 from train.loop.stages import Deadline, OutOfTime
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 COUNT = 11
 EOS = 5
 

@@ -21,7 +21,7 @@ from train.loop.stages import OutOfTime
 
 
 @pytest.fixture(scope="module")
-def work(quick_compiles, recipe, corpus, tmp_path_factory):
+def work(recipe, corpus, tmp_path_factory):
     """The work folder of a finished run of the tiny recipe."""
     folder = tmp_path_factory.mktemp("work")
     make_pair(recipe, folder, corpus)

@@ -17,8 +17,6 @@ from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
 from train.head.config import decoder_json
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 RECIPE = """
 window = 16
 dtype = "float32"

@@ -15,8 +15,6 @@ from tests.train.head.tiny import MASK
 from train.head.recipe import HeadSettings
 from train.head.start import begin_head
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SHAPE = HeadSettings(layers=2, block_size=4, taps=(0, 1), mask_token=MASK)
 
 

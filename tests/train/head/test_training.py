@@ -20,8 +20,6 @@ from train.head.evaluation import prompt_of
 from train.head.training import train_head
 from train.loop.stages import Deadline
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 BUDGET, NEW_TOKENS = 16, 24
 LINES = [
     "def read_lines(path",

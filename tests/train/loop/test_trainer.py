@@ -22,8 +22,6 @@ from train.loop.stages import Deadline, OutOfTime, claim
 from train.loop.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
 from train.loss.objectives import Mean
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 FIT = Fit(steps=24, batch=4, learning_rate=1e-1, warmup=4, save_every=5, evaluate_every=6, log_every=4)
 GOAL = jnp.arange(6.0).reshape(3, 2)
 

@@ -13,8 +13,6 @@ from tests.decode.tiny import TINY, random_head, random_target
 from train.loss.attention import block_mask, causal_attend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, T, K = 2, 10, 4
 # The last blocks begin at the last token that has one after it: most of their slots lie beyond the end.
 ANCHORS = np.array([[0, 5, 5, T - 2], [5, T - 2, 5, 0]])

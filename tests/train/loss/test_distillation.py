@@ -16,8 +16,6 @@ from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import Objective
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, T, K, ANCHORS = 4, 12, 4, 5
 FLOAT32 = jnp.dtype(jnp.float32)
 

@@ -13,8 +13,6 @@ from tests.decode.tiny import TINY, random_head, random_target
 from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CAP = 3.0
 IDS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 9)).astype(np.int32)
 
