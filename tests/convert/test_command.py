@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ import sys
 
 import convert.__main__
 
-# No file can grow beyond this, which a program meets as it meets a full disk: a write fails.
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-sys.exit(convert.__main__.main(sys.argv[2:]))
+for limit, folder, destination in json.loads(sys.argv[1]):
+    # No file can grow beyond this, which a program meets as it meets a full disk: a write fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    print(convert.__main__.main([folder, destination]))
 """
 
 
@@ -32,30 +34,30 @@ def run(capsys, *arguments):
     return code, printed.out, printed.err
 
 
+def refused(capsys, complaint, *arguments):
+    """The words of a run that ends with an error, ``complaint`` among them."""
+    code, _, error = run(capsys, *arguments)
+    assert code == 2
+    assert complaint in error
+    return error
+
+
 class TestErrors:
     def test_an_existing_destination(self, tmp_path, source, capsys):
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "notes").write_text("keep")
-        code, _, error = run(capsys, source, tmp_path / "mine")
-        assert code == 2
-        assert error.startswith("convert: ")
-        assert "mine exists" in error
+        assert refused(capsys, "mine exists", source, tmp_path / "mine").startswith("convert: ")
         assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
 
-    @pytest.mark.parametrize("place", ["nowhere", "/nowhere/at/all", "a b/c"])
-    def test_an_unknown_source(self, tmp_path, capsys, place):
-        code, _, error = run(capsys, place, tmp_path / "new")
-        assert code == 2
-        assert f"convert: {place} is neither a folder nor a hub id" in error
+    def test_an_unknown_source(self, tmp_path, capsys):
+        refused(capsys, "convert: a b/c is neither a folder nor a hub id", "a b/c", tmp_path / "new")
 
     def test_a_hub_that_cannot_be_reached(self, tmp_path, capsys, monkeypatch):
         def download(*args, **kwargs):
             raise TimeoutError
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        code, _, error = run(capsys, "owner/model", tmp_path / "new")
-        assert code == 2
-        assert "owner/model is no local folder" in error
+        refused(capsys, "owner/model is no local folder", "owner/model", tmp_path / "new")
 
     def test_a_hub_id(self, tmp_path, source, capsys, monkeypatch):
         monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(source))
@@ -68,34 +70,23 @@ class TestErrors:
         folder.mkdir()
         for name in files:
             (folder / name).write_text("{}")
-        code, _, error = run(capsys, folder, tmp_path / "new")
-        assert code == 2
-        assert (
-            "a Hugging Face folder holds config.json and *.safetensors, an Orbax folder config.json" in error
-        )
+        holds = "a Hugging Face folder holds config.json and *.safetensors, an Orbax folder config.json"
+        error = refused(capsys, holds, folder, tmp_path / "new")
         assert f"this one holds {files[0] if files else 'nothing'}" in error
 
     def test_a_folder_that_is_both(self, tmp_path, source, capsys):
         (source / "orbax.json").write_text("{}")
-        code, _, error = run(capsys, source, tmp_path / "new")
-        assert code == 2
-        assert "as Orbax folders do" in error
-        assert "model.safetensors" in error
+        assert "model.safetensors" in refused(capsys, "as Orbax folders do", source, tmp_path / "new")
 
     def test_pickled_weights(self, tmp_path, source, capsys):
         (source / "model.safetensors").unlink()
-        code, _, error = run(capsys, source, tmp_path / "new")
-        assert code == 2
-        assert "pickled weights" in error
+        refused(capsys, "pickled weights", source, tmp_path / "new")
 
     def test_weights_of_another_config(self, tmp_path, capsys):
         tensors = random_values(shapes_of(DRAFT))
         tensors["stranger"] = tensors.pop("fc.weight")
         source = make(tmp_path / "source", DRAFT, tensors)
-        code, _, error = run(capsys, source, tmp_path / "new")
-        assert code == 2
-        assert "missing: fc.weight" in error
-        assert "surplus: stranger" in error
+        assert "surplus: stranger" in refused(capsys, "missing: fc.weight", source, tmp_path / "new")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
     def test_options_that_do_nothing(self, tmp_path, source, capsys):
@@ -104,29 +95,24 @@ class TestErrors:
             (["--max-shard-size", "5GB"], "--max-shard-size is about safetensors"),
             (["--max-shard-size", "5 apples"], "a size is a number of bytes"),
         ):
-            code, _, error = run(capsys, source, tmp_path / "new", *options)
-            assert code == 2
-            assert complaint in error
+            refused(capsys, complaint, source, tmp_path / "new", *options)
         assert not (tmp_path / "new").exists()
 
     def test_a_target_is_looked_at_before_the_work(self, tmp_path, source, capsys):
         other = make(tmp_path / "other", {**UNTIED, "hidden_size": 16}, {})
-        code, _, error = run(capsys, source, tmp_path / "new", "--verify", "--target", other)
-        assert code == 2
-        assert "does not fit the target" in error
+        refused(capsys, "does not fit the target", source, tmp_path / "new", "--verify", "--target", other)
         assert not (tmp_path / "new").exists()
 
 
 class TestRuns:
     def test_a_key_that_is_to_be_ignored_stays_in_the_config(self, tmp_path, capsys):
         raw = {**DRAFT, "zoom": 2, "dflash_config": {**DRAFT["dflash_config"], "temper": 1}}
-        source = make(tmp_path / "source", raw, random_values(shapes_of(DRAFT)))
-        target = make(tmp_path / "target", {**UNTIED, "block_size": 4}, random_values(shapes_of(UNTIED)))
+        source = make(tmp_path / "source", raw, random_values(shapes_of(DRAFT), "bfloat16"))
+        target = {**UNTIED, "block_size": 4}
+        target = make(tmp_path / "target", target, random_values(shapes_of(UNTIED), "bfloat16"))
         names = ("zoom", "temper", "block_size")
         options = [word for name in names for word in ("--ignore-config-key", name)]
-        code, _, error = run(capsys, source, tmp_path / "orbax")
-        assert code == 2
-        assert "--ignore-config-key temper" in error
+        refused(capsys, "--ignore-config-key temper", source, tmp_path / "orbax")
         assert not (tmp_path / "orbax").exists()
         checked = (*options, "--verify", "--target", target)
         for path, to in ((source, tmp_path / "orbax"), (tmp_path / "orbax", tmp_path / "back")):
@@ -150,21 +136,19 @@ class TestRuns:
         raw = {**DRAFT, "hidden_size": 64, "intermediate_size": 256}
         source = make(tmp_path / "source", raw, random_values(shapes_of(raw)))
         assert run(capsys, source, tmp_path / "orbax")[0] == 0
-        for folder, limit, complaint in (
-            (source, 20_000, "File too large"),
-            (tmp_path / "orbax", 100_000, "File too large"),
-        ):
-            before = files_of(folder), read_raw(folder)
-            destination = tmp_path / "somewhere" / "new"
-            command = [sys.executable, "-c", FULL_DISK, str(limit), str(folder), str(destination)]
-            ran = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), check=False)
-            assert ran.returncode == 2, ran.stderr
-            assert ran.stderr.startswith("convert: ")
-            assert complaint in ran.stderr
-            assert str(destination) in ran.stderr
-            assert "Traceback" not in ran.stderr
-            assert list(destination.parent.iterdir()) == []
-            assert (files_of(folder), read_raw(folder)) == before
+        folders = {source: 20_000, tmp_path / "orbax": 100_000}
+        before = [(files_of(folder), read_raw(folder)) for folder in folders]
+        places = [tmp_path / f"from-{folder.name}" / "new" for folder in folders]
+        runs = [(folders[folder], str(folder), str(to)) for folder, to in zip(folders, places, strict=True)]
+        command = [sys.executable, "-c", FULL_DISK, json.dumps(runs)]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), check=False)
+        assert (ran.returncode, ran.stdout.split()) == (0, ["2", "2"]), ran.stderr
+        assert "Traceback" not in ran.stderr
+        for said, place in zip(ran.stderr.split("convert: ")[1:], places, strict=True):
+            assert "File too large" in said
+            assert str(place) in said
+            assert list(place.parent.iterdir()) == []
+        assert [(files_of(folder), read_raw(folder)) for folder in folders] == before
 
     @pytest.mark.parametrize(
         ("text", "size"),

@@ -28,6 +28,7 @@ from tests.loading.published import (
     write,
     write_index,
 )
+from tests.marks import wide
 
 TIED = {**V4, "tie_word_embeddings": True}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -99,8 +100,9 @@ class TestLayout:
         norm = tensors["layers.1.input_layernorm.weight"]
         np.testing.assert_array_equal(weights["layers"][1]["input_layernorm"]["weight"], norm)
 
-    @pytest.mark.parametrize("raw", [V4, V5, TIED, HEAD], ids=["v4", "v5", "tied", "head"])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("raw", "dtype"), [(V4, "float32"), (V5, "bfloat16"), (TIED, "bfloat16"), (HEAD, "float32")]
+    )
     def test_written_as_it_was_read(self, tmp_path, raw, dtype):
         """Names, shapes, types and every bit of the file."""
         is_head = raw is HEAD
@@ -119,8 +121,15 @@ class TestLayout:
         assert again.config == loaded.config
         assert_same_weights(again.weights, loaded.weights)
 
-    @pytest.mark.parametrize("stored", [np.float32, np.float16, BFLOAT16], ids=str)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("stored", "dtype"),
+        [
+            (np.float32, "bfloat16"),
+            (np.float16, "float32"),
+            (BFLOAT16, "float32"),
+            wide(np.float16, "bfloat16"),
+        ],
+    )
     def test_stored_in_one_type_loaded_in_another(self, tmp_path, stored, dtype):
         tensors = random_tensors(target_shapes(V4), stored)
         weights = load_target(write(tmp_path / "target", V4, tensors), dtype=dtype).weights
@@ -128,50 +137,36 @@ class TestLayout:
         expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
         np.testing.assert_array_equal(np.asarray(weights["lm_head"]), expected)
 
-    def test_both_dialects_load_the_same(self, tmp_path, folder, tensors):
-        other = load_target(write(tmp_path / "v5", V5, tensors), dtype="float32")
-        target = load_target(folder, dtype="float32")
-        assert other.config == target.config
-        assert_same_weights(other.weights, target.weights)
-
 
 class TestShards:
-    def test_are_one_checkpoint(self, tmp_path, folder, tensors):
-        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
-        assert len(list(sharded.glob("*.safetensors"))) == 2
-        assert_same_weights(load_target(sharded).weights, load_target(folder).weights)
+    @pytest.fixture
+    def sharded(self, tmp_path, tensors):
+        return write(tmp_path / "sharded", V4, *halves(tensors))
 
-    def test_one_shard_with_an_index(self, tmp_path, folder, tensors):
-        sharded = write(tmp_path / "sharded", V4, tensors, index=True)
-        assert_same_weights(load_target(sharded).weights, load_target(folder).weights)
-
-    def test_two_files_without_an_index(self, folder, tensors):
+    def test_are_one_checkpoint(self, tmp_path, folder, sharded, tensors):
+        """Two, one with an index, and two without one; files outside an index are left alone."""
         whole = load_target(folder).weights
+        (sharded / "adapter.safetensors").write_bytes(b"junk")
+        one = write(tmp_path / "one", V4, tensors, index=True)
         for name, part in zip(("model", "more"), halves(tensors), strict=True):
             save_file(part, folder / f"{name}.safetensors")
-        assert_same_weights(load_target(folder).weights, whole)
+        for place, files in ((sharded, 3), (one, 1), (folder, 2)):
+            assert len(list(place.glob("*.safetensors"))) == files
+            assert_same_weights(load_target(place).weights, whole)
 
-    def test_files_outside_the_index_are_left_alone(self, tmp_path, tensors):
-        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
-        (sharded / "adapter.safetensors").write_bytes(b"junk")
-        load_target(sharded)
-
-    def test_absent_shard(self, tmp_path, tensors):
-        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+    def test_absent_shard(self, sharded):
         (sharded / "model-00002-of-00002.safetensors").unlink()
         with pytest.raises(ValueError, match=r"index names shards .*'model-00002-of-00002.safetensors'"):
             load_target(sharded)
 
-    def test_absent_tensor(self, tmp_path, tensors):
-        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+    def test_absent_tensor(self, sharded):
         listing = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
         write_index(sharded, {**listing, "ghost.weight": "model-00001-of-00002.safetensors"})
         with pytest.raises(ValueError, match=r"index names tensors that no shard holds: \['ghost.weight'\]"):
             load_target(sharded)
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}'])
-    def test_broken_index(self, tmp_path, tensors, content):
-        sharded = write(tmp_path / "sharded", V4, *halves(tensors))
+    def test_broken_index(self, sharded, content):
         (sharded / "model.safetensors.index.json").write_text(content)
         with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
             load_target(sharded)
@@ -310,9 +305,8 @@ class TestTensors:
             load_target(write(tmp_path / "tied", TIED, tensors))
 
     def test_untied_without_lm_head(self, tmp_path):
-        folder = write(tmp_path / "target", V4, random_tensors(target_shapes(TIED)))
         with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
-            load_target(folder)
+            load_target(write(tmp_path / "target", V4, random_tensors(target_shapes(TIED))))
 
 
 class Touch:
@@ -326,6 +320,11 @@ class Touch:
 
 
 class TestFiles:
+    def unreadable(self, folder, path):
+        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
+            load_target(folder)
+        assert str(path) in str(info.value)
+
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
     def test_pickled(self, tmp_path, name):
         folder = write(tmp_path / "target", V4, {})
@@ -343,9 +342,7 @@ class TestFiles:
     def test_truncated(self, folder, kept):
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:kept])
-        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
-            load_target(folder)
-        assert str(path) in str(info.value)
+        self.unreadable(folder, path)
 
     @pytest.mark.parametrize(
         "start",
@@ -362,9 +359,7 @@ class TestFiles:
         folder = write(tmp_path / "target", V4, *(halves(tensors) if sharded else [tensors]))
         path = max(folder.glob("*.safetensors"))
         path.write_bytes(start + path.read_bytes()[len(start) :])
-        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
-            load_target(folder)
-        assert str(path) in str(info.value)
+        self.unreadable(folder, path)
 
     def test_a_tensor_beyond_the_end(self, folder):
         """A header that is valid but for one tensor's place."""
@@ -375,9 +370,7 @@ class TestFiles:
         header["lm_head.weight"]["data_offsets"][1] += 4
         changed = json.dumps(header).encode()
         path.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
-        with pytest.raises(ValueError, match="not a readable safetensors file") as info:
-            load_target(folder)
-        assert str(path) in str(info.value)
+        self.unreadable(folder, path)
 
     def test_no_weights(self, folder):
         (folder / "model.safetensors").unlink()
@@ -421,15 +414,12 @@ class TestPlaces:
         with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no config.json"):
             load(tmp_path)
 
-    @pytest.mark.parametrize("place", ["nowhere", "/nowhere/at/all", "https://host/owner/name", "a b/c"])
-    def test_nowhere(self, place):
-        with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id") as info:
-            load_target(place)
-        assert place in str(info.value)
-
-    def test_a_file(self, folder):
-        with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
-            load_target(folder / "model.safetensors")
+    def test_nowhere(self, folder):
+        """A file is no folder either."""
+        places = ("nowhere", "/nowhere/at/all", "https://host/owner/name", "a b/c")
+        for place in (*places, folder / "model.safetensors"):
+            with pytest.raises(FileNotFoundError, match=f"{place} is neither a folder nor a hub id"):
+                load_target(place)
 
     def test_words_and_paths(self, folder):
         assert_same_weights(load_target(str(folder)).weights, load_target(folder).weights)
@@ -460,8 +450,7 @@ class TestFit:
             load_draft_head(without_weights, target=target)
 
     def test_a_fit(self, folder, head_folder):
-        target = load_target(folder)
-        head = load_draft_head(head_folder, target=target)
+        head = load_draft_head(head_folder, target=load_target(folder))
         assert_same_weights(head.weights, load_draft_head(head_folder).weights)
 
 

@@ -23,31 +23,19 @@ from tests.loading.published import HEAD, V4, V5, with_dflash, without
 
 # What Qwen/Qwen3-8B publishes, and JetSpec's head for it.
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+    **V4,
     "bos_token_id": 151643,
     "eos_token_id": 151645,
     "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 4096,
-    "initializer_range": 0.02,
     "intermediate_size": 12288,
     "max_position_embeddings": 40960,
     "max_window_layers": 36,
-    "model_type": "qwen3",
     "num_attention_heads": 32,
     "num_hidden_layers": 36,
     "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
     "vocab_size": 151936,
 }
 HEAD_8B = {
@@ -117,10 +105,6 @@ class TestTarget:
     def test_no_relative_is_supported(self):
         assert not {f"{name}{suffix}" for name in RELATIVES for suffix in ("", "_text")} & set(MODEL_TYPES)
 
-    def test_a_draft_head_is_not_a_target(self):
-        with pytest.raises(ValueError, match="draft head; load it with load_draft_head"):
-            parse_model_config(HEAD)
-
     def test_unknown_keys_name_the_override(self):
         raw = {**V4, "zoom": 2, "attention_sink": 1}
         said = (
@@ -140,24 +124,6 @@ class TestTarget:
         for raw in ({**V4, "zoom": None}, {**V5, "rope_parameters": rope}):
             assert parse_model_config(raw) == parse_model_config(V4)
         assert parse_draft_head_config(with_dflash(zoom=None)) == parse_draft_head_config(HEAD)
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("attention_bias", True),
-            ("mlp_bias", True),
-            ("hidden_act", "gelu"),
-            ("quantization_config", {"quant_method": "fp8"}),
-            ("partial_rotary_factor", 0.5),
-        ],
-    )
-    def test_changed_maths(self, key, value):
-        complaint = f"config.json: {key}=.* not supported"
-        with pytest.raises(ValueError, match=complaint) as error:
-            parse_model_config({**V4, key: value})
-        assert "ignore" not in str(error.value)
-        with pytest.raises(ValueError, match=f"{complaint}.*; it cannot be ignored"):
-            parse_model_config({**V4, key: value}, ignore_config_keys=[key])
 
     @pytest.mark.parametrize(
         ("key", "value"),

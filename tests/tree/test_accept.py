@@ -41,7 +41,7 @@ def test_goldens(accept_goldens, make_tree):
     assert len(accept_goldens) == 16
     for case, arrays in accept_goldens:
         tokens, parents, depths = arrays["tree"].tolist()
-        tree = make_tree([tokens], [parents], [depths])
+        tree = make_tree([tokens], [parents], [depths], num_slots=256)
         # Padding offers every choice, and must not be taken up.
         choices = np.zeros(tree.tokens.shape, np.int32)
         choices[0, : len(tokens)] = arrays["target_logits"].argmax(-1)

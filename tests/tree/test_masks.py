@@ -83,7 +83,7 @@ def test_goldens(accept_goldens, make_tree):
         tokens, parents, depths = arrays["tree"].tolist()
         n = len(tokens)
         golden = np.unpackbits(arrays["ancestor"], axis=-1)[:, :n].astype(bool)
-        tree = make_tree([tokens], [parents], [depths])
+        tree = make_tree([tokens], [parents], [depths], num_slots=256)
         np.testing.assert_array_equal(np.asarray(mask_of(tree))[0, :n, :n], golden)
         np.testing.assert_array_equal(unpack(bits_of(tree.parents), n)[0, :n], golden)
 
