@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.checks import check_config
+
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
@@ -42,23 +44,11 @@ class Config:
         Raises:
             ValueError: naming every setting that is out of its range.
         """
-        wrong = [
-            f"{name} must be a power of two of at least {least}, not {value}"
-            for name, value, least in (
-                ("block_rows", self.block_rows, 16),
-                ("crowd_rows", self.crowd_rows, 16),
-                ("block_features", self.block_features, 16),
-                ("block_model", self.block_model, 16),
-                # Half of it where a crowd's blocks are another size.
-                ("block_depth", self.block_depth, 16 if self.crowd_rows == self.block_rows else 32),
-                ("num_warps", self.num_warps, 1),
-            )
-            if value < least or value & (value - 1)
-        ]
-        if self.num_stages < 1:
-            wrong.append(f"num_stages must be at least 1, not {self.num_stages}")
-        if wrong:
-            raise ValueError("Config: " + "; ".join(wrong))
+        tiles = dict.fromkeys(("block_rows", "crowd_rows", "block_features", "block_model"), 16)
+        # Half of it where a crowd's blocks are another size.
+        depth = 16 if self.crowd_rows == self.block_rows else 32
+        powers = {**tiles, "block_depth": depth, "num_warps": 1}
+        check_config(self, powers=powers, counts=("num_stages",))
 
 
 def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int) -> Config:

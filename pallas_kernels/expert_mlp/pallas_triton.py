@@ -28,16 +28,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation, kernel_swish
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.expert_mlp.config import Config, config_for
 
 # Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
 _TABLE = 4096
-
-
-def unsupported(*_: object) -> str | None:
-    """Why the kernels cannot run a call here; None if they can."""
-    return gpu_problem()
 
 
 def expert_mlp(

@@ -1,8 +1,6 @@
 """The filters' threshold in plain JAX: the specification, the test oracle and the fallback.
 
 Nothing is sorted: a few readings of the logits find a threshold exactly.
-
-Shapes: B slots, N rows of each, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ def least_kept(
     top_p: Float32[Array, "B"],
     min_p: Float32[Array, "B"],
 ) -> Float32[Array, "B N"]:
-    """See `api.least_kept`, which checks the shapes."""
+    """See `api.least_kept`, which explains the shapes and checks them."""
     samples = temperature > 0
     by_k, by_p, by_min = samples & (top_k > 0), samples & (top_p < 1), samples & (min_p > 0)
     heat = jnp.where(samples, temperature, 1.0)[:, None]
@@ -82,17 +80,17 @@ def _threshold(
         step = jnp.uint32(1) << (bits - _BITS_AT_ONCE * (i + 1)).astype(jnp.uint32)
         weights = weigh()
         steps = [
-            jnp.where(logits >= _float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
+            jnp.where(logits >= float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
             for n in range(1, 2**_BITS_AT_ONCE)
         ]
         return rank + step * sum((total >= goal).astype(jnp.uint32) for total in _sums(steps))
 
     # The number of turns is static: a GPU's host then has no condition to wait for.
     rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
-    return _float_at(rank, logits.dtype).astype(jnp.float32)
+    return float_at(rank, logits.dtype).astype(jnp.float32)
 
 
-def _float_at(rank: UInt32[Array, "B N"], dtype: jnp.dtype) -> Float[Array, "B N"]:
+def float_at(rank: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
     """The number of this rank in the order of a floating type; what lies beyond the infinities is infinite.
 
     The bits of positive numbers are in their order, those of negative ones in the reverse::

@@ -1,7 +1,4 @@
-"""Best-first growth in plain JAX: the specification, the test oracle and the fallback.
-
-Shapes: B sequences, N nodes, D levels below the root, W candidates of a level.
-"""
+"""Best-first growth in plain JAX: the specification, the test oracle and the fallback."""
 
 from typing import NamedTuple
 
