@@ -52,13 +52,11 @@ class Operation:
         unsupported: Callable[..., str | None] = _supports_all,
     ) -> "Operation":
         """An operation with a reference and a Triton kernel, which is preferred; see `Implementation`."""
-        return cls(
-            name,
-            {
-                "pallas_triton": Implementation(kernel, unsupported, needs_gpu=True),
-                "xla": Implementation(reference),
-            },
-        )
+        table = {
+            "pallas_triton": Implementation(kernel, unsupported, needs_gpu=True),
+            "xla": Implementation(reference),
+        }
+        return cls(name, table)
 
     def implementations(self) -> tuple[str, ...]:
         """Names that the operation's argument `implementation` accepts, the preferred first."""

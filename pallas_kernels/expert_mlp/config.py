@@ -7,9 +7,9 @@ from pallas_kernels.checks import check_config
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
-# Of who has been chosen by many, as long as there are no more tokens than that.
-_CROWD_ROWS, _CROWD_TOKENS = 64, 128
-_COLUMNS = (128, 64)  # narrower ones made one token slower on an H200, though programs were more
+_CROWD_ROWS = 64  # of a block, where many tokens have chosen one expert
+_CROWD_TOKENS = 128  # of a call, above which there are no such blocks
+_COLUMNS = (128, 64)  # narrower ones are slower even for one token, though there are more programs
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
 _MOST_STAGES = 6
@@ -56,10 +56,8 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
 
     An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
     half as many again as an expert gets on average. But routers have favourites. Of up to 128 tokens those
-    get larger blocks: on an H200 that costs nothing where all experts get the same, and takes 18 to 41 %
-    less where most get nothing. With more tokens the room that a larger block needs made all of it 8 %
-    slower; there blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough
-    programs.
+    get larger blocks. With more tokens the room that larger blocks need would slow all others down; there
+    blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough programs.
 
     Args:
         tokens: T.

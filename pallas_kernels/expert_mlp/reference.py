@@ -3,8 +3,8 @@
 Rows are sorted by expert and cut into blocks, none of which has rows of two experts; a block's products are
 dense. So the work grows with the rows, not with rows times experts, and no expert that nobody asked for
 counts, which `jax.lax.ragged_dot` does not give: XLA multiplies every row with every expert and keeps what
-counts, on GPUs too, and 0 * NaN is NaN. Blocks one after the other leave most of a GPU idle: on an H200
-`ragged_dot` is nevertheless the faster of the two from 16 tokens on. For speed there are the kernels.
+counts, on GPUs too, and 0 * NaN is NaN. Blocks one after the other leave most of a GPU idle, so that
+`ragged_dot` may still be faster there. For speed there are the kernels.
 """
 
 import jax

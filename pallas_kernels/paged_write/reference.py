@@ -18,7 +18,7 @@ def paged_write(
     num_slots = num_pages * page_size
     wanted = (nodes >= 0) & (nodes < num_nodes) & (slots >= 0) & (slots < num_slots)
     nodes = jnp.where(wanted, nodes, 0)
-    slots = jnp.where(wanted, slots, num_slots)  # behind the last: a negative index would count from there
+    slots = jnp.where(wanted, slots, num_slots)  # after the last: a negative index would count from there
     # Two indices, not one into a reshaped pool: around a reshape XLA does not always write in place.
     where = slots // page_size, slots % page_size
 

@@ -45,7 +45,7 @@ def qkv_rotary(
 
         x[i], x[j]  ->  x[i] * cos[i] - x[j] * sin[i],  x[j] * cos[i] + x[i] * sin[i]
 
-    and is rounded once. Elements behind the first 2 * half are left as they are. Values are not rotated.
+    and is rounded once. Elements after the first 2 * half are left as they are. Values are not rotated.
     (Rotary: Su et al., arXiv 2104.09864; half-split as in GPT-NeoX.)
 
     Args:

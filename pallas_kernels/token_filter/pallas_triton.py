@@ -131,7 +131,7 @@ def _threshold(
 def _fold(
     logits_ref: Any, b: Array, n: Array, add: Callable[..., tuple[Array, ...]], start: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Folds a row chunk by chunk; what lies behind its end is -inf."""
+    """Folds a row chunk by chunk; what lies after its end is -inf."""
     vocab = logits_ref.shape[2]
 
     def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -3,7 +3,7 @@
 Nothing is sorted: a few readings of the logits find a threshold exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,10 @@ def _threshold(
             jnp.where(logits >= float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
             for n in range(1, 2**_BITS_AT_ONCE)
         ]
-        return rank + step * sum((total >= goal).astype(jnp.uint32) for total in _sums(steps))
+        # Sums apart become one kernel on XLA:GPU, which reads the logits once. One reduction of several
+        # operands has what they are made of stored first.
+        totals = [jnp.sum(terms, axis=-1) for terms in steps]
+        return rank + step * sum((total >= goal).astype(jnp.uint32) for total in totals)
 
     # The number of turns is static: a GPU's host then has no condition to wait for.
     rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
@@ -104,10 +107,3 @@ def float_at(rank: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*
     rank = jnp.clip(rank, nans, sign + (sign - 1 - nans))  # there are NaNs at both ends
     pattern = jnp.where(rank >= sign, rank - sign, ~rank)
     return jax.lax.bitcast_convert_type(pattern.astype(f"uint{info.bits}"), dtype)
-
-
-def _sums(terms: Sequence[Shaped[Array, "B N V"]]) -> Sequence[Shaped[Array, "B N"]]:
-    """The sums over the vocabulary of several terms of one array, which is read once for all of them."""
-    # Sums apart become one kernel on XLA:GPU, in which they share what they are made of. One reduction of
-    # several operands has that stored first.
-    return [jnp.sum(term, axis=-1) for term in terms]

@@ -191,7 +191,7 @@ def test_floats_in_order():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = 8 * jnp.dtype(dtype).itemsize
         ranks = np.linspace(0, 2**size - 1, 4096).astype(np.uint32)[None]
-        ordered = np.asarray(_float_at(jnp.asarray(ranks), jnp.dtype(dtype)), np.float64)[0]
+        ordered = np.asarray(float_at(jnp.asarray(ranks), jnp.dtype(dtype)), np.float64)[0]
         assert (ordered[1:] >= ordered[:-1]).all()
         assert (ordered[0], ordered[-1]) == (-np.inf, np.inf)
 
