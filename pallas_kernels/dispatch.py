@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,45 +11,82 @@ import jax
 _OLDEST_CAPABILITY = (8, 0)  # Ampere: the oldest that the kernels are written for
 
 
+def _supports_all(*_: object, **__: object) -> None:
+    """Nothing stands in the way of any call."""
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute an operation.
 
     Attributes:
         function: The computation. All of an operation's implementations take the same arguments.
-        unsupported: Takes what `choose` is given for the call and says why `function` cannot do
-            it here; None if it can.
+        unsupported: Takes what `Operation.choose` is given for the call and says why `function` cannot do it
+            anywhere; None if it can.
+        needs_gpu: Whether `function` runs on GPUs only.
     """
 
     function: Callable[..., Any]
-    unsupported: Callable[..., str | None]
+    unsupported: Callable[..., str | None] = _supports_all
+    needs_gpu: bool = False
 
 
-def choose(
-    operation: str, table: Mapping[str, Implementation], name: str | None, *args: Any, **kwargs: Any
-) -> Callable[..., Any]:
-    """The function to call: the first of `table` that supports the case, or the one called `name`.
+@dataclass(frozen=True)
+class Operation:
+    """What can be computed in several ways.
 
-    Args:
-        operation: The operation's name, for messages.
+    Attributes:
+        name: For messages.
         table: Its implementations by name, the preferred first.
-        name: One of them, or None for the first that supports the case.
-        *args: What `unsupported` needs to know of the call.
-        **kwargs: Likewise.
-
-    Raises:
-        ValueError: The table has no implementation `name`.
-        NotImplementedError: The named one does not support the case, or, with None, none does.
     """
-    if name is not None and name not in table:
-        raise ValueError(f"{operation} has no implementation {name!r}; available: {', '.join(table)}")
-    reasons = []
-    for candidate in table if name is None else (name,):
-        reason = table[candidate].unsupported(*args, **kwargs)
-        if reason is None:
-            return table[candidate].function
-        reasons.append(f"{candidate} cannot run: {reason}")
-    raise NotImplementedError(f"{operation}: {'; '.join(reasons)}")
+
+    name: str
+    table: dict[str, Implementation]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        reference: Callable[..., Any],
+        kernel: Callable[..., Any],
+        unsupported: Callable[..., str | None] = _supports_all,
+    ) -> "Operation":
+        """An operation with a reference and a Triton kernel, which is preferred; see `Implementation`."""
+        table = {
+            "pallas_triton": Implementation(kernel, unsupported, needs_gpu=True),
+            "xla": Implementation(reference),
+        }
+        return cls(name, table)
+
+    def implementations(self) -> tuple[str, ...]:
+        """Names that the operation's argument `implementation` accepts, the preferred first."""
+        return tuple(self.table)
+
+    def choose(self, name: str | None, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The function to call: the first that supports the case, or the one called `name`.
+
+        Args:
+            name: One of `implementations()`, or None for the first that supports the case.
+            *args: What `unsupported` needs to know of the call.
+            **kwargs: Likewise.
+
+        Raises:
+            ValueError: There is no implementation `name`.
+            NotImplementedError: The named one does not support the case or the device, or, with None, none
+                does.
+        """
+        if name is not None and name not in self.table:
+            raise ValueError(
+                f"{self.name} has no implementation {name!r}; available: {', '.join(self.table)}"
+            )
+        reasons = []
+        for candidate in self.table if name is None else (name,):
+            own = self.table[candidate]
+            reason = (gpu_problem() if own.needs_gpu else None) or own.unsupported(*args, **kwargs)
+            if reason is None:
+                return own.function
+            reasons.append(f"{candidate} cannot run: {reason}")
+        raise NotImplementedError(f"{self.name}: {'; '.join(reasons)}")
 
 
 def gpu_problem() -> str | None:

@@ -6,19 +6,15 @@ Shapes: T tokens, E experts, K experts of a token.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_choice import pallas_triton, reference
 from pallas_kernels.expert_choice.reference import Choice, Routing
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.expert_choice, pallas_triton.unsupported),
-    "xla": Implementation(reference.expert_choice, lambda *args: None),
-}
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `expert_choice(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "expert_choice", reference.expert_choice, pallas_triton.expert_choice, pallas_triton.unsupported
+)
+implementations = OPERATION.implementations
 
 
 def expert_choice(
@@ -51,19 +47,16 @@ def expert_choice(
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"expert_choice: logits must be float32 [T, E], got {logits.dtype} {logits.shape}")
     num_experts = logits.shape[1]
-    wrong = [
-        f"{name} is {array.dtype} {array.shape}, expected floating {(num_experts,)}"
-        for name, array in (("bias", bias), ("expert_scale", expert_scale))
-        if array is not None
-        and (array.shape != (num_experts,) or not jnp.issubdtype(array.dtype, jnp.floating))
-    ]
+    wrong = wrong_arrays(
+        ("bias", bias, (num_experts,), jnp.floating),
+        ("expert_scale", expert_scale, (num_experts,), jnp.floating),
+    )
     if routing.top_k > num_experts:
         wrong.append(f"{routing.top_k} experts are wanted of {num_experts}")
     if bias is not None and routing.scores != "sigmoid":
         wrong.append(f"a bias is for sigmoid scores, not for {routing.scores}")
     if logits.size == 0:
         wrong.append(f"logits are {logits.shape}: no elements")
-    if wrong:
-        raise ValueError("expert_choice: " + "; ".join(wrong))
+    refuse("expert_choice", wrong)
     arrays = logits, bias, expert_scale
-    return choose("expert_choice", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, routing=routing)
+    return OPERATION.choose(implementation, *arrays)(*arrays, routing=routing)

@@ -3,8 +3,6 @@
 A token's scores stay in the registers of one warp, where K rounds of two reductions find the best, the next
 best and so on. In a round an integer that orders as the scores do is reduced, not the score: the hardware
 reduces integers in one instruction, and an expert that is taken gets an integer below all scores.
-
-Shapes: T tokens, E experts, K experts of a token.
 """
 
 import functools
@@ -17,7 +15,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.expert_choice.reference import TINY, Choice, Routing
 
 _MOST_EXPERTS = 4096
@@ -27,12 +24,7 @@ _NOWHERE = np.int32(2**31 - 1)  # above every expert
 
 
 def unsupported(logits: Array, *_: object) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem() or unsupported_shape(logits)
-
-
-def unsupported_shape(logits: Array) -> str | None:
-    """Why the kernel cannot run a call anywhere; None if it can."""
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
     if logits.shape[1] > _MOST_EXPERTS:
         return f"{logits.shape[1]} experts are more than {_MOST_EXPERTS}"
     return None

@@ -1,7 +1,4 @@
-"""The choice of experts in plain JAX: the specification, the test oracle and the fallback.
-
-Shapes: T tokens, E experts, K experts of a token.
-"""
+"""The choice of experts in plain JAX: the specification, the test oracle and the fallback."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -59,7 +56,7 @@ def expert_choice(
     *,
     routing: Routing,
 ) -> Choice:
-    """See `api.expert_choice`, which checks the shapes."""
+    """See `api.expert_choice`, which explains the shapes and checks them."""
     # A softmax has the order of its logits, but where it rounds two of them to one number.
     scores = order = logits
     if routing.scores == "sigmoid":

@@ -7,19 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_mlp import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.expert_mlp, pallas_triton.unsupported),
-    "xla": Implementation(reference.expert_mlp, lambda *args: None),
-}
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `expert_mlp(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of("expert_mlp", reference.expert_mlp, pallas_triton.expert_mlp)
+implementations = OPERATION.implementations
 
 
 def expert_mlp(
@@ -64,46 +57,21 @@ def expert_mlp(
         NotImplementedError: the named implementation does not support the case or the device.
     """
     arrays = x, gate_up, down, experts, weights, gate_up_bias, down_bias
-    _check(*arrays)
-    return choose("expert_mlp", _IMPLEMENTATIONS, implementation, *arrays)(*arrays, activation=activation)
-
-
-def _check(
-    x: Array,
-    gate_up: Array,
-    down: Array,
-    experts: Array,
-    weights: Array,
-    gate_up_bias: Array | None,
-    down_bias: Array | None,
-) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if x.ndim != 2 or down.ndim != 3 or experts.ndim != 2:
         raise ValueError(
             "expert_mlp: x must be [T, M], down [E, I, M] and experts [T, K],"
             f" got {x.shape}, {down.shape}, {experts.shape}"
         )
     (tokens, size), (num_experts, features, _), top_k = x.shape, down.shape, experts.shape[1]
-    wrong = []
-    if x.dtype not in _DTYPES:
-        wrong.append(f"x holds {x.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
-    for name, array, shape, dtype in (
+    wrong = wrong_arrays(
+        ("x", x, x.shape, FLOATS),
         ("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
         ("down", down, (num_experts, features, size), x.dtype),
-        ("experts", experts, (tokens, top_k), jnp.dtype(jnp.int32)),
-        ("weights", weights, (tokens, top_k), jnp.dtype(jnp.float32)),
-        ("gate_up_bias", gate_up_bias, (num_experts, 2, features), None),
-        ("down_bias", down_bias, (num_experts, size), None),
-    ):
-        if array is None:
-            continue
-        if array.shape != shape:
-            wrong.append(f"{name} is {array.shape}, expected {shape}")
-        if dtype is not None and array.dtype != dtype:
-            wrong.append(f"{name} holds {array.dtype}, expected {dtype}")
-        if not (dtype or jnp.issubdtype(array.dtype, jnp.floating)):
-            wrong.append(f"{name} holds {array.dtype}, expected floating")
-        if array.size == 0:
-            wrong.append(f"{name} is {array.shape}: no elements")
-    if wrong:
-        raise ValueError("expert_mlp: " + "; ".join(wrong))
+        ("experts", experts, (tokens, top_k), jnp.int32),
+        ("weights", weights, (tokens, top_k), jnp.float32),
+        ("gate_up_bias", gate_up_bias, (num_experts, 2, features), jnp.floating),
+        ("down_bias", down_bias, (num_experts, size), jnp.floating),
+        empty=False,
+    )
+    refuse("expert_mlp", wrong)
+    return OPERATION.choose(implementation, *arrays)(*arrays, activation=activation)

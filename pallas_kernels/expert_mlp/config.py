@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.checks import check_config
+
 # Programs that keep the largest GPUs busy: two for each of their processors, about.
 _PROGRAMS = 256
 _ROWS = (16, 32, 64, 128)  # a tensor core's product has 16 rows at least
-# Of who has been chosen by many, as long as there are no more tokens than that.
-_CROWD_ROWS, _CROWD_TOKENS = 64, 128
-_COLUMNS = (128, 64)  # narrower ones made one token slower on an H200, though programs were more
+_CROWD_ROWS = 64  # of a block, where many tokens have chosen one expert
+_CROWD_TOKENS = 128  # of a call, above which there are no such blocks
+_COLUMNS = (128, 64)  # narrower ones are slower even for one token, though there are more programs
 # Of shared memory, for the tiles on their way: every GPU since Ampere has a little more.
 _TILE_BYTES = 80 << 10
 _MOST_STAGES = 6
@@ -42,23 +44,11 @@ class Config:
         Raises:
             ValueError: naming every setting that is out of its range.
         """
-        wrong = [
-            f"{name} must be a power of two of at least {least}, not {value}"
-            for name, value, least in (
-                ("block_rows", self.block_rows, 16),
-                ("crowd_rows", self.crowd_rows, 16),
-                ("block_features", self.block_features, 16),
-                ("block_model", self.block_model, 16),
-                # Half of it where a crowd's blocks are another size.
-                ("block_depth", self.block_depth, 16 if self.crowd_rows == self.block_rows else 32),
-                ("num_warps", self.num_warps, 1),
-            )
-            if value < least or value & (value - 1)
-        ]
-        if self.num_stages < 1:
-            wrong.append(f"num_stages must be at least 1, not {self.num_stages}")
-        if wrong:
-            raise ValueError("Config: " + "; ".join(wrong))
+        tiles = dict.fromkeys(("block_rows", "crowd_rows", "block_features", "block_model"), 16)
+        # Half of it where a crowd's blocks are another size.
+        depth = 16 if self.crowd_rows == self.block_rows else 32
+        powers = {**tiles, "block_depth": depth, "num_warps": 1}
+        check_config(self, powers=powers, counts=("num_stages",))
 
 
 def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: int, itemsize: int) -> Config:
@@ -66,10 +56,8 @@ def config_for(*, tokens: int, top_k: int, experts: int, size: int, features: in
 
     An expert's rows should fit into one block, for every block reads the expert's weights again: a block has
     half as many again as an expert gets on average. But routers have favourites. Of up to 128 tokens those
-    get larger blocks: on an H200 that costs nothing where all experts get the same, and takes 18 to 41 %
-    less where most get nothing. With more tokens the room that a larger block needs made all of it 8 %
-    slower; there blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough
-    programs.
+    get larger blocks. With more tokens the room that larger blocks need would slow all others down; there
+    blocks have at least 32 rows. Few experts are cut into narrow columns: so there are enough programs.
 
     Args:
         tokens: T.

@@ -28,16 +28,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation, kernel_swish
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.expert_mlp.config import Config, config_for
 
 # Of the table in which a program looks up the rows of a block: tokens of a chunk times rows.
 _TABLE = 4096
-
-
-def unsupported(*_: object) -> str | None:
-    """Why the kernels cannot run a call here; None if they can."""
-    return gpu_problem()
 
 
 def expert_mlp(
@@ -68,9 +62,7 @@ def expert_mlp(
         tokens=tokens,
         top_k=top_k,
         experts=num_experts,
-        block_rows=config.block_rows,
-        crowd_rows=config.crowd_rows,
-        block_depth=config.block_depth,
+        config=config,
         # Tensor cores would round float32 to TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
     )
@@ -106,9 +98,7 @@ class _Call:
     tokens: int  # T
     top_k: int  # K
     experts: int  # E
-    block_rows: int
-    crowd_rows: int
-    block_depth: int
+    config: Config
     precision: jax.lax.Precision | None
 
     @property
@@ -119,11 +109,11 @@ class _Call:
     @property
     def chunk(self) -> int:
         """Tokens that are looked at together."""
-        return min(pl.next_power_of_2(self.tokens), _TABLE // self.crowd_rows)
+        return min(pl.next_power_of_2(self.tokens), _TABLE // self.config.crowd_rows)
 
     def depth(self, rows: int) -> int:
         """Terms that are loaded in one step of so many rows: tiles on their way take about as much room."""
-        return self.block_depth if rows == self.block_rows else self.block_depth // 2
+        return self.config.block_depth if rows == self.config.block_rows else self.config.block_depth // 2
 
 
 def _hidden(
@@ -227,19 +217,20 @@ def _for_each_block(call: _Call, experts_ref: Any, compute: Callable[[Array, Arr
 
         def one_block(block: Array, _: None) -> None:
             real = block * size + slot < count
-            # Padding lies behind the last row, for the interpreter writes back what a mask keeps it from
+            # Padding lies after the last row, for the interpreter writes back what a mask keeps it from
             # writing.
             compute(e, jnp.where(real, rows_of_block(block, slot), experts_ref.size), real)
 
         jax.lax.fori_loop(0, blocks, one_block, None)
 
-    if call.tokens <= call.block_rows or call.crowd_rows == call.block_rows:
-        compute_blocks(call.block_rows, pl.cdiv(count, call.block_rows))
+    block_rows, crowd_rows = call.config.block_rows, call.config.crowd_rows
+    if call.tokens <= block_rows or crowd_rows == block_rows:
+        compute_blocks(block_rows, pl.cdiv(count, block_rows))
         return
     # Every block reads the weights again: who has been chosen by many gets larger ones.
-    crowd = count > call.block_rows
-    compute_blocks(call.block_rows, jnp.minimum(count, 1) * (1 - crowd))
-    compute_blocks(call.crowd_rows, pl.cdiv(count, call.crowd_rows) * crowd)
+    crowd = count > block_rows
+    compute_blocks(block_rows, jnp.minimum(count, 1) * (1 - crowd))
+    compute_blocks(crowd_rows, pl.cdiv(count, crowd_rows) * crowd)
 
 
 def _expert(call: _Call, experts_ref: Any) -> Array:

@@ -3,10 +3,8 @@
 Rows are sorted by expert and cut into blocks, none of which has rows of two experts; a block's products are
 dense. So the work grows with the rows, not with rows times experts, and no expert that nobody asked for
 counts, which `jax.lax.ragged_dot` does not give: XLA multiplies every row with every expert and keeps what
-counts, on GPUs too, and 0 * NaN is NaN. Blocks one after the other leave most of a GPU idle: on an H200
-`ragged_dot` is nevertheless the faster of the two from 16 tokens on. For speed there are the kernels.
-
-Shapes: T tokens, K experts of each, E experts, M model, I features of an expert.
+counts, on GPUs too, and 0 * NaN is NaN. Blocks one after the other leave most of a GPU idle, so that
+`ragged_dot` may still be faster there. For speed there are the kernels.
 """
 
 import jax
@@ -29,7 +27,7 @@ def expert_mlp(
     *,
     activation: Activation,
 ) -> Float[Array, "T M"]:
-    """See `api.expert_mlp`, which checks the shapes."""
+    """See `api.expert_mlp`, which explains the shapes and checks them."""
     (num_experts, _, size), (_, top_k) = down.shape, experts.shape
     rows = experts.size
     expert = experts.reshape(rows)

@@ -3,26 +3,21 @@
 Shapes: F features of the block.
 """
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.gated_activation import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(
-        differentiable(pallas_triton.gated_activation, reference.gated_activation), pallas_triton.unsupported
-    ),
-    "xla": Implementation(reference.gated_activation, lambda *args: None),
-}
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `gated_activation(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "gated_activation",
+    reference.gated_activation,
+    differentiable(pallas_triton.gated_activation, reference.gated_activation),
+    pallas_triton.unsupported,
+)
+implementations = OPERATION.implementations
 
 
 def gated_activation(
@@ -45,11 +40,7 @@ def gated_activation(
     wrong = []
     if gate_up.ndim < 2 or gate_up.shape[-2] != 2:
         wrong.append(f"gate_up is {gate_up.shape}, expected [..., 2, F]")
-    if gate_up.dtype not in _DTYPES:
-        wrong.append(
-            f"gate_up holds {gate_up.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}"
-        )
-    if wrong:
-        raise ValueError("gated_activation: " + "; ".join(wrong))
-    run = choose("gated_activation", _IMPLEMENTATIONS, implementation, gate_up)
+    wrong += wrong_arrays(("gate_up", gate_up, gate_up.shape, FLOATS))
+    refuse("gated_activation", wrong)
+    run = OPERATION.choose(implementation, gate_up)
     return run(gate_up, activation=activation)

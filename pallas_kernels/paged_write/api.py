@@ -8,18 +8,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import Expected, refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.paged_write import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.paged_write, pallas_triton.unsupported),
-    "xla": Implementation(reference.paged_write, lambda *args: None),
-}
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `paged_write(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "paged_write", reference.paged_write, pallas_triton.paged_write, pallas_triton.unsupported
+)
+implementations = OPERATION.implementations
 
 
 def paged_write(
@@ -53,13 +49,6 @@ def paged_write(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case.
     """
-    _check(pools, blocks, nodes, slots)
-    write = choose("paged_write", _IMPLEMENTATIONS, implementation, pools, blocks, nodes, slots)
-    return write(pools, blocks, nodes, slots)
-
-
-def _check(pools: Sequence[Array], blocks: Sequence[Array], nodes: Array, slots: Array) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if not pools or len(pools) != len(blocks):
         raise ValueError(
             f"paged_write: {len(pools)} pools and {len(blocks)} blocks; as many of both, and one"
@@ -70,9 +59,9 @@ def _check(pools: Sequence[Array], blocks: Sequence[Array], nodes: Array, slots:
             f" got {pools[0].shape}, {blocks[0].shape}, {nodes.shape}"
         )
     pages, block = pools[0].shape[:2], blocks[0].shape[:2]
-    expected = [
-        ("nodes", nodes, (block[0], nodes.shape[1]), jnp.dtype(jnp.int32)),
-        ("slots", slots, nodes.shape, jnp.dtype(jnp.int32)),
+    expected: list[Expected] = [
+        ("nodes", nodes, (block[0], nodes.shape[1]), jnp.int32),
+        ("slots", slots, nodes.shape, jnp.int32),
     ]
     for i, pool in enumerate(pools):
         row = pool.shape[2:]
@@ -82,12 +71,7 @@ def _check(pools: Sequence[Array], blocks: Sequence[Array], nodes: Array, slots:
     wrong = []
     if pages[0] * pages[1] >= 2**31:
         wrong.append(f"{pages[0]} pages of {pages[1]} are more slots than an int32 can name")
-    for name, array, shape, dtype in expected:
-        if array.shape != shape:
-            wrong.append(f"{name} is {array.shape}, expected {shape}")
-        if array.dtype != dtype:
-            wrong.append(f"{name} holds {array.dtype}, expected {dtype}")
-        if array.size == 0:
-            wrong.append(f"{name} is {array.shape}: nothing to write, or nowhere")
-    if wrong:
-        raise ValueError("paged_write: " + "; ".join(wrong))
+    wrong += wrong_arrays(*expected, empty=False)
+    refuse("paged_write", wrong)
+    write = OPERATION.choose(implementation, pools, blocks, nodes, slots)
+    return write(pools, blocks, nodes, slots)

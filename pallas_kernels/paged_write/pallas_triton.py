@@ -6,8 +6,6 @@ of 72 pools (Qwen3-8B), 2.4 MB in all. A program copies one row of a few pools:
     program (r, b, c)  =  row nodes[b, r] of blocks 8c ... 8c + 7  ->  slot slots[b, r] of their pools
 
 A kernel cannot index its pointers, so the pools are unrolled, and a program branches to its own few.
-
-Shapes: B sequences, N block rows, R rows to write, P pages.
 """
 
 import functools
@@ -20,8 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.dispatch import gpu_problem
-
 # Pools of one launch. A kernel has 4 KB of parameters, 512 pointers: three for each pool (its block and,
 # though they are the same memory, its input and its output), the two indices, and Triton's own.
 _POOLS_PER_CALL = 128
@@ -32,12 +28,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def unsupported(pools: Sequence[Array], *_: object) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem() or unsupported_shape(pools)
-
-
-def unsupported_shape(pools: Sequence[Array]) -> str | None:
-    """Why the kernel cannot run a call anywhere; None if it can."""
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
     for i, pool in enumerate(pools):
         if pool.dtype not in _DTYPES:
             return f"pools[{i}] holds {pool.dtype}, not one of float32, bfloat16, float16"

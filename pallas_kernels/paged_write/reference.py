@@ -1,7 +1,4 @@
-"""Paged write in plain JAX: the specification, the test oracle and the fallback.
-
-Shapes: B sequences, N block rows, R rows to write, P pages.
-"""
+"""Paged write in plain JAX: the specification, the test oracle and the fallback."""
 
 from collections.abc import Sequence
 
@@ -15,13 +12,13 @@ def paged_write(
     nodes: Int32[Array, "B R"],
     slots: Int32[Array, "B R"],
 ) -> tuple[Shaped[Array, "P page ..."], ...]:
-    """See `api.paged_write`, which checks the shapes."""
+    """See `api.paged_write`, which explains the shapes and checks them."""
     num_nodes = blocks[0].shape[1]
     num_pages, page_size = pools[0].shape[:2]
     num_slots = num_pages * page_size
     wanted = (nodes >= 0) & (nodes < num_nodes) & (slots >= 0) & (slots < num_slots)
     nodes = jnp.where(wanted, nodes, 0)
-    slots = jnp.where(wanted, slots, num_slots)  # behind the last: a negative index would count from there
+    slots = jnp.where(wanted, slots, num_slots)  # after the last: a negative index would count from there
     # Two indices, not one into a reshaped pool: around a reshape XLA does not always write in place.
     where = slots // page_size, slots % page_size
 

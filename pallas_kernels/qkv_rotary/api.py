@@ -6,22 +6,18 @@ Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head s
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.qkv_rotary import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(
-        differentiable(pallas_triton.qkv_rotary, reference.qkv_rotary), pallas_triton.unsupported
-    ),
-    "xla": Implementation(reference.qkv_rotary, lambda *args: None),
-}
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `qkv_rotary(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "qkv_rotary",
+    reference.qkv_rotary,
+    differentiable(pallas_triton.qkv_rotary, reference.qkv_rotary),
+    pallas_triton.unsupported,
+)
+implementations = OPERATION.implementations
 
 
 def qkv_rotary(
@@ -49,7 +45,7 @@ def qkv_rotary(
 
         x[i], x[j]  ->  x[i] * cos[i] - x[j] * sin[i],  x[j] * cos[i] + x[i] * sin[i]
 
-    and is rounded once. Elements behind the first 2 * half are left as they are. Values are not rotated.
+    and is rounded once. Elements after the first 2 * half are left as they are. Values are not rotated.
     (Rotary: Su et al., arXiv 2104.09864; half-split as in GPT-NeoX.)
 
     Args:
@@ -72,38 +68,23 @@ def qkv_rotary(
         NotImplementedError: the named implementation does not support the case or the device.
     """
     arrays = qkv, q_weight, k_weight, cos, sin
-    _check(*arrays)
-    function = choose("qkv_rotary", _IMPLEMENTATIONS, implementation, *arrays)
-    return function(*arrays, eps=eps, weight_offset=weight_offset, norm_values=norm_values)
-
-
-def _check(qkv: Array, q_weight: Array | None, k_weight: Array | None, cos: Array, sin: Array) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if qkv.ndim != 5:
         raise ValueError(f"qkv_rotary: qkv must be [B, N, G, R + 2, E], got {qkv.shape}")
     batch, nodes, _, heads, size = qkv.shape
-    wrong = []
-    if qkv.dtype not in _DTYPES:
-        wrong.append(f"qkv holds {qkv.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
+    half = cos.shape[-1] if cos.ndim else 0
+    wrong = wrong_arrays(
+        ("qkv", qkv, qkv.shape, FLOATS),
+        ("q_weight", q_weight, (size,), jnp.floating),
+        ("k_weight", k_weight, (size,), jnp.floating),
+        ("cos", cos, (batch, nodes, half), jnp.float32),
+        ("sin", sin, (batch, nodes, half), jnp.float32),
+    )
     if heads < 2:
         wrong.append(f"qkv has {heads} heads in a group: no key or no value")
     if size % 2:
         wrong.append(f"heads of {size} elements do not split into halves")
-    half = cos.shape[-1] if cos.ndim else 0
     if not 1 <= half <= size // 2:
         wrong.append(f"cos has {half} angles; heads of {size} elements make 1 to {size // 2} pairs")
-    angles = (batch, nodes, half)
-    for name, array, shape, dtype in (
-        ("q_weight", q_weight, (size,), jnp.floating),
-        ("k_weight", k_weight, (size,), jnp.floating),
-        ("cos", cos, angles, jnp.float32),
-        ("sin", sin, angles, jnp.float32),
-    ):
-        if array is None:
-            continue
-        if array.shape != shape:
-            wrong.append(f"{name} is {array.shape}, expected {shape}")
-        if not jnp.issubdtype(array.dtype, dtype):
-            wrong.append(f"{name} holds {array.dtype}, expected {dtype.__name__}")
-    if wrong:
-        raise ValueError("qkv_rotary: " + "; ".join(wrong))
+    refuse("qkv_rotary", wrong)
+    run = OPERATION.choose(implementation, *arrays)
+    return run(*arrays, eps=eps, weight_offset=weight_offset, norm_values=norm_values)

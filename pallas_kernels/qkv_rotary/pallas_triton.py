@@ -7,8 +7,6 @@ A group's heads are two programs, so that even one node makes 2 * G:
 
 Pairs of elements are loaded as two tiles: rotary works in place. Elements that have no partner in rotary make
 pairs with one another, of angle 0.
-
-Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
 """
 
 import functools
@@ -20,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.norm_weight import weighted
 
 # One 16-byte load of 16-bit floats for each thread and half of its head. A head of common size then lies
@@ -32,12 +29,7 @@ _LARGEST_TILE = 8192
 
 
 def unsupported(qkv: Array, *_: object) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem() or unsupported_shape(qkv)
-
-
-def unsupported_shape(qkv: Array) -> str | None:
-    """Why the kernel cannot run a call anywhere; None if it can."""
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
     heads, size = qkv.shape[-2:]
     if qkv.size == 0:
         return "qkv has no elements"

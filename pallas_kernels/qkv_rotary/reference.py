@@ -1,7 +1,4 @@
-"""Split, norm and rotary in plain JAX: the specification, the test oracle, the fallback and the derivative.
-
-Shapes: B sequences, N nodes, G key/value heads, R query heads of each, E head size.
-"""
+"""Split, norm and rotary in plain JAX: specification, test oracle, fallback and derivative."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -20,7 +17,7 @@ def qkv_rotary(
     weight_offset: float | None = None,
     norm_values: bool = False,
 ) -> tuple[Float[Array, "B N G R E"], Float[Array, "B N G E"], Float[Array, "B N G E"]]:
-    """See `api.qkv_rotary`, which checks the shapes."""
+    """See `api.qkv_rotary`, which explains the shapes and checks them."""
     half = cos.shape[-1]
 
     def norm(x: Array, weight: Array | None) -> Array:

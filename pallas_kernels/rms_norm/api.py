@@ -6,22 +6,18 @@ Shapes: M elements of a row.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
 from pallas_kernels.differentiable import differentiable
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.rms_norm import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(
-        differentiable(pallas_triton.rms_norm, reference.rms_norm), pallas_triton.unsupported
-    ),
-    "xla": Implementation(reference.rms_norm, lambda *args: None),
-}
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `rms_norm(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "rms_norm",
+    reference.rms_norm,
+    differentiable(pallas_triton.rms_norm, reference.rms_norm),
+    pallas_triton.unsupported,
+)
+implementations = OPERATION.implementations
 
 
 def rms_norm(
@@ -66,27 +62,15 @@ def rms_norm(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    _check(x, weight, delta, weight_offset, weight_scale)
-    norm = choose("rms_norm", _IMPLEMENTATIONS, implementation, x, weight, delta)
-    return norm(x, weight, delta, eps=eps, weight_offset=weight_offset, weight_scale=weight_scale)
-
-
-def _check(x: Array, weight: Array, delta: Array | None, offset: float | None, scale: float) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if not x.ndim:
         raise ValueError("rms_norm: x must be [..., M], got a scalar")
-    wrong = []
-    if x.dtype not in _DTYPES:
-        wrong.append(f"x holds {x.dtype}, expected {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
-    if weight.shape != x.shape[-1:]:
-        wrong.append(f"weight is {weight.shape}, expected {x.shape[-1:]}")
-    if not jnp.issubdtype(weight.dtype, jnp.floating):
-        wrong.append(f"weight holds {weight.dtype}, expected floating")
-    if delta is not None and delta.shape != x.shape:
-        wrong.append(f"delta is {delta.shape}, expected {x.shape}")
-    if delta is not None and delta.dtype != x.dtype:
-        wrong.append(f"delta holds {delta.dtype}, expected {x.dtype}")
-    if offset is None and scale != 1:
-        wrong.append(f"weight_scale is {scale} without a weight_offset, say 0.0")
-    if wrong:
-        raise ValueError("rms_norm: " + "; ".join(wrong))
+    wrong = wrong_arrays(
+        ("x", x, x.shape, FLOATS),
+        ("weight", weight, x.shape[-1:], jnp.floating),
+        ("delta", delta, x.shape, x.dtype),
+    )
+    if weight_offset is None and weight_scale != 1:
+        wrong.append(f"weight_scale is {weight_scale} without a weight_offset, say 0.0")
+    refuse("rms_norm", wrong)
+    run = OPERATION.choose(implementation, x, weight, delta)
+    return run(x, weight, delta, eps=eps, weight_offset=weight_offset, weight_scale=weight_scale)

@@ -1,7 +1,4 @@
-"""RMS norm on Pallas's Triton backend: a program per row, which it reads once.
-
-Shapes: M elements of a row.
-"""
+"""RMS norm on Pallas's Triton backend: a program per row, which it reads once."""
 
 import functools
 import math
@@ -14,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.norm_weight import weighted
 
 # A row stays in registers from its sum of squares to its product with the weight.
@@ -26,12 +22,7 @@ _MAX_WARPS = 16
 
 
 def unsupported(x: Array, *_: object) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem() or unsupported_shape(x)
-
-
-def unsupported_shape(x: Array) -> str | None:
-    """Why the kernel cannot run a call anywhere; None if it can."""
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
     if x.size == 0:
         return "x has no elements"
     if x.shape[-1] > _LONGEST_ROW:

@@ -1,7 +1,4 @@
-"""RMS norm in plain JAX: the specification, the test oracle, the fallback and the derivative.
-
-Shapes: M elements of a row.
-"""
+"""RMS norm in plain JAX: the specification, the test oracle, the fallback and the derivative."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,7 @@ def rms_norm(
     weight_offset: float | None = None,
     weight_scale: float = 1.0,
 ) -> tuple[Float[Array, "*rows M"], Float[Array, "*rows M"]]:
-    """See `api.rms_norm`, which checks the shapes."""
+    """See `api.rms_norm`, which explains the shapes and checks them."""
     total = x if delta is None else x + delta
     y = total.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

@@ -6,18 +6,12 @@ Shapes: B slots, N rows of each, V vocabulary.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.token_filter import pallas_triton, reference
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.least_kept, pallas_triton.unsupported),
-    "xla": Implementation(reference.least_kept, lambda *args, **kwargs: None),
-}
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `least_kept(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of("least_kept", reference.least_kept, pallas_triton.least_kept)
+implementations = OPERATION.implementations
 
 
 def least_kept(
@@ -55,16 +49,12 @@ def least_kept(
     arrays = logits, temperature, top_k, top_p, min_p
     if logits.ndim != 3 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"least_kept: logits must be floating [B, N, V], got {logits.dtype} {logits.shape}")
-    wrong = [
-        f"{name} is {array.dtype} {array.shape}, expected {dtype.__name__} {logits.shape[:1]}"
-        for name, array, dtype in (
-            ("temperature", temperature, jnp.float32),
-            ("top_k", top_k, jnp.integer),
-            ("top_p", top_p, jnp.float32),
-            ("min_p", min_p, jnp.float32),
-        )
-        if array.shape != logits.shape[:1] or not jnp.issubdtype(array.dtype, dtype)
-    ]
-    if wrong:
-        raise ValueError("least_kept: " + "; ".join(wrong))
-    return choose("least_kept", _IMPLEMENTATIONS, implementation, *arrays)(*arrays)
+    slots = logits.shape[:1]
+    wrong = wrong_arrays(
+        ("temperature", temperature, slots, jnp.float32),
+        ("top_k", top_k, slots, jnp.integer),
+        ("top_p", top_p, slots, jnp.float32),
+        ("min_p", min_p, slots, jnp.float32),
+    )
+    refuse("least_kept", wrong)
+    return OPERATION.choose(implementation, *arrays)(*arrays)

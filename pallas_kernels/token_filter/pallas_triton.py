@@ -2,8 +2,6 @@
 
 A row that filters nothing costs its program a look at its settings. That is why this is a kernel: on XLA a
 condition on the device is read by the host, which empties the GPU's queue in every round.
-
-Shapes: B slots, N rows of each, V vocabulary.
 """
 
 import functools
@@ -17,15 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.dispatch import gpu_problem
+from pallas_kernels.token_filter.reference import float_at
 
 _CHUNK = 4096  # entries of a row in the registers of a program at a time
 _BITS_AT_ONCE = 2
-
-
-def unsupported(*_: object) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem()
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def least_kept(
@@ -118,7 +112,7 @@ def _threshold(
 
     def narrow(i: Array, rank: Array) -> Array:
         step = jnp.uint32(1) << (32 - _BITS_AT_ONCE * (i + 1)).astype(jnp.uint32)
-        edges = [_float_at(rank + jnp.uint32(n) * step) for n in range(1, 2**_BITS_AT_ONCE)]
+        edges = [float_at(rank + jnp.uint32(n) * step, _FLOAT32) for n in range(1, 2**_BITS_AT_ONCE)]
 
         def add(x: Array, *totals: Array) -> tuple[Array, ...]:
             weights = weigh(x)
@@ -131,13 +125,13 @@ def _threshold(
             rank += step * (jnp.sum(total) >= goal).astype(jnp.uint32)
         return rank
 
-    return _float_at(jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.uint32(0)))
+    return float_at(jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.uint32(0)), _FLOAT32)
 
 
 def _fold(
     logits_ref: Any, b: Array, n: Array, add: Callable[..., tuple[Array, ...]], start: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """Folds a row chunk by chunk; what lies behind its end is -inf."""
+    """Folds a row chunk by chunk; what lies after its end is -inf."""
     vocab = logits_ref.shape[2]
 
     def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -146,11 +140,3 @@ def _fold(
         return add(x.astype(jnp.float32), *carry)
 
     return jax.lax.fori_loop(0, pl.cdiv(vocab, _CHUNK), step, start)
-
-
-def _float_at(rank: Array) -> Array:
-    """The float32 of this rank in their order; what lies beyond the infinities is infinite."""
-    sign, nans = jnp.uint32(1 << 31), jnp.uint32((1 << 23) - 1)
-    rank = jnp.minimum(jnp.maximum(rank, nans), sign + (sign - 1 - nans))
-    pattern = jnp.where(rank >= sign, rank - sign, ~rank)
-    return jax.lax.bitcast_convert_type(pattern, jnp.float32)

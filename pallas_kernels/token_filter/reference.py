@@ -1,11 +1,9 @@
 """The filters' threshold in plain JAX: the specification, the test oracle and the fallback.
 
 Nothing is sorted: a few readings of the logits find a threshold exactly.
-
-Shapes: B slots, N rows of each, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ def least_kept(
     top_p: Float32[Array, "B"],
     min_p: Float32[Array, "B"],
 ) -> Float32[Array, "B N"]:
-    """See `api.least_kept`, which checks the shapes."""
+    """See `api.least_kept`, which explains the shapes and checks them."""
     samples = temperature > 0
     by_k, by_p, by_min = samples & (top_k > 0), samples & (top_p < 1), samples & (min_p > 0)
     heat = jnp.where(samples, temperature, 1.0)[:, None]
@@ -82,17 +80,20 @@ def _threshold(
         step = jnp.uint32(1) << (bits - _BITS_AT_ONCE * (i + 1)).astype(jnp.uint32)
         weights = weigh()
         steps = [
-            jnp.where(logits >= _float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
+            jnp.where(logits >= float_at(rank + n * step, logits.dtype)[:, :, None], weights, 0)
             for n in range(1, 2**_BITS_AT_ONCE)
         ]
-        return rank + step * sum((total >= goal).astype(jnp.uint32) for total in _sums(steps))
+        # Sums apart become one kernel on XLA:GPU, which reads the logits once. One reduction of several
+        # operands has what they are made of stored first.
+        totals = [jnp.sum(terms, axis=-1) for terms in steps]
+        return rank + step * sum((total >= goal).astype(jnp.uint32) for total in totals)
 
     # The number of turns is static: a GPU's host then has no condition to wait for.
     rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
-    return _float_at(rank, logits.dtype).astype(jnp.float32)
+    return float_at(rank, logits.dtype).astype(jnp.float32)
 
 
-def _float_at(rank: UInt32[Array, "B N"], dtype: jnp.dtype) -> Float[Array, "B N"]:
+def float_at(rank: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
     """The number of this rank in the order of a floating type; what lies beyond the infinities is infinite.
 
     The bits of positive numbers are in their order, those of negative ones in the reverse::
@@ -106,10 +107,3 @@ def _float_at(rank: UInt32[Array, "B N"], dtype: jnp.dtype) -> Float[Array, "B N
     rank = jnp.clip(rank, nans, sign + (sign - 1 - nans))  # there are NaNs at both ends
     pattern = jnp.where(rank >= sign, rank - sign, ~rank)
     return jax.lax.bitcast_convert_type(pattern.astype(f"uint{info.bits}"), dtype)
-
-
-def _sums(terms: Sequence[Shaped[Array, "B N V"]]) -> Sequence[Shaped[Array, "B N"]]:
-    """The sums over the vocabulary of several terms of one array, which is read once for all of them."""
-    # Sums apart become one kernel on XLA:GPU, in which they share what they are made of. One reduction of
-    # several operands has that stored first.
-    return [jnp.sum(term, axis=-1) for term in terms]

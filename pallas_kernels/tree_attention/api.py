@@ -9,20 +9,15 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.tree_attention import pallas_triton, reference
 from pallas_kernels.tree_attention.reference import PagedPrefix
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.tree_attention, pallas_triton.unsupported),
-    "xla": Implementation(reference.tree_attention, lambda *args, **kwargs: None),
-}
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `tree_attention(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "tree_attention", reference.tree_attention, pallas_triton.tree_attention, pallas_triton.unsupported
+)
+implementations = OPERATION.implementations
 
 
 def tree_attention(
@@ -60,25 +55,6 @@ def tree_attention(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    _check(q, k, v, mask, prefix, scale, window, depths, sinks)
-    run = choose("tree_attention", _IMPLEMENTATIONS, implementation, q, k, v, mask, prefix)
-    if depths is None:
-        depths = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None, :], q.shape[:2])
-    return run(q, k, v, mask, prefix, scale=scale, window=window, depths=depths, sinks=sinks)
-
-
-def _check(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array,
-    prefix: PagedPrefix | None,
-    scale: float,
-    window: int | None,
-    depths: Array | None,
-    sinks: Array | None,
-) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(
             f"tree_attention: q must be [B, N, H, E] and k [B, N, G, E], got {q.shape}, {k.shape}"
@@ -86,40 +62,34 @@ def _check(
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
     block = (batch, rows, kv_heads, size)
-    expected = [
-        ("k", k, block, q.dtype),
-        ("v", v, block, q.dtype),
-        ("mask", mask, (batch, rows, -(-rows // 32)), jnp.uint32),
-    ]
-    if depths is not None:
-        expected.append(("depths", depths, (batch, rows), jnp.signedinteger))
-    if sinks is not None:
-        expected.append(("sinks", sinks, (heads,), jnp.floating))
-    if prefix is not None:
-        pool = (*prefix.k_pages.shape[:2], kv_heads, size)
-        table = (batch, *prefix.block_tables.shape[-1:])
-        expected += [
-            ("prefix.k_pages", prefix.k_pages, pool, q.dtype),
-            ("prefix.v_pages", prefix.v_pages, pool, q.dtype),
-            ("prefix.block_tables", prefix.block_tables, table, jnp.int32),
-            ("prefix.lengths", prefix.lengths, (batch,), jnp.int32),
-        ]
-
     wrong = []
-    if q.dtype not in _DTYPES:
-        wrong.append(f"q is {q.dtype}, not one of {', '.join(jnp.dtype(d).name for d in _DTYPES)}")
     if kv_heads < 1 or heads % kv_heads:
         wrong.append(f"{heads} query heads do not divide among {kv_heads} key/value heads")
     if not 0 < scale < math.inf:
         wrong.append(f"scale is {scale}; it must be positive")
     if window is not None and not 1 <= window < 2**31:
         wrong.append(f"window is {window}; it counts the query's own position, so at least 1")
-    for name, array, shape, dtype in expected:
-        if array.shape != shape:
-            wrong.append(f"{name} is {array.shape}, expected {shape}")
-        if not jnp.issubdtype(array.dtype, dtype):
-            wrong.append(f"{name} holds {array.dtype}, expected {getattr(dtype, '__name__', dtype)}")
-    if prefix is not None and 0 in prefix.k_pages.shape[:2]:
-        wrong.append(f"prefix.k_pages is {prefix.k_pages.shape}: no page or no slot to read")
-    if wrong:
-        raise ValueError("tree_attention: " + "; ".join(wrong))
+    wrong += wrong_arrays(
+        ("q", q, q.shape, FLOATS),
+        ("k", k, block, q.dtype),
+        ("v", v, block, q.dtype),
+        ("mask", mask, (batch, rows, -(-rows // 32)), jnp.uint32),
+        ("depths", depths, (batch, rows), jnp.signedinteger),
+        ("sinks", sinks, (heads,), jnp.floating),
+    )
+    if prefix is not None:
+        pool = (*prefix.k_pages.shape[:2], kv_heads, size)
+        table = (batch, *prefix.block_tables.shape[-1:])
+        wrong += wrong_arrays(
+            ("prefix.k_pages", prefix.k_pages, pool, q.dtype),
+            ("prefix.v_pages", prefix.v_pages, pool, q.dtype),
+            ("prefix.block_tables", prefix.block_tables, table, jnp.int32),
+            ("prefix.lengths", prefix.lengths, (batch,), jnp.int32),
+        )
+        if 0 in prefix.k_pages.shape[:2]:
+            wrong.append(f"prefix.k_pages is {prefix.k_pages.shape}: no page or no slot to read")
+    refuse("tree_attention", wrong)
+    run = OPERATION.choose(implementation, q, k, v, mask, prefix)
+    if depths is None:
+        depths = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[None, :], (batch, rows))
+    return run(q, k, v, mask, prefix, scale=scale, window=window, depths=depths, sinks=sinks)

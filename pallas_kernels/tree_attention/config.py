@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from pallas_kernels.checks import check_config
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -34,22 +36,8 @@ class Config:
         Raises:
             ValueError: naming every setting that is out of its range.
         """
-        wrong = [
-            f"{name} must be a power of two of at least {least}, not {value}"
-            for name, value, least in (
-                ("block_rows", self.block_rows, 16),
-                ("block_keys", self.block_keys, 16),
-                ("num_warps", self.num_warps, 1),
-            )
-            if value < least or value & (value - 1)
-        ]
-        wrong += [
-            f"{name} must be at least 1, not {value}"
-            for name, value in (("num_stages", self.num_stages), ("programs", self.programs))
-            if value < 1
-        ]
-        if wrong:
-            raise ValueError("Config: " + "; ".join(wrong))
+        powers = {"block_rows": 16, "block_keys": 16, "num_warps": 1}
+        check_config(self, powers=powers, counts=("num_stages", "programs"))
 
 
 def config_for(device_kind: str, dtype: str, head_size: int, rows: int) -> Config:

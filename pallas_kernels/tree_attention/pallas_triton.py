@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.tree_attention.config import Config, config_for
 from pallas_kernels.tree_attention.reference import PagedPrefix, visible_in_block
 
@@ -42,12 +41,7 @@ _MAX_SPLITS = 64
 def unsupported(
     q: Array, k: Array, v: Array, mask: Array, prefix: PagedPrefix | None, **_: object
 ) -> str | None:
-    """Why the kernel cannot run a call here; None if it can."""
-    return gpu_problem() or unsupported_shape(q, prefix)
-
-
-def unsupported_shape(q: Array, prefix: PagedPrefix | None) -> str | None:
-    """Why the kernel cannot run a call anywhere; None if it can."""
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
     size = q.shape[-1]
     if size & (size - 1) or not 16 <= size <= 512:
         return f"head size {size} is not a power of two in 16..512"

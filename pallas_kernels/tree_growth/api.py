@@ -6,19 +6,15 @@ Shapes: B sequences, N nodes, D levels below the root, W candidates of a level.
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.checks import refuse, wrong_arrays
+from pallas_kernels.dispatch import Operation
 from pallas_kernels.tree_growth import pallas_triton, reference
 from pallas_kernels.tree_growth.reference import Growth
 
-_IMPLEMENTATIONS = {  # the preferred first
-    "pallas_triton": Implementation(pallas_triton.tree_growth, pallas_triton.unsupported),
-    "xla": Implementation(reference.tree_growth, lambda *args, **kwargs: None),
-}
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that `tree_growth(implementation=...)` accepts, the preferred first."""
-    return tuple(_IMPLEMENTATIONS)
+OPERATION = Operation.of(
+    "tree_growth", reference.tree_growth, pallas_triton.tree_growth, pallas_triton.unsupported
+)
+implementations = OPERATION.implementations
 
 
 def tree_growth(
@@ -64,32 +60,20 @@ def tree_growth(
             there is no such implementation.
         NotImplementedError: the named implementation does not support the case or the device.
     """
-    _check(log_probs, fan_out, budget, num_nodes)
-    shape = {"num_nodes": num_nodes, "one_by_one": one_by_one}
-    grow = choose("tree_growth", _IMPLEMENTATIONS, implementation, log_probs, **shape)
-    if num_nodes == 1 or log_probs.size == 0:
-        return reference.roots(log_probs.shape[0], num_nodes)
-    # With a zero for depth D, one lookup answers both how many children and whether any.
-    fan_out = jnp.pad(jnp.clip(fan_out, 0, log_probs.shape[2]), ((0, 0), (0, 1)))
-    return grow(log_probs, fan_out, budget, **shape)
-
-
-def _check(log_probs: Array, fan_out: Array, budget: Array, num_nodes: int) -> None:
-    """Raise one ValueError that lists everything wrong with the static side of a call."""
     if log_probs.ndim != 3:
         raise ValueError(f"tree_growth: log_probs must be [B, D, W], got {log_probs.shape}")
-    batch, levels, _ = log_probs.shape
-    wrong = []
-    if num_nodes < 1:
-        wrong.append(f"num_nodes is {num_nodes}; the root alone is 1")
-    for name, array, shape, dtype in (
+    batch, levels, width = log_probs.shape
+    wrong = [] if num_nodes >= 1 else [f"num_nodes is {num_nodes}; the root alone is 1"]
+    wrong += wrong_arrays(
         ("log_probs", log_probs, log_probs.shape, jnp.float32),
         ("fan_out", fan_out, (batch, levels), jnp.int32),
         ("budget", budget, (batch,), jnp.int32),
-    ):
-        if array.shape != shape:
-            wrong.append(f"{name} is {array.shape}, expected {shape}")
-        if array.dtype != dtype:
-            wrong.append(f"{name} holds {array.dtype}, expected {dtype.__name__}")
-    if wrong:
-        raise ValueError("tree_growth: " + "; ".join(wrong))
+    )
+    refuse("tree_growth", wrong)
+    shape = {"num_nodes": num_nodes, "one_by_one": one_by_one}
+    grow = OPERATION.choose(implementation, log_probs, **shape)
+    if num_nodes == 1 or log_probs.size == 0:
+        return reference.roots(batch, num_nodes)
+    # With a zero for depth D, one lookup answers both how many children and whether any.
+    fan_out = jnp.pad(jnp.clip(fan_out, 0, width), ((0, 0), (0, 1)))
+    return grow(log_probs, fan_out, budget, **shape)

@@ -1,9 +1,7 @@
-"""Best-first growth in plain JAX: the specification, the test oracle and the fallback.
+"""Best-first growth in plain JAX: the specification, the test oracle and the fallback."""
 
-Shapes: B sequences, N nodes, D levels below the root, W candidates of a level.
-"""
-
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,10 +65,6 @@ def tree_growth(
     can_grow = (budget > 1) & (fan_out[:, 0] > 0)
     priority = jnp.where(can_grow[:, None], tree.scores, -jnp.inf)  # the root's alone
 
-    def can_add(state: tuple[Growth, Array]) -> Array:
-        _, priority = state
-        return jnp.any(priority > -jnp.inf)
-
     def expand(state: tuple[Growth, Array]) -> tuple[Growth, Array]:
         tree, priority = state
         node = jnp.argmax(priority, axis=1).astype(jnp.int32)  # the first, so the earliest
@@ -98,8 +92,7 @@ def tree_growth(
         )
         return tree, priority
 
-    tree, _ = jax.lax.while_loop(can_add, expand, (tree, priority))
-    return tree
+    return _repeat(expand, tree, priority)
 
 
 def _one_by_one(
@@ -126,9 +119,6 @@ def _one_by_one(
     offers = jnp.where(index == 0, offer(tree.scores[:, 0], zeros, zeros)[:, None], -jnp.inf)
     offers = jnp.where((budget > 1)[:, None], offers, -jnp.inf)
 
-    def can_add(state: tuple[Growth, Array, Array]) -> Array:
-        return jnp.any(state[2] > -jnp.inf)
-
     def add(state: tuple[Growth, Array, Array]) -> tuple[Growth, Array, Array]:
         tree, children, offers = state
         node = jnp.argmax(offers, axis=1).astype(jnp.int32)  # the first, so the earliest
@@ -154,5 +144,9 @@ def _one_by_one(
         )
         return tree, children + here, offers
 
-    state = (tree, jnp.zeros((batch, num_nodes), jnp.int32), offers)
-    return jax.lax.while_loop(can_add, add, state)[0]
+    return _repeat(add, tree, jnp.zeros((batch, num_nodes), jnp.int32), offers)
+
+
+def _repeat(step: Callable[[Any], Any], *state: Any) -> Growth:
+    """The tree, which is first in a state, after steps until the scores, which are last, are all -inf."""
+    return jax.lax.while_loop(lambda state: jnp.any(state[-1] > -jnp.inf), step, state)[0]

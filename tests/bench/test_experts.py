@@ -93,8 +93,7 @@ class TestCommand:
         if operation == "expert_choice":
             own, other = reference.expert_mlp, wrong_choice
         for module, function in ((api, own), (choice_api, other)):
-            stand_in = Implementation(function, lambda *args: None)
-            monkeypatch.setitem(module._IMPLEMENTATIONS, "pallas_triton", stand_in)
+            monkeypatch.setitem(module.OPERATION.table, "pallas_triton", Implementation(function))
         monkeypatch.setattr(experts, "time_shape", lambda *_: pytest.fail("timed"))
         assert run(tmp_path / "e.json", "--dtypes float32 --rows 4 --baselines --seed 0") == 1
         shown = capsys.readouterr().err

@@ -15,17 +15,11 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import abstract, bind, weights_of
-from pallas_kernels.expert_choice import pallas_triton as expert_choice
-from pallas_kernels.expert_mlp import pallas_triton as expert_mlp
-from pallas_kernels.gated_activation import pallas_triton as gated_activation
-from pallas_kernels.qkv_rotary import pallas_triton as qkv_rotary
-from pallas_kernels.rms_norm import pallas_triton as rms_norm
-from pallas_kernels.tree_attention import pallas_triton as tree_attention
+from pallas_kernels import dispatch
 from tests.kernels.lowering import lower_for_gpu
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_step import HUB_TEXT
 
-KERNELS = (expert_choice, expert_mlp, gated_activation, qkv_rotary, rms_norm, tree_attention)
 LAUNCHES = {
     "gpt_oss": {
         "rms_norm": 5,
@@ -59,8 +53,7 @@ LAUNCHES = {
 )
 def test_kernels(monkeypatch, raw, layers):
     """As many as there should be, and norms hand them their weights as they are stored."""
-    for kernel in KERNELS:
-        monkeypatch.setattr(kernel, "gpu_problem", lambda: None)
+    monkeypatch.setattr(dispatch, "gpu_problem", lambda: None)
     config = parse_model_config(raw)
     config = dataclasses.replace(config, layers=tuple(config.layers[i] for i in layers))
     weights = jax.tree.map(

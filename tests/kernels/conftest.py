@@ -10,7 +10,6 @@ def stand_in(monkeypatch):
     """Puts an interpreted kernel into the place of an operation's `pallas_triton`."""
 
     def replace(api, kernel):
-        everything = Implementation(kernel, lambda *args, **kwargs: None)
-        monkeypatch.setitem(api._IMPLEMENTATIONS, "pallas_triton", everything)
+        monkeypatch.setitem(api.OPERATION.table, "pallas_triton", Implementation(kernel))
 
     return replace

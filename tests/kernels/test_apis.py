@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    dispatch,
     expert_choice,
     expert_mlp,
     gated_activation,
@@ -66,7 +67,7 @@ def test_choice(name, monkeypatch):
     """By default what can run here; a name is that one or an error that says why."""
     package, arrays, settings = CALLS[name]
     call = partial(getattr(package, name), *arrays, **settings)
-    monkeypatch.setattr(package.api.pallas_triton, "gpu_problem", lambda: "no GPU here")
+    monkeypatch.setattr(dispatch, "gpu_problem", lambda: "no GPU here")
     assert package.implementations() == ("pallas_triton", "xla")
     default, named = jax.jit(call)(), jax.jit(partial(call, implementation="xla"))()
     jax.tree.map(np.testing.assert_array_equal, default, named)
@@ -83,7 +84,7 @@ def test_a_kernel_is_differentiable(name):
     """As it is registered, that is."""
     package, arrays, settings = CALLS[name]
     settings = {"gated_activation": {"activation": SILU}}.get(name, settings)
-    function = package.api._IMPLEMENTATIONS["pallas_triton"].function
+    function = package.api.OPERATION.table["pallas_triton"].function
     arrays = [*arrays, None] if name == "rms_norm" else arrays
 
     def loss(*arrays):

@@ -6,37 +6,35 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation, choose, gpu_problem
+from pallas_kernels.dispatch import Implementation, Operation, gpu_problem
 
 
 def even_only(number, *, scale):
     return None if number * scale % 2 == 0 else f"{number * scale} is odd"
 
 
-TABLE = {
-    "fast": Implementation(lambda: "fast", even_only),
-    "slow": Implementation(lambda: "slow", lambda number, *, scale: None),
-}
+FAST, SLOW = Implementation(lambda: "fast", even_only), Implementation(lambda: "slow")
+OP = Operation("op", {"fast": FAST, "slow": SLOW})
 
 
 def test_none_is_the_first_that_can():
-    assert choose("op", TABLE, None, 2, scale=1)() == "fast"
-    assert choose("op", TABLE, None, 1, scale=1)() == "slow"
+    assert OP.choose(None, 2, scale=1)() == "fast"
+    assert OP.choose(None, 1, scale=1)() == "slow"
 
 
 def test_a_name_is_that_one_or_an_error():
-    assert choose("op", TABLE, "slow", 2, scale=1)() == "slow"
-    assert choose("op", TABLE, "fast", 1, scale=2)() == "fast"
+    assert OP.choose("slow", 2, scale=1)() == "slow"
+    assert OP.choose("fast", 1, scale=2)() == "fast"
     with pytest.raises(NotImplementedError, match="op: fast cannot run: 3 is odd"):
-        choose("op", TABLE, "fast", 1, scale=3)
+        OP.choose("fast", 1, scale=3)
     with pytest.raises(ValueError, match="op has no implementation 'best'; available: fast, slow"):
-        choose("op", TABLE, "best", 2, scale=1)
+        OP.choose("best", 2, scale=1)
 
 
 def test_all_reasons_when_none_can():
-    table = {"a": TABLE["fast"], "b": TABLE["fast"]}
+    op = Operation("op", {"a": FAST, "b": FAST})
     with pytest.raises(NotImplementedError, match="op: a cannot run: 1 is odd; b cannot run: 1 is odd"):
-        choose("op", table, None, 1, scale=1)
+        op.choose(None, 1, scale=1)
 
 
 @pytest.mark.parametrize("device", ["cpu", jax.devices("cpu")[0]], ids=["name", "device"])

@@ -144,8 +144,8 @@ def test_lowers_for_cuda(shape, dtype):
 
 
 def test_unsupported_shape():
-    assert pallas_triton.unsupported_shape(jnp.zeros((3, 2, 40))) is None
-    assert pallas_triton.unsupported_shape(jnp.zeros((0, 2, 40))) == "gate_up has no elements"
+    assert pallas_triton.unsupported(jnp.zeros((3, 2, 40))) is None
+    assert pallas_triton.unsupported(jnp.zeros((0, 2, 40))) == "gate_up has no elements"
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -185,7 +185,7 @@ def test_unsupported_shape(pages, dtype, reason):
     reasons = []
 
     def ask(*pools):
-        reasons.append(str(pallas_triton.unsupported_shape(pools)))
+        reasons.append(str(pallas_triton.unsupported(pools)))
 
     good = jax.ShapeDtypeStruct((640, 64, 8, 128), jnp.float32)
     jax.eval_shape(ask, good, jax.ShapeDtypeStruct((pages, 64, 8, 128), dtype))
@@ -221,8 +221,8 @@ class TestRefusals:
                 lambda x: [*x[:3], x[3].astype(jnp.bfloat16)],
                 r"blocks\[3\] holds bfloat16, expected",
             ),
-            ("nodes", lambda x: x[:, :0], r"nodes is \(2, 0\): nothing to write"),
-            ("pools", lambda x: [pool[:0] for pool in x], r"pools\[0\] is \(0, 4, 2, 8\): nothing to write"),
+            ("nodes", lambda x: x[:, :0], r"nodes is \(2, 0\): no elements"),
+            ("pools", lambda x: [pool[:0] for pool in x], r"pools\[0\] is \(0, 4, 2, 8\): no elements"),
         ],
     )
     def test_arrays(self, call, name, change, message):

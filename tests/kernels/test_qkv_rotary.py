@@ -250,7 +250,7 @@ def test_lowers_for_cuda(shape, dtype, norms):
     ],
 )
 def test_unsupported_shape(shape, reason):
-    assert pallas_triton.unsupported_shape(jnp.zeros(shape)) == reason
+    assert pallas_triton.unsupported(jnp.zeros(shape)) == reason
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -211,7 +211,7 @@ def test_a_kernel_widens_its_weight():
     ],
 )
 def test_unsupported_shape(shape, reason):
-    assert pallas_triton.unsupported_shape(jnp.zeros(shape)) == reason
+    assert pallas_triton.unsupported(jnp.zeros(shape)) == reason
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.token_filter import api, least_kept, pallas_triton
-from pallas_kernels.token_filter.reference import _float_at, _threshold
+from pallas_kernels.token_filter.reference import _threshold, float_at
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
 
@@ -184,14 +184,14 @@ def test_threshold_by_hand(dtype):
 
 def test_floats_in_order():
     ranks = jnp.array([[0x007F, 0x407F, 0x7FFF, 0x8000, 0xBF80, 0xFF80]], jnp.uint32)
-    values = _float_at(ranks, jnp.dtype(jnp.bfloat16))
+    values = float_at(ranks, jnp.dtype(jnp.bfloat16))
     bits = np.asarray(values).view(np.uint16)
     assert bits[0].tolist() == [0xFF80, 0xBF80, 0x8000, 0x0000, 0x3F80, 0x7F80]
     assert values[0].tolist() == [-np.inf, -1, -0.0, 0, 1, np.inf]
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = 8 * jnp.dtype(dtype).itemsize
         ranks = np.linspace(0, 2**size - 1, 4096).astype(np.uint32)[None]
-        ordered = np.asarray(_float_at(jnp.asarray(ranks), jnp.dtype(dtype)), np.float64)[0]
+        ordered = np.asarray(float_at(jnp.asarray(ranks), jnp.dtype(dtype)), np.float64)[0]
         assert (ordered[1:] >= ordered[:-1]).all()
         assert (ordered[0], ordered[-1]) == (-np.inf, np.inf)
 
@@ -215,14 +215,14 @@ class TestRefusals:
         [
             ({"logits": np.zeros((2, 5))}, r"logits must be floating \[B, N, V\], got float64 \(2, 5\)"),
             ({"logits": np.zeros((2, 3, 5), np.int32)}, "logits must be floating .*, got int32"),
+            ({"temperature": np.zeros(3, np.float32)}, r"temperature is \(3,\), expected \(2,\)"),
+            ({"temperature": np.zeros(2, np.int32)}, "temperature holds int32, expected float32"),
+            ({"top_k": np.zeros(2, np.float32)}, "top_k holds float32, expected integer"),
+            ({"top_p": np.zeros((2, 1), np.float32)}, r"top_p is \(2, 1\), expected \(2,\)"),
             (
-                {"temperature": np.zeros(3, np.float32)},
-                r"temperature is float32 \(3,\), expected float32 \(2,\)",
+                {"top_p": np.zeros(1, np.float32), "min_p": np.zeros(2, np.int8)},
+                "top_p is .*; min_p holds int8",
             ),
-            ({"temperature": np.zeros(2, np.int32)}, r"temperature is int32 \(2,\), expected float32 \(2,\)"),
-            ({"top_k": np.zeros(2, np.float32)}, r"top_k is float32 \(2,\), expected integer \(2,\)"),
-            ({"top_p": np.zeros((2, 1), np.float32)}, r"top_p is float32 \(2, 1\), expected float32 \(2,\)"),
-            ({"top_p": np.zeros(1, np.float32), "min_p": np.zeros(2, np.int8)}, "top_p is .*; min_p is int8"),
         ],
     )
     def test_arrays(self, changes, message):

@@ -326,12 +326,12 @@ class TestPallasTriton:
 
     def test_unsupported_shapes(self):
         case = make_case(7, size=8)
-        assert "head size 8 is not" in pallas_triton.unsupported_shape(*case.args()[::4])
-        q, *_, prefix = make_case(7).args()
+        assert "head size 8 is not" in pallas_triton.unsupported(*case.args())
+        *block, prefix = make_case(7).args()
         pages = jnp.zeros((2, 24, 2, 16))
         odd = replace(prefix, k_pages=pages, v_pages=pages)
-        assert "pages of 24 tokens" in pallas_triton.unsupported_shape(q, odd)
-        assert pallas_triton.unsupported_shape(q, prefix) is None
+        assert "pages of 24 tokens" in pallas_triton.unsupported(*block, odd)
+        assert pallas_triton.unsupported(*block, prefix) is None
 
 
 class TestConfig:
@@ -383,7 +383,7 @@ class TestRefusals:
         [
             ("q", lambda x: x[0], r"q must be \[B, N, H, E\]"),
             ("q", lambda x: x[:, :, :3], "3 query heads do not divide among 2"),
-            ("q", lambda x: x.astype(jnp.int32), "q is int32, not one of float32"),
+            ("q", lambda x: x.astype(jnp.int32), "q holds int32, expected float32, bfloat16, float16"),
             ("k", lambda x: x[:, :32], r"k is \(5, 32, 2, 16\), expected \(5, 33, 2, 16\)"),
             ("v", lambda x: x[:, :, :1], "v is "),
             ("v", lambda x: x.astype(jnp.bfloat16), "v holds bfloat16, expected float32"),

@@ -270,11 +270,12 @@ class TestUnsupportedShape:
         ],
     )
     def test_what_the_kernel_does_not_do(self, levels, num_nodes, reason):
-        assert pallas_triton.unsupported_shape(levels, num_nodes) == reason
+        assert pallas_triton.unsupported(jnp.zeros((1, levels, 1)), num_nodes=num_nodes) == reason
 
     def test_one_by_one_a_place_holds_a_rank_too(self):
-        assert pallas_triton.unsupported_shape(15, 256, width=7) is None
-        problem = pallas_triton.unsupported_shape(15, 1024, width=151936)
+        unsupported = partial(pallas_triton.unsupported, one_by_one=True)
+        assert unsupported(jnp.zeros((1, 15, 7)), num_nodes=256) is None
+        problem = unsupported(jnp.zeros((1, 15, 151936)), num_nodes=1024)
         assert problem == "1024 nodes and 15 levels and a width of 151936 do not fit into one number"
 
 
