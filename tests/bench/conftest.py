@@ -1,5 +1,7 @@
 """A tiny random pair and two random prompts, which commands may decode instead of what they are told."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,23 @@ from train.data.prompts import Entry
 def pair():
     """Of a vocabulary so small that a random head is right now and then."""
     return Pair(random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size)), random_head(TINY, 1))
+
+
+@pytest.fixture
+def report_of(tmp_path):
+    """Calls a command that must succeed, and returns its report: whole, with a picture, and without paths."""
+
+    def call(command, words):
+        path = tmp_path / "out" / "report.json"
+        assert main([command, *words.split(), "--json", str(path)]) == 0
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert str(tmp_path) not in path.read_text()
+        report = json.loads(path.read_text())
+        assert report["device"]
+        assert report["jax"]
+        return report
+
+    return call
 
 
 @pytest.fixture

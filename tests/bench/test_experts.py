@@ -38,12 +38,9 @@ def run(path, arguments):
 
 
 class TestCommand:
-    def test_report(self, tmp_path, capsys):
-        path = tmp_path / "out" / "experts.json"
-        arguments = "--implementation xla --baselines ragged_dot --dtypes float32 --rows 1 --repeats 1"
-        assert run(path, f"{arguments} --seed 3") == 0
-        report = json.loads(path.read_text())
-        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    def test_report(self, report_of, capsys):
+        words = "--implementation xla --baselines ragged_dot --dtypes float32 --rows 1 --repeats 1 --seed 3"
+        report = report_of("kernel", f"--operation experts {words}")
         assert [row["tokens"] for row in report["rows"]] == [1, 1]
         assert len(report["checks"]) == 2
         assert report["command"].startswith("python -m bench kernel --operation experts --shapes plain ")

@@ -119,14 +119,11 @@ class TestRegenerate:
         assert contents(folder) == contents(whole)
         assert kept.items() <= contents(whole).items()
 
-    def test_no_time_at_all(self, target, prompts, tmp_path, monkeypatch):
+    def test_without_time_or_work_there_is_no_engine(self, made, target, prompts, tmp_path, monkeypatch):
+        before = contents(made)
         monkeypatch.setattr(Engine, "__init__", None)
         with pytest.raises(OutOfTime, match="0 of 3 shards are written"):
             make(tmp_path, target, prompts, deadline=Deadline(0.0))
-
-    def test_a_finished_folder_needs_no_engine(self, made, target, prompts, monkeypatch):
-        before = contents(made)
-        monkeypatch.setattr(Engine, "__init__", None)
         make(made, target, prompts, deadline=Deadline(0.0))
         assert contents(made) == before
 
@@ -238,7 +235,7 @@ def test_the_corpus_as_it_is(lines, tmp_path, capsys, weightless):
     printed = capsys.readouterr().out
     assert "is finished: 3 documents, 3 to train on and 0 held out" in printed
     assert "end-of-sequence" not in printed
-    tokenizer = load_tokenizer()
+    tokenizer = make_data.load_tokenizer(DEMO_TARGET)
     chat, first, _ = read(out)
     ends = f"{REPLY['content']}<|im_end|>"
     assert tokenizer.decode(chat.tokens[chat.learn].tolist(), skip_special_tokens=False) == ends + ends
@@ -248,10 +245,6 @@ def test_the_corpus_as_it_is(lines, tmp_path, capsys, weightless):
     assert run(*command) == 0
     assert "is finished already" in capsys.readouterr().out
     assert contents(out) == before
-
-
-def load_tokenizer():
-    return make_data.load_tokenizer(DEMO_TARGET)
 
 
 def test_the_corpus_in_shards_with_a_stop(lines, tmp_path):
@@ -268,7 +261,7 @@ def test_the_corpus_in_shards_with_a_stop(lines, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["regenerate", "corpus"])
-def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, monkeypatch, mode):
+def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, mode):
     path = lines({"text": "x = 1\n"}, {"text": "y = 2\n" * 1000}, {"text": "z = 3\n"})
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .* has \d{4} tokens, .* context of 2048"):
         make_data.make_data("demo", path, tmp_path / "out", mode=mode)
@@ -284,7 +277,7 @@ def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, mon
 
 
 def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monkeypatch):
-    words = load_tokenizer()
+    words = make_data.load_tokenizer(DEMO_TARGET)
     text = words.decode(words.encode("y = 2\n" * 1000)[:2040])
     room = 2048 - len(words.encode(text))
     assert 0 < room < 20
@@ -329,7 +322,7 @@ def test_equal_prompts_are_on_one_side(lines, tmp_path, mode, monkeypatch):
     path, out = lines(*({"text": f"import {name}\n"} for name in names)), tmp_path / "out"
     made = make_data.make_data("demo", path, out, mode=mode, heldout=5)
     assert (made.documents, made.heldout, made.duplicates) == (16, 5, 6)
-    words = load_tokenizer()
+    words = make_data.load_tokenizer(DEMO_TARGET)
     texts = [
         {words.decode(document.tokens.tolist()) for document in Documents.open(out, split)}
         for split in (TRAIN, HELDOUT)

@@ -34,7 +34,7 @@ from train.loop.trainer import Loop
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import Objective
 
-#: A process is killed at the end of the first call of these; the last two write in the background.
+#: Where a process may be killed; the last two write in the background.
 DEATHS = {
     "write": (log._Files, "write"),
     "save_best": (Checkpoints, "save_best"),
@@ -60,6 +60,7 @@ def main(settings):
 
 
 def train(data, runs):
+    """Trains one head after the other, and leaves the layout of each one's last step."""
     real, layout = Loop.advance, {}
 
     def watched(self, state, frozen, batch):
@@ -87,6 +88,7 @@ def train(data, runs):
 
 
 def die_at(owner, name):
+    """Lets the process be killed at the end of the first call."""
     real = getattr(owner, name)
 
     def dying(*arguments, **keywords):
