@@ -8,8 +8,10 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TinyEngine, serve
+from tests.families.goldens import EACH_PART
 from tests.marks import wide
 
+pytestmark = EACH_PART
 NEW_TOKENS = 20
 # One of less than a window of 8, one of more than a prompt chunk of 128, and others between.
 PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 140, 28, 40)]
