@@ -11,7 +11,7 @@ from flax import nnx
 from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import read_orbax, write_orbax
 from jetspec_jax.checkpoint.files import refuse_existing
-from jetspec_jax.checkpoint.reading import put, read_parameters, unused_tensors
+from jetspec_jax.checkpoint.reading import put, read_headers, read_parameters
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.models import Weights
@@ -63,7 +63,7 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     refuse_existing(Path(destination))
     checkpoint = _source(source, "huggingface")
     to = parse_dtype(dtype)
-    left_out = unused_tensors(checkpoint.folder, checkpoint.config)
+    left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
     weights: Weights = {}
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is said below, by name
         for path, value in read_parameters(checkpoint.folder, checkpoint.config, to):

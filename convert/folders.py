@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
-from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_json
+from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
 

@@ -24,7 +24,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.layers import KV, Attend
-from jetspec_jax.models.transformer import Output
+from jetspec_jax.models.transformer import ForwardOutput
 
 # Tokens of the sequence that outputs are computed of; less where the model takes less.
 TOKENS = 32
@@ -122,7 +122,7 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
     return bind(config, weights)
 
 
-def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> Output:
+def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> ForwardOutput:
     """A target over one sequence, each layer when the one before it is done."""
     block = Block.chain(tokens)
     over_block: Attend = attend_over(None, None, block)

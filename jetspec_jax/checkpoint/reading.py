@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,8 @@ from tqdm import tqdm
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
     ParameterPath,
-    Plan,
     Stored,
+    TensorPlan,
     make_plan,
     stored_dtypes,
     untied,
@@ -57,12 +57,13 @@ def read_weights(
     """
     weights: Weights = {}
     with contextlib.ExitStack() as stack:
-        tensors, plan = _open(folder, config, stack)
+        files, headers = _open(folder, stack)
+        plan = headers.plan(config)
         # A second copy of the embedding is compared with it, so it does not count as unread.
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        for path, value in _read(folder, tensors, plan, dtype):
+        for path, value in _read(folder, files, headers, plan, dtype):
             put(weights, path, jnp.asarray(value))
     return weights
 
@@ -77,8 +78,8 @@ def read_parameters(
         FileNotFoundError: Likewise.
     """
     with contextlib.ExitStack() as stack:
-        tensors, plan = _open(folder, config, stack)
-        yield from _read(folder, tensors, plan, dtype)
+        files, headers = _open(folder, stack)
+        yield from _read(folder, files, headers, headers.plan(config), dtype)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Headers:
     wrong: Sequence[str]
     file_bytes: int
 
-    def plan(self, config: ModelConfig | DraftHeadConfig) -> Plan:
+    def plan(self, config: ModelConfig | DraftHeadConfig) -> TensorPlan:
         """How the tensors make up a config's parameters.
 
         Raises:
@@ -114,22 +115,7 @@ def read_headers(folder: Path) -> Headers:
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
-        tensors, wrong = _open_files(folder, stack)
-    size = sum(path.stat().st_size for path in _shards(folder))
-    return Headers(str(folder), _about(tensors), wrong, size)
-
-
-def unused_tensors(folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, list[str]]:
-    """Names of stored tensors that no parameter is made of, by what they are: "vision tower", ...
-
-    They are what the family's module skips, the second copy of a tied embedding, and the rotary buffers of
-    older exporters. Nothing is read, so of a second copy only the shape is known to be right.
-
-    Raises:
-        ValueError: As for `read_weights`.
-        FileNotFoundError: There are no weights.
-    """
-    return read_headers(folder).plan(config).unused
+        return _open(folder, stack)[1]
 
 
 def has_weights(folder: Path) -> bool:
@@ -141,15 +127,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def merge_shards(
-    shards: Iterable[Mapping[str, Any]], weight_map: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
+    shards: Iterable[Mapping[str, Stored]], weight_map: Mapping[str, str]
+) -> tuple[dict[str, Stored], list[str]]:
     """What is known of the tensors of all shards, by name, and what is wrong with the names.
 
     Args:
         shards: The tensors of each.
         weight_map: Which shard should hold which, by the index; empty without one.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Stored] = {}
     wrong = []
     for shard in shards:
         wrong += [f"stored in more than one file: {name}" for name in shard if name in tensors]
@@ -196,47 +182,38 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-class _Tensor(NamedTuple):
-    """An unread tensor and the open file that holds it."""
-
-    file: Any
-    about: Stored
-
-
-def _open(
-    folder: Path, config: ModelConfig | DraftHeadConfig, stack: contextlib.ExitStack
-) -> tuple[dict[str, _Tensor], Plan]:
-    """Opens all shards: every stored tensor by name, and how they make up the config's parameters."""
-    tensors, wrong = _open_files(folder, stack)
-    return tensors, make_plan(_about(tensors), config, str(folder), wrong)
+def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], Headers]:
+    """Opens all shards: the file that holds each stored tensor, by the tensor's name, and all headers."""
+    paths = _shards(folder)
+    opened = [_open_file(path, stack) for path in paths]
+    tensors, wrong = merge_shards([stored for _, stored in opened], _weight_map(folder))
+    files = {name: file for file, stored in opened for name in stored}
+    return files, Headers(str(folder), tensors, wrong, sum(path.stat().st_size for path in paths))
 
 
-def _open_files(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, _Tensor], list[str]]:
-    """Opens all shards: every stored tensor by name, and what is wrong with the names."""
-    return merge_shards([_open_file(path, stack) for path in _shards(folder)], _weight_map(folder))
-
-
-def _open_file(path: Path, stack: contextlib.ExitStack) -> dict[str, _Tensor]:
+def _open_file(path: Path, stack: contextlib.ExitStack) -> tuple[Any, dict[str, Stored]]:
     try:
         file = stack.enter_context(safe_open(path, framework="numpy"))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return {
-        name: _Tensor(file, Stored(tuple(part.get_shape()), part.get_dtype())) for name, part in parts.items()
-    }
+    return file, {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
 def _read(
-    folder: Path, tensors: Mapping[str, _Tensor], plan: Plan, dtype: jnp.dtype | None
+    folder: Path,
+    files: Mapping[str, Any],
+    headers: Headers,
+    plan: TensorPlan,
+    dtype: jnp.dtype | None,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """The parameters of a plan, one by one, once its copies are known to be copies."""
     if dtype is None:
-        dtypes = stored_dtypes(plan.sources, _about(tensors), str(folder))
+        dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
     else:
         dtypes = [dtype] * len(plan.sources)
     for name, embedding in plan.copies:
-        if not _equal(name, embedding, tensors):
+        if not _equal(name, embedding, files, headers.tensors[name].shape):
             raise ValueError(f"{folder}: {untied(name, embedding)}")
     # Small checkpoints are there before a bar could be read.
     bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
@@ -244,17 +221,17 @@ def _read(
         value = np.empty(parameter.shape, own_dtype)
         for key in keys:
             try:
-                key.from_file(value, *(tensors[name].file.get_tensor(name) for name in key.names))
+                key.from_file(value, *(files[name].get_tensor(name) for name in key.names))
             except ValueError as error:
                 raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
         yield parameter.path, value
 
 
-def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
-    """Whether two matrices of one shape hold the same values, of whatever types; some rows at a time."""
-    count, width = tensors[name].about.shape
+def _equal(name: str, other: str, files: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether two matrices of a shape hold the same values, of whatever types; some rows at a time."""
+    count, width = shape
     step = max(1, _COMPARED_BYTES // (4 * width))
-    slices = [tensors[own].file.get_slice(own) for own in (name, other)]
+    slices = [files[own].get_slice(own) for own in (name, other)]
     bar = tqdm(range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, leave=False)
     for begin in bar:
         ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
@@ -265,7 +242,3 @@ def _equal(name: str, other: str, tensors: Mapping[str, _Tensor]) -> bool:
             bar.close()
             return False
     return True
-
-
-def _about(tensors: Mapping[str, _Tensor]) -> dict[str, Stored]:
-    return {name: tensor.about for name, tensor in tensors.items()}

@@ -60,24 +60,24 @@ class Parameter:
         return ".".join(map(str, self.path))
 
 
-class Source(NamedTuple):
+class StoredParameter(NamedTuple):
     """A parameter and what it is read from."""
 
     parameter: Parameter
     keys: tuple[Key, ...]
 
 
-class Plan(NamedTuple):
+class TensorPlan(NamedTuple):
     """How a checkpoint becomes parameters.
 
     Attributes:
         sources: All parameters.
-        unused: Names of the tensors that are known to be of no use here, by what they are.
+        unused: Names of the tensors that are known to be of no use here, by what they are ("vision tower").
         copies: Those of them that have to hold what another tensor holds, each with its name: a head that is
             stored beside the embedding that it is tied to. Their shapes are known to be equal.
     """
 
-    sources: list[Source]
+    sources: list[StoredParameter]
     unused: dict[str, list[str]]
     copies: list[tuple[str, str]]
 
@@ -113,7 +113,7 @@ def expected_parameters(
 
 def make_plan(
     stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig, where: str, wrong: Sequence[str] = ()
-) -> Plan:
+) -> TensorPlan:
     """Finds for every parameter the tensors to read it from, and holds all tensors against the config.
 
     Args:
@@ -139,7 +139,7 @@ def make_plan(
         missing += [name for name in names[taken] if name not in stored]
         for key in parameter.forms[taken]:
             other += _unfit(key, parameter.shape, stored)
-        sources.append(Source(parameter, parameter.forms[taken]))
+        sources.append(StoredParameter(parameter, parameter.forms[taken]))
     unused, surplus = _unused(sorted(stored.keys() - known), config)
     [embedding] = [keys[0].name for own, keys in sources if own.path == ("embed_tokens",)] or [""]
     copies = [(name, embedding) for name in unused.get(TIED.reason, ())]
@@ -149,7 +149,7 @@ def make_plan(
     if wrong := [*wrong, *absent, *(f"surplus: {name}" for name in surplus), *other]:
         lines = "\n  ".join(_shortened(wrong))
         raise ValueError(f"{where} does not hold the tensors of its config:\n  {lines}")
-    return Plan(sources, unused, copies)
+    return TensorPlan(sources, unused, copies)
 
 
 def untied(name: str, embedding: str) -> str:
@@ -160,7 +160,9 @@ def untied(name: str, embedding: str) -> str:
     )
 
 
-def stored_dtypes(sources: Iterable[Source], stored: Mapping[str, Stored], where: str) -> list[np.dtype]:
+def stored_dtypes(
+    sources: Iterable[StoredParameter], stored: Mapping[str, Stored], where: str
+) -> list[np.dtype]:
     """The type that each parameter is stored in; bfloat16, which holds all values, for MXFP4.
 
     Raises:

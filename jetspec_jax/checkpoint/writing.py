@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import new_folder, refuse_existing, write_files
-from jetspec_jax.checkpoint.mxfp4 import without_mxfp4
 from jetspec_jax.checkpoint.reading import INDEX
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights
 from jetspec_jax.models.key_table import Key
+from jetspec_jax.models.mxfp4 import without_mxfp4
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -74,7 +74,7 @@ def save_checkpoint(
         to = value.dtype if dtype is None else jnp.dtype(dtype)
         if to not in FILE_DTYPES.values():
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
-        tensors |= {key.name: _Output(key, value, to) for key in parameter.forms[0]}
+        tensors |= {key.name: _FileTensor(key, value, to) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
     files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
     if len(shards) > 1:
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Output:
+class _FileTensor:
     """A tensor of a file to be written; it is made when its turn comes."""
 
     key: Key
@@ -102,20 +102,16 @@ class _Output:
     dtype: Any
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.key.file_shapes(self.parameter.shape)[0]
-
-    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.key.file_shapes(self.parameter.shape)[0]) * self.dtype.itemsize
 
     def make(self) -> np.ndarray:
         return self.key.to_file(np.asarray(self.parameter)).astype(self.dtype, copy=False)
 
 
-def _split(tensors: Mapping[str, _Output], limit: int) -> dict[str, dict[str, _Output]]:
+def _split(tensors: Mapping[str, _FileTensor], limit: int) -> dict[str, dict[str, _FileTensor]]:
     """Tensors by the file that they go to, each filled in turn up to the limit."""
-    shards: list[dict[str, _Output]] = [{}]
+    shards: list[dict[str, _FileTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > limit:

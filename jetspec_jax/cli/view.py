@@ -61,7 +61,8 @@ def _tree(arguments: argparse.Namespace) -> int:
         write_page(arguments.html, run.data(run.rounds, digits=_PAGE_DIGITS))
         print(f"{len(run.rounds)} rounds in {arguments.html}", file=sys.stderr)
     if arguments.round is not None and arguments.round > len(run.rounds):
-        raise ValueError(f"--round {arguments.round}: the generation took {_count(len(run.rounds))}")
+        took = f"{len(run.rounds)} round{'s' * (len(run.rounds) != 1)}"
+        raise ValueError(f"--round {arguments.round}: the generation took {took}")
     if arguments.json:
         wanted = run.rounds if arguments.round is None else [run.rounds[arguments.round - 1]]
         print(json.dumps(run.data(wanted)))
@@ -70,10 +71,6 @@ def _tree(arguments: argparse.Namespace) -> int:
     else:
         print("no round: the only token came from the prompt's forward")
     return 0
-
-
-def _count(rounds: int) -> str:
-    return f"{rounds} round{'s' * (rounds != 1)}"
 
 
 @dataclass(frozen=True)

@@ -150,23 +150,33 @@ class Fields:
         Raises:
             ValueError: It is none, or too small, or two names disagree.
         """
-        value = self.one_of(*keys)
-        if value is None and default is not None:
-            return default
+        found = {key: value for key in keys if (value := self.get(key)) is not None}
+        values = list(found.values())
+        if any(value != values[0] for value in values[1:]):
+            raise ValueError(f"{self.where}: {' and '.join(found)} mean the same and differ: {values}")
+        value = values[0] if values else default
         if not is_int(value) or value < least:
             raise self.error(self.name(*keys), f"an integer of at least {least}", value)
         return value
 
-    def positive(self, *keys: str) -> float:
-        """A positive finite number, likewise.
+    def positive(self, key: str) -> float:
+        """A positive finite number.
 
         Raises:
-            ValueError: As for `integer`.
+            ValueError: It is none.
         """
-        value = self.one_of(*keys)
+        value = self.get(key)
         if not is_number(value) or not 0 < value < math.inf:
-            raise self.error(self.name(*keys), "a positive number", value)
+            raise self.error(key, "a positive number", value)
         return float(value)
+
+    def optional(self, key: str) -> float | None:
+        """A positive finite number; None if it is not there.
+
+        Raises:
+            ValueError: As for `positive`.
+        """
+        return self.positive(key) if key in self else None
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A boolean; the string "false" must not count as true.
@@ -179,13 +189,12 @@ class Fields:
             raise self.error(key, "true or false", value)
         return value
 
-    def list(self, key: str, length: int, name: str = "layers", *, surplus: int = 0) -> list[Any] | None:
-        """A list with an entry for each of ``length`` things called ``name``; None if it is not there.
+    def layers(self, key: str, length: int, *, surplus: int = 0) -> list[Any] | None:
+        """A list with an entry for each of ``length`` layers; None if it is not there.
 
         Args:
             key: The key.
             length: How many entries are wanted.
-            name: What they are of.
             surplus: How many more a list may have, all or none of them, which are of no use.
 
         Raises:
@@ -197,7 +206,7 @@ class Fields:
         if not isinstance(value, list):
             raise self.error(key, "a list", value)
         if len(value) not in (length, length + surplus):
-            raise ValueError(f"{self.where}: {len(value)} {key} for {length} {name}")
+            raise ValueError(f"{self.where}: {len(value)} {key} for {length} layers")
         return value[:length]
 
     def object(self, key: str) -> "Fields | None":
@@ -212,18 +221,6 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.error(key, "an object", value)
         return Fields(value, f"{self.where}: {key}", self.ignored)
-
-    def one_of(self, *keys: str) -> Any:
-        """The value under the first of several names that is there.
-
-        Raises:
-            ValueError: Two names are there and disagree.
-        """
-        found = {key: value for key in keys if (value := self.get(key)) is not None}
-        values = list(found.values())
-        if any(value != values[0] for value in values[1:]):
-            raise ValueError(f"{self.where}: {' and '.join(found)} mean the same and differ: {values}")
-        return values[0] if values else None
 
     def name(self, *keys: str) -> str:
         """The first of several names that is there, or else the first."""

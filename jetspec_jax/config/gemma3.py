@@ -55,9 +55,7 @@ def read(fields: Fields) -> ModelConfig:
             for kind in kinds
         ),
         embedding_scale=decoder["hidden_size"] ** 0.5,
-        logit_softcap=fields.positive("final_logit_softcapping")
-        if "final_logit_softcapping" in fields
-        else None,
+        logit_softcap=fields.optional("final_logit_softcapping"),
     )
 
 
@@ -85,9 +83,8 @@ def _ropes(fields: Fields, head_dim: int) -> dict[str, Rope]:
         (FULL, "rope_theta", fields.object("rope_scaling")),
         (SLIDING, "rope_local_base_freq", None),
     ):
-        base = fields.positive(key) if key in fields else None
         older[kind] = read_older_layer_rope(
-            fields.where, objects.get(kind, {}), scaling, head_dim, types, rope_theta=base
+            fields.where, objects.get(kind, {}), scaling, head_dim, types, rope_theta=fields.optional(key)
         )
     fields.check_agree("rope_parameters", newer, older, "rope_theta", "rope_local_base_freq", "rope_scaling")
     return older

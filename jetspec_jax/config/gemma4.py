@@ -11,6 +11,7 @@ from jetspec_jax.config.layers import (
     read_exceptions,
     read_heads,
     read_layer_types,
+    read_window,
 )
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes
 from pallas_kernels.activation import GELU_TANH
@@ -53,8 +54,7 @@ def read(fields: Fields) -> ModelConfig:
     ropes = read_layer_ropes(
         fields, {kind: own["head_dim"] for kind, own in heads.items()}, ("default", "proportional")
     )
-    fields.inert("sliding_window")
-    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    window = read_window(fields, SLIDING in kinds)
     feed_forward = {
         "mlp_size": fields.integer("intermediate_size"),
         "activation": GELU_TANH,
@@ -77,9 +77,7 @@ def read(fields: Fields) -> ModelConfig:
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
         layers=tuple(layers[kind] for kind in kinds),
         embedding_scale=decoder["hidden_size"] ** 0.5,
-        logit_softcap=fields.positive("final_logit_softcapping")
-        if "final_logit_softcapping" in fields
-        else None,
+        logit_softcap=fields.optional("final_logit_softcapping"),
     )
 
 

@@ -149,28 +149,18 @@ class ModelConfig:
     further_layers: int = 0
 
     @classmethod
-    def uniform(
-        cls,
-        model_type: str,
-        num_layers: int,
-        *,
-        vocab_size: int,
-        hidden_size: int,
-        rms_norm_eps: float,
-        max_position_embeddings: int,
-        tie_word_embeddings: bool = False,
-        **layer: Any,
-    ) -> "ModelConfig":
-        """A decoder whose layers are all the same; ``layer`` are the arguments of `LayerConfig`."""
-        return cls(
-            model_type=model_type,
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            rms_norm_eps=rms_norm_eps,
-            max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=tie_word_embeddings,
-            layers=(LayerConfig(**layer),) * num_layers,
-        )
+    def uniform(cls, model_type: str, num_layers: int, **geometry: Any) -> "ModelConfig":
+        """A decoder whose layers are all the same.
+
+        Args:
+            model_type: The family.
+            num_layers: How many layers it has.
+            **geometry: The other arguments of `ModelConfig` and those of `LayerConfig`; unless they say so,
+                embeddings are not tied.
+        """
+        layer = {name: geometry.pop(name) for name in LayerConfig.__dataclass_fields__ if name in geometry}
+        model = {"tie_word_embeddings": False, **geometry}
+        return cls(model_type=model_type, layers=(LayerConfig(**layer),) * num_layers, **model)
 
     @property
     def num_layers(self) -> int:

@@ -2,7 +2,7 @@
 
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
-from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types
+from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types, read_window
 from jetspec_jax.config.rope import FULL, SLIDING, read_rope
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import Routing
@@ -50,8 +50,7 @@ def read(fields: Fields) -> ModelConfig:
     }
     num_layers = fields.integer("num_hidden_layers")
     kinds = read_layer_types(fields, num_layers) or [(SLIDING, FULL)[i % 2] for i in range(num_layers)]
-    fields.inert("sliding_window")
-    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    window = read_window(fields, SLIDING in kinds)
     return ModelConfig(
         model_type="gpt_oss",
         **decoder,

@@ -69,17 +69,27 @@ def read_layer_types(fields: Fields, num_layers: int, surplus: int = 0) -> list[
     Args:
         fields: The config.
         num_layers: How many layers it has.
-        surplus: How many more the list may go on with, as `Fields.list` has it.
+        surplus: How many more the list may go on with, as `Fields.layers` has it.
 
     Raises:
         ValueError: It is no list of as many types, or one is neither full nor sliding attention.
     """
-    kinds = fields.list("layer_types", num_layers, surplus=surplus)
+    kinds = fields.layers("layer_types", num_layers, surplus=surplus)
     if kinds is None:
         return None
     if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
         raise ValueError(f"{fields.where}: unsupported layer types {unknown} in layer_types")
     return kinds
+
+
+def read_window(fields: Fields, slides: bool) -> int | None:
+    """The window of the layers that slide; None where none does, whatever the config holds.
+
+    Raises:
+        ValueError: Layers slide, and there is no window.
+    """
+    fields.inert("sliding_window")
+    return fields.integer("sliding_window") if slides else None
 
 
 def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:

@@ -2,7 +2,7 @@
 
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
-from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads
+from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_window
 from jetspec_jax.config.rope import read_rope
 from pallas_kernels.expert_choice import Routing
 
@@ -22,13 +22,11 @@ def read(fields: Fields) -> ModelConfig:
         routing=Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
     )
     check_top_k(fields, experts, "num_experts_per_tok")
-    # Unlike Qwen3, all layers slide or none does.
-    slides = fields.flag("use_sliding_window")
-    fields.inert("sliding_window")
     shared = {
         **heads,
         "rope": read_rope(fields, heads["head_dim"]),
-        "window": fields.integer("sliding_window") if slides else None,
+        # Unlike Qwen3, all layers slide or none does.
+        "window": read_window(fields, fields.flag("use_sliding_window")),
     }
     num_layers = fields.integer("num_hidden_layers")
     routed = _routed_layers(fields, num_layers)

@@ -18,7 +18,6 @@ def read_rope(
     head_dim: int,
     types: Collection[str] = ("default",),
     *,
-    partial: bool = False,
     theta: float | None = None,
 ) -> Rope:
     """The one rotary embedding of a model, from either dialect or both.
@@ -29,7 +28,6 @@ def read_rope(
         fields: The config.
         head_dim: Elements of a head.
         types: The rope types that the family may have.
-        partial: Whether a part of a head may turn.
         theta: The base of a file that has none.
 
     Raises:
@@ -41,7 +39,7 @@ def read_rope(
         if (own := fields.object(name)) is not None:
             if "rope_theta" in own:
                 bases.add(own.positive("rope_theta"))
-            found.append((own, _kind(own, types, fields.where, name)))
+            found.append((own, _kind(own, types)))
     if not bases and theta is not None:
         bases = {theta}
     if not bases:
@@ -49,7 +47,7 @@ def read_rope(
     if len(bases) > 1:
         raise ValueError(f"{fields.where}: rope_theta is given twice and differs: {sorted(bases)}")
     (theta,) = bases
-    ropes = {_rope(own, kind, head_dim, theta, partial) for own, kind in found} or {Rope(theta, head_dim)}
+    ropes = {_rope(own, kind, head_dim, theta) for own, kind in found} or {Rope(theta, head_dim)}
     if len(ropes) > 1:
         raise ValueError(f"{fields.where}: rope_parameters and rope_scaling mean the same and differ")
     return ropes.pop()
@@ -58,7 +56,7 @@ def read_rope(
 def read_layer_ropes(
     fields: Fields,
     head_dims: Mapping[str, int],
-    types: Collection[str] = ("default",),
+    types: Collection[str],
     *,
     partial: bool = False,
 ) -> dict[str, Rope]:
@@ -78,22 +76,10 @@ def read_layer_ropes(
         own = None if ropes is None else ropes.object(kind)
         if own is None:
             raise ValueError(f"{fields.where}: rope_parameters has no {kind}")
-        found[kind] = read_layer_rope(own, head_dim, types, partial=partial)
+        found[kind] = _layer_rope(own, head_dim, types, partial=partial)
     if ropes is not None:
         ropes.done()
     return found
-
-
-def read_layer_rope(
-    fields: Fields, head_dim: int, types: Collection[str] = ("default",), *, partial: bool = False
-) -> Rope:
-    """The rotary embedding of one type of layer, from its own object of the newer dialect.
-
-    The arguments and errors are those of `read_rope`; the base is in the object.
-    """
-    where, _, name = fields.where.rpartition(": ")
-    kind = _kind(fields, types, where, name)
-    return _rope(fields, kind, head_dim, fields.positive("rope_theta"), partial)
 
 
 def read_older_layer_rope(
@@ -101,7 +87,7 @@ def read_older_layer_rope(
     newer: Mapping[str, Any],
     scaling: Fields | None,
     head_dim: int,
-    types: Collection[str] = ("default",),
+    types: Collection[str],
     *,
     partial: bool = False,
     **own: float | None,
@@ -131,7 +117,7 @@ def read_older_layer_rope(
                 raise ValueError(
                     f"{scaling.where}: {key} is given twice and differs: {scaling.get(key)}, {value}"
                 )
-    return read_layer_rope(
+    return _layer_rope(
         Fields({**settings, **said}, f"{where}: rope_scaling"), head_dim, types, partial=partial
     )
 
@@ -159,19 +145,25 @@ def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool
     return size
 
 
-def _kind(own: Fields, types: Collection[str], where: str, name: str) -> str:
+def _layer_rope(own: Fields, head_dim: int, types: Collection[str], *, partial: bool) -> Rope:
+    """The rotary embedding of one type of layer, from its own object, which has the base."""
+    return _rope(own, _kind(own, types), head_dim, own.positive("rope_theta"), partial=partial)
+
+
+def _kind(own: Fields, types: Collection[str]) -> str:
     kind = own.get("rope_type", own.get("type", "default"))
     if kind not in types:
+        where, _, name = own.where.rpartition(": ")
         raise ValueError(f"{where}: unsupported rope type {kind!r} in {name}; supported: {', '.join(types)}")
     return kind
 
 
-def _rope(own: Fields, kind: str, head_dim: int, theta: float, partial: bool) -> Rope:
+def _rope(own: Fields, kind: str, head_dim: int, theta: float, *, partial: bool = False) -> Rope:
     """One object as a record; whatever it holds beside is refused."""
     where, _, name = own.where.rpartition(": ")
     own.inert("rope_theta", "rope_type", "type")
     size, turning, scaling = head_dim, None, None
-    share = own.positive("partial_rotary_factor") if "partial_rotary_factor" in own else 1.0
+    share = own.optional("partial_rotary_factor") or 1.0
     if share != 1.0 and not partial and kind != "proportional":
         raise ValueError(f"{where}: unsupported settings partial_rotary_factor {share} in {name}")
     if kind == "proportional":
@@ -197,9 +189,9 @@ def _scaling(own: Fields, kind: str) -> Scaling:
     usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return Yarn(
         factor,
-        own.positive("beta_fast") if "beta_fast" in own else 32.0,
-        own.positive("beta_slow") if "beta_slow" in own else 1.0,
+        own.optional("beta_fast") or 32.0,
+        own.optional("beta_slow") or 1.0,
         original,
         own.flag("truncate", default=True),
-        own.positive("attention_factor") if "attention_factor" in own else usual,
+        own.optional("attention_factor") or usual,
     )

@@ -13,6 +13,7 @@ from jetspec_jax.config.layers import (
     read_decoder,
     read_exceptions,
     read_layer_types,
+    read_window,
 )
 from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import SILU, Activation
@@ -75,8 +76,7 @@ def read(fields: Fields) -> ModelConfig:
     kv_heads = fields.integer("num_key_value_heads", "num_attention_groups")
     fields.only("query_pre_attn_scalar", head_dim, default=head_dim)
     ropes = _ropes(fields, kinds, head_dim, surplus)
-    fields.inert("sliding_window")
-    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    window = read_window(fields, SLIDING in kinds)
     heads = _heads(fields, kinds, kv_heads, head_dim)
     for count in sorted(set(heads)):
         check_heads(fields.where, count, kv_heads, head_dim)
@@ -160,7 +160,7 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
     """Of each layer whether it has experts; the hub's dialect lists those that do, as text or numbers."""
     newer = []
     if "mlp_layer_types" in fields:
-        kinds = fields.list("mlp_layer_types", num_layers, surplus=surplus) or []
+        kinds = fields.layers("mlp_layer_types", num_layers, surplus=surplus) or []
         if unknown := sorted({str(kind) for kind in kinds} - {"dense", "sparse"}):
             raise ValueError(f"{fields.where}: unsupported layer types {unknown} in mlp_layer_types")
         newer = [kind == "sparse" for kind in kinds]
@@ -180,7 +180,7 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
 
 def _activations(fields: Fields, key: str, num_layers: int, surplus: int) -> list[Activation]:
     """SiLU of each layer, bounded where the list has a bound; null and 0 are none."""
-    limits = fields.list(key, num_layers, surplus=surplus) or [None] * num_layers
+    limits = fields.layers(key, num_layers, surplus=surplus) or [None] * num_layers
     if not all(limit is None or (is_number(limit) and limit >= 0) for limit in limits):
         raise fields.error(key, "bounds that are not negative", limits)
     return [Activation.step(float(limit)) if limit else SILU for limit in limits]
@@ -193,8 +193,8 @@ def _ropes(fields: Fields, kinds: list[str], head_dim: int, surplus: int) -> lis
         by_kind = read_layer_ropes(fields, dict.fromkeys(kinds, head_dim), types, partial=True)
         newer = [by_kind[kind] for kind in kinds]
     objects = fields.get("rope_parameters", {})
-    bases = fields.list("rope_theta", count, surplus=surplus)
-    parts = fields.list("partial_rotary_factors", count, surplus=surplus)
+    bases = fields.layers("rope_theta", count, surplus=surplus)
+    parts = fields.layers("partial_rotary_factors", count, surplus=surplus)
     if bases is None and not newer:
         raise fields.error("rope_theta", "a list", None)
     for key, values in (("rope_theta", bases), ("partial_rotary_factors", parts)):

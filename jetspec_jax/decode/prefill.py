@@ -16,7 +16,7 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
 from jetspec_jax.models import bind
-from jetspec_jax.sampling.choice import choose
+from jetspec_jax.sampling.choice import choose_tokens
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -58,7 +58,7 @@ def prefill(
     attend = attend_over(state.stores, own, block, implementation=implementation)
     output = target(block.tokens, block.positions(own.lengths), attend, taps=taps_of(proposer))
     last_row = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
-    choice = choose(
+    choice = choose_tokens(
         target.logits(last_row),
         jnp.zeros((1, 1), jnp.int32),
         own.lengths + count,

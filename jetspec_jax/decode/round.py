@@ -26,7 +26,7 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, is_stop
 from jetspec_jax.models import bind
-from jetspec_jax.sampling.choice import choose
+from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.tree import (
     BUCKETS,
     Algorithm,
@@ -211,7 +211,7 @@ class Round:
             return Settled(after, self._record(tree, accepted), accepted)
 
     def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
-        choices = choose(
+        choices = choose_tokens(
             logits, tree.depths, state.slots.lengths + 1, state.settings.sampling, max_depth=self.depth
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)

@@ -3,8 +3,6 @@
 import functools
 import logging
 
-from pallas_kernels.dispatch import gpu_problem
-
 from jetspec_jax.decode.settings import decoders_of
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
@@ -12,6 +10,7 @@ from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
+from pallas_kernels.dispatch import gpu_problem
 
 _log = logging.getLogger("jetspec_jax")
 

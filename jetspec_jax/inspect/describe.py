@@ -15,7 +15,12 @@ from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.checkpoint.hub import find_headers
 from jetspec_jax.checkpoint.reading import Headers
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, check_head_fits
+from jetspec_jax.config import (
+    DraftHeadConfig,
+    ModelConfig,
+    check_head_fits,
+    parse_model_config,
+)
 from jetspec_jax.device.memory import weight_bytes
 
 
@@ -69,13 +74,14 @@ def _head(config: DraftHeadConfig) -> dict[str, Any]:
 
 def _fit(head: DraftHeadConfig, target: Source) -> dict[str, Any]:
     """Whether a head fits a target, and why not."""
-    problem = None
-    target.raw_config  # noqa: B018 (a file that cannot be read is an error, no misfit)
+    # A file that cannot be read is an error; one that no supported target has, a misfit.
+    path, raw, problem = target.config_path, target.raw_config, None
     try:
-        check_head_fits(head, target.target_config)
+        config = parse_model_config(raw, ignore_config_keys=target.ignore_config_keys, where=str(path))
+        check_head_fits(head, config)
     except ValueError as error:
         problem = str(error)
-    return {"target": str(target.config_path.parent), "fits": problem is None, "fit_problem": problem}
+    return {"target": str(path.parent), "fits": problem is None, "fit_problem": problem}
 
 
 def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -107,13 +113,14 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
         "sliding_windows": sorted({w for w in config.windows if w is not None}),
         "tied_embeddings": config.tie_word_embeddings,
         "cache_bytes_per_token_bf16": 2 * sum(layer.kv_size for layer in layers if layer.window is None),
-        "cache_bytes_of_windows_bf16": 2 * sum(map(_ring_elements, layers)),
+        # A slot keeps as much as its windows reach over, however long it is.
+        "cache_bytes_of_windows_bf16": 2
+        * sum(
+            layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
+            for layer in layers
+            if layer.window is not None
+        ),
     }
-
-
-def _ring_elements(layer: LayerConfig) -> int:
-    """Elements of the keys and values that a layer's window makes a slot keep, however long it is."""
-    return 0 if layer.window is None else layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
 
 
 def _weights(headers: Headers, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:

@@ -74,25 +74,17 @@ def first_divergence(
     if token is not None and other is not None:
         lesser = min(row[token], row[other])
         behind = float(row.max() - lesser) if np.isfinite(lesser) else None
-    return Divergence(position, token, other, _gap(row), behind)
-
-
-def choice_gap(target: Target, prefix: Sequence[int], params: SamplingParams) -> float:
-    """Gap between the two largest perturbed logits of the token that follows ``prefix``.
-
-    With top-k, top-p or min-p a token at the filter's edge can also come or go by rounding; the gap does not
-    show that.
-
-    Raises:
-        ValueError: A sampled request has no seed, so its noise is not known.
-    """
-    return _gap(perturbed_logits(target, prefix, params))
+    second, best = np.partition(row, -2)[-2:]
+    return Divergence(position, token, other, float(best - second), behind)
 
 
 def perturbed_logits(
     target: Target, prefix: Sequence[int], params: SamplingParams
 ) -> Float32[np.ndarray, "V"]:
     """What the token after ``prefix`` is the argmax of: scaled, filtered and noisy logits.
+
+    With top-k, top-p or min-p a token at the filter's edge can also come or go by rounding, which the gap
+    between the two largest does not show.
 
     Raises:
         ValueError: A sampled request has no seed, so its noise is not known.
@@ -110,8 +102,3 @@ def _perturbed(
 ) -> Float32[Array, "1 1 V"]:
     """One program for all prefixes and settings: there may be thousands to look at."""
     return perturb(logits, jnp.zeros((1, 1), jnp.int32), position, sampling, max_depth=0)
-
-
-def _gap(row: Float32[np.ndarray, "V"]) -> float:
-    second, best = np.partition(row, -2)[-2:]
-    return float(best - second)

@@ -20,7 +20,7 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
-from jetspec_jax.models.transformer import Output
+from jetspec_jax.models.transformer import ForwardOutput
 from jetspec_jax.tree import TokenTree
 
 #: Token ids ``[B, T]``: an array, or lists of one length.
@@ -109,8 +109,7 @@ def _tree_logits(
     config: ModelConfig, weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree
 ) -> Float[Array, "B N V"]:
     target = bind(config, weights)
-    dtype = target.embed_tokens[...].dtype
-    stores, slots = _one_page_each(config, prefix, dtype), _slots(prefix)
+    stores, slots = _one_page_each(config, prefix, target.embed_tokens[...].dtype)
     if prefix.shape[1]:
         stash = _forward(target, prefix).stash
         count = jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32)
@@ -131,8 +130,8 @@ def _draft_logits(
     ids: Int[Array, "B T"],
 ) -> Float[Array, "B D V"]:
     target = bind(config, weights)
-    context, slots = ids[:, :-1], _slots(ids)
-    state: Any = _one_page_each(proposer.config.layers, ids, target.embed_tokens[...].dtype)
+    context = ids[:, :-1]
+    state, slots = _one_page_each(proposer.config.layers, ids, target.embed_tokens[...].dtype)
     if context.shape[1]:
         taps = _forward(target, context, taps=proposer.taps).taps
         count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
@@ -141,21 +140,17 @@ def _draft_logits(
     return proposer.propose(head_weights, state, target, ids[:, -1], slots).astype(jnp.float32)
 
 
-def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> Output:
+def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> ForwardOutput:
     """The target over whole sequences with nothing committed before them."""
     block = Block.chain(ids)
     return target(ids, block.depths, attend_over(None, None, block), taps=taps)
 
 
-def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype) -> Any:
-    """Stores in which each sequence has one page that holds all of it."""
+def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype) -> tuple[Any, Slots]:
+    """Empty stores and slots in which each sequence has one page that holds all of it."""
     batch, length = ids.shape
-    return empty_stores(config, batch, max(length, 1), dtype)
-
-
-def _slots(ids: Int[Array, "B T"]) -> Slots:
-    batch = ids.shape[0]
-    return Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
+    slots = Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
+    return empty_stores(config, batch, max(length, 1), dtype), slots
 
 
 def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:

@@ -43,7 +43,7 @@ class RoundTrace(NamedTuple):
             temperature 1 and without a filter; the anchor's is 0.
         choices: The target's choice after each node, sampled or greedy as the request asks.
         path: The accepted nodes, the anchor first.
-        committed: What the round emits: the choices along the path; the last is the bonus. Those behind a
+        committed: What the round emits: the choices along the path; the last is the bonus. Those after a
             stop or the request's last token are here, though not in its completion.
     """
 

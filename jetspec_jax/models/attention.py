@@ -67,16 +67,17 @@ class Attention(nnx.Module):
         self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"]
     ) -> tuple[Float[Array, "B N G R E"], KV]:
         """Normed and rotated queries, as many as were projected, and what a store keeps of the rows."""
-        cos, sin = rotary(positions, self.rope)
-        dtype = projected.dtype
+        q_weight = k_weight = offset = None
+        if self.NORM is not None:
+            q_weight, k_weight = (norm.weight_for(projected.dtype) for norm in (self.q_norm, self.k_norm))
+            offset = self.NORM.WEIGHT_OFFSET
         q, k, v = qkv_rotary(
             projected,
-            None if self.NORM is None else self.q_norm.weight_for(dtype),
-            None if self.NORM is None else self.k_norm.weight_for(dtype),
-            cos,
-            sin,
+            q_weight,
+            k_weight,
+            *rotary(positions, self.rope),
             eps=self.eps,
-            weight_offset=None if self.NORM is None else self.NORM.WEIGHT_OFFSET,
+            weight_offset=offset,
             norm_values=self.NORM_VALUES,
         )
         return q, KV(k, v)

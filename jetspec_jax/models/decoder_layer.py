@@ -18,12 +18,12 @@ class DecoderLayer(nnx.Module):
     Attributes:
         NORM: Its norms.
         ATTENTION: Its attention.
-        EXPERTS: Its feed-forward block where that has experts.
+        EXPERTS: Its feed-forward block in layers that have experts.
     """
 
     NORM: ClassVar[type[RMSNorm]] = RMSNorm
     ATTENTION: ClassVar[type[Attention]] = Attention
-    EXPERTS: ClassVar[type[ExpertMLP]] = ExpertMLP
+    EXPERTS: ClassVar[type[MLP | ExpertMLP]] = ExpertMLP
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``."""
@@ -31,16 +31,8 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
         self.self_attn = self.ATTENTION(config, layer, rngs=rngs, dtype=dtype)
         self.post_attention_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
-        self.mlp = self.feed_forward(config, layer, rngs=rngs, dtype=dtype)
-
-    def feed_forward(
-        self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
-    ) -> nnx.Module:
-        """Makes the layer's feed-forward block: experts where it has any, else a dense one."""
-        own = config.layers[layer]
-        if own.experts is not None:
-            return self.EXPERTS(config.hidden_size, own.experts, rngs=rngs, dtype=dtype)
-        return MLP(config.hidden_size, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
+        block = MLP if config.layers[layer].experts is None else self.EXPERTS
+        self.mlp = block(config, layer, rngs=rngs, dtype=dtype)
 
     def __call__(
         self,
@@ -59,8 +51,14 @@ class DecoderLayer(nnx.Module):
         """
         normed, x = self.input_layernorm.after(x, delta)
         attended, kv = self.self_attn(normed, positions, attend)
+        return *self.feed(x, attended), kv
+
+    def feed(
+        self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
+        """Adds to the stream what attention gave, and runs the feed-forward block: two terms again."""
         normed, x = self.post_attention_layernorm.after(x, attended)
-        return x, self.mlp(normed), kv
+        return x, self.mlp(normed)
 
 
 class SandwichLayer(DecoderLayer):
@@ -76,19 +74,13 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
         self.post_feedforward_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
 
-    def __call__(
-        self,
-        x: Float[Array, "B N M"],
-        delta: Float[Array, "B N M"] | None,
-        positions: Int[Array, "B N"],
-        attend: Attend,
-    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
-        """Runs the layer; see `DecoderLayer`."""
-        normed, x = self.input_layernorm.after(x, delta)
-        attended, kv = self.self_attn(normed, positions, attend)
+    def feed(
+        self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
+        """As in `DecoderLayer`, with norms of what both blocks add."""
         normed, x = self.pre_feedforward_layernorm.after(x, self.post_attention_layernorm(attended))
-        return x, self.post_feedforward_layernorm(self.feed(normed, x)), kv
+        return x, self.post_feedforward_layernorm(self.feed_forward(normed, x))
 
-    def feed(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+    def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """What the feed-forward blocks make of the normed stream, or of the stream as it is."""
         return self.mlp(normed)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from jetspec_jax.config.geometry import Experts
+from jetspec_jax.config import Experts, ModelConfig
 from jetspec_jax.models.layers import einsum, param
-from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import Choice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gated_activation import gated_activation
@@ -18,20 +17,12 @@ from pallas_kernels.gated_activation import gated_activation
 class MLP(nnx.Module):
     """The gated feed-forward block: ``down(activation(gate(x), up(x)))``, gate and up in one product."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        size: int,
-        *,
-        rngs: nnx.Rngs,
-        dtype: jnp.dtype,
-        activation: Activation = SILU,
-    ):
-        """Makes a block of ``size`` features."""
-        m, f = hidden_size, size
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s dense block."""
+        m, f = config.hidden_size, config.layers[layer].mlp_size
         self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
         self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
-        self.activation = activation
+        self.activation = config.layers[layer].activation
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
@@ -71,11 +62,13 @@ class RoutedExperts(nnx.Module):
 class ExpertMLP(nnx.Module):
     """A router, and the experts that it chooses: the feed-forward block of a mixture of experts."""
 
-    def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes the router and the experts."""
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s router and experts."""
+        m, experts = config.hidden_size, config.layers[layer].experts
+        assert experts is not None, "a layer without experts has a plain MLP"
         # A row per expert, as files have it: for one token a GPU adds up along rows.
-        self.router = param(rngs, (experts.count, hidden_size), ("expert", "embed"), dtype)
-        self.experts = RoutedExperts(hidden_size, experts, rngs=rngs, dtype=dtype)
+        self.router = param(rngs, (experts.count, m), ("expert", "embed"), dtype)
+        self.experts = RoutedExperts(m, experts, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the experts to every token."""

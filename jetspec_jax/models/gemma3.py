@@ -1,4 +1,4 @@
-"""Gemma 3: norms before and behind every block, a gated GELU, and two rotary bases by type of layer."""
+"""Gemma 3: norms before and after every block, a gated GELU, and two rotary bases by type of layer."""
 
 from jetspec_jax.models.attention import Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer

@@ -6,7 +6,7 @@ Shapes: B sequences, N tokens, T tokens of all sequences, M model, G KV heads, E
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.config.geometry import Experts
@@ -14,7 +14,7 @@ from jetspec_jax.models.attention import PROJECTION_AXES, Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
 from jetspec_jax.models.feed_forward import MLP, RoutedExperts
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Key, Skip
-from jetspec_jax.models.layers import KV, Attend, WideRMSNorm, einsum, param
+from jetspec_jax.models.layers import WideRMSNorm, einsum, param
 from jetspec_jax.models.transformer import Transformer
 from pallas_kernels.expert_choice import Choice, expert_choice
 from pallas_kernels.rms_norm import rms_norm
@@ -92,6 +92,7 @@ class Gemma4Layer(SandwichLayer):
 
     NORM = WideRMSNorm
     ATTENTION = Gemma4Attention
+    EXPERTS = MLP  # dense in every layer: experts stand beside it
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``."""
@@ -106,25 +107,15 @@ class Gemma4Layer(SandwichLayer):
             self.pre_feedforward_layernorm_2 = self.NORM(m, eps, axis="embed", dtype=dtype)
             self.post_feedforward_layernorm_2 = self.NORM(m, eps, axis="embed", dtype=dtype)
 
-    def feed_forward(
-        self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
-    ) -> nnx.Module:
-        """Makes the dense block, which every layer has."""
-        own = config.layers[layer]
-        return MLP(config.hidden_size, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
+    def feed(
+        self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None]:
+        """As in `SandwichLayer`; then the whole stream is scaled, so nothing is left to add."""
+        x, delta = super().feed(x, attended)
+        assert delta is not None, "a sandwich layer leaves what its last block adds"
+        return (x + delta) * self.layer_scalar[...].astype(x.dtype)[0], None
 
-    def __call__(
-        self,
-        x: Float[Array, "B N M"],
-        delta: Float[Array, "B N M"] | None,
-        positions: Int[Array, "B N"],
-        attend: Attend,
-    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
-        """Runs the layer, and scales the whole stream: so nothing is left to add."""
-        x, delta, kv = super().__call__(x, delta, positions, attend)
-        return (x if delta is None else x + delta) * self.layer_scalar[...].astype(x.dtype)[0], None, kv
-
-    def feed(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+    def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """The dense block, of the normed stream, and the experts, of the stream as it is."""
         dense = self.mlp(normed)
         if not self.routed:

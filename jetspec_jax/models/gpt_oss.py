@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.config.geometry import Experts
 from jetspec_jax.models.attention import Attention
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.feed_forward import ExpertMLP
@@ -50,12 +49,12 @@ class GptOssAttention(Attention):
 
 
 class GptOssExperts(ExpertMLP):
-    """Experts behind a router with a bias."""
+    """Experts whose router has a bias."""
 
-    def __init__(self, hidden_size: int, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        """Makes the router and the experts."""
-        super().__init__(hidden_size, experts, rngs=rngs, dtype=dtype)
-        self.router_bias = param(rngs, (experts.count,), ("expert",), dtype)
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s router and experts."""
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        self.router_bias = param(rngs, (self.experts.config.count,), ("expert",), dtype)
 
     def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
         """What the router says, in float32."""

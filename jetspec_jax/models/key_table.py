@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.checkpoint.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
+from jetspec_jax.models.mxfp4 import BLOCK_BYTES, packed_shapes, widen
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,18 @@ class Key:
             indices: What the path's ``{}`` are.
             shape: The parameter's shape.
         """
-        path, part = self.path.format(*indices), self.part
-        if not self.expert:
-            name, scales = self.name.format(*indices), self.scales.format(*indices)
-            return [replace(self, name=name, path=path, scales=scales)]
-        part = part if isinstance(part, tuple) else (part,)
+        places = [(*indices, i) for i in range(shape[0])] if self.expert else [tuple(indices)]
+        inner = self.part if isinstance(self.part, tuple) else (self.part,)
         return [
             replace(
                 self,
-                name=self.name.format(*indices, i),
-                path=path,
-                part=(i, *part),
+                name=self.name.format(*place),
+                path=self.path.format(*indices),
+                part=(place[-1], *inner) if self.expert else self.part,
                 expert=False,
-                scales=self.scales.format(*indices, i),
+                scales=self.scales.format(*place),
             )
-            for i in range(shape[0])
+            for place in places
         ]
 
     def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -44,9 +44,8 @@ class Layout(NamedTuple):
     def tiles(self, view: np.ndarray) -> Iterator[tuple[slice, ...]]:
         """Indices of parts of a view, of two axes or more, that are written one by one.
 
-        Transposing a matrix writes an element here and an element there. Their cache lines are gone before
-        the neighbours come, unless only a few rows are written at a time: in bfloat16 that takes a third of
-        the time. The rows are of the parameter's last axis, where neighbours lie.
+        A few rows of the parameter's last axis at a time, so that a transposition's cache lines are still
+        there when the neighbours of an element are written.
         """
         axis = self.order.index(view.ndim - 1)
         if 0 < axis < view.ndim - 1:

@@ -41,11 +41,9 @@ class StepExperts(ExpertMLP):
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s router, its experts and the shared one, which is its dense block."""
-        m, own = config.hidden_size, config.layers[layer]
-        assert own.experts is not None, "a layer without experts has a plain MLP"
-        super().__init__(m, own.experts, rngs=rngs, dtype=dtype)
-        self.router_bias = param(rngs, (own.experts.count,), ("expert",), dtype)
-        self.shared = MLP(m, own.mlp_size, rngs=rngs, dtype=dtype, activation=own.activation)
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        self.router_bias = param(rngs, (self.experts.config.count,), ("expert",), dtype)
+        self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the chosen experts and the shared one to every token."""
@@ -63,14 +61,7 @@ class StepLayer(DecoderLayer):
 
     NORM = CenteredRMSNorm
     ATTENTION = StepAttention
-
-    def feed_forward(
-        self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
-    ) -> nnx.Module:
-        """Makes the layer's feed-forward block."""
-        if config.layers[layer].experts is None:
-            return super().feed_forward(config, layer, rngs=rngs, dtype=dtype)
-        return StepExperts(config, layer, rngs=rngs, dtype=dtype)
+    EXPERTS = StepExperts
 
 
 _MLP, _EXPERTS = "layers.{}.mlp.", "layers.{}.mlp.experts."

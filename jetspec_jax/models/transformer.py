@@ -12,7 +12,7 @@ from jetspec_jax.models.key_table import Key, Skip
 from jetspec_jax.models.layers import KV, Attend, einsum, param
 
 
-class Output(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a forward pass yields.
 
     Attributes:
@@ -72,7 +72,7 @@ class Transformer(nnx.Module):
         attend: Attend,
         *,
         taps: tuple[int, ...] = (),
-    ) -> Output:
+    ) -> ForwardOutput:
         """Runs the layers over a block of tokens; reads stores through ``attend`` and writes nothing.
 
         Args:
@@ -90,7 +90,7 @@ class Transformer(nnx.Module):
                 outputs[i] = x if delta is None else x + delta
         hidden, x = self.norm.after(x, delta)
         tapped = [outputs[i] for i in taps] or [x[:, :, :0]]
-        return Output(hidden, jnp.concatenate(tapped, axis=-1), tuple(stash))
+        return ForwardOutput(hidden, jnp.concatenate(tapped, axis=-1), tuple(stash))
 
     def logits(self, hidden: Float[Array, "B N M"], *, capped: bool = True) -> Float[Array, "B N V"]:
         """Logits of final-normed hidden states (the target's own, or a draft head's), in their dtype.

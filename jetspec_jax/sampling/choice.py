@@ -21,7 +21,7 @@ _CHUNK = 4096
 _VECTOR = 8
 
 
-def choose(
+def choose_tokens(
     logits: Float[Array, "B N V"],
     depths: Int[Array, "B N"],
     first_position: Int[Array, "B"],
@@ -40,7 +40,7 @@ def choose(
     """
     # Greedy slots take no noise, but it is made for them too: a condition would be read by the host, which on
     # a GPU waits for the target's forward to do so, and launches what follows only then.
-    return _highest(perturb(logits, depths, first_position, sampling, max_depth=max_depth))[1]
+    return _highest(perturb(logits, depths, first_position, sampling, max_depth=max_depth))
 
 
 def perturb(
@@ -51,7 +51,7 @@ def perturb(
     *,
     max_depth: int,
 ) -> Float32[Array, "B N V"]:
-    """What `choose` takes the argmax of: scaled, filtered and noisy logits; at temperature 0 the logits.
+    """What `choose_tokens` takes the argmax of: scaled, filtered and noisy logits, or at temperature 0 these.
 
     Nodes at one position share their noise. The difference between the two largest entries of a row says how
     firm a choice is: rounding can only flip it where that gap is tiny.
@@ -83,14 +83,14 @@ def _noise(
     return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
 
 
-def _highest(values: Float[Array, "B N V"]) -> tuple[Float32[Array, "B N"], Int[Array, "B N"]]:
-    """The highest value of each row and its index, the first among equals."""
+def _highest(values: Float[Array, "B N V"]) -> Int[Array, "B N"]:
+    """The index of the highest value of each row, the first among equals."""
     # Compared in float32, as XLA:GPU would otherwise round to bfloat16 after every comparison.
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     pairs = _in_chunks(values.astype(jnp.float32)), _in_chunks(index)
     start = jnp.float32(-jnp.inf), jnp.int32(0)
     best = jax.lax.reduce(pairs, start, _better, (3,))
-    return jax.lax.reduce(best, start, _better, (2,))
+    return jax.lax.reduce(best, start, _better, (2,))[1]
 
 
 def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -8,8 +8,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 
-NO_TOP_K = 0
-
 
 class Sampling(NamedTuple):
     """The sampling settings of B slots as arrays.
@@ -31,13 +29,8 @@ class Sampling(NamedTuple):
     @classmethod
     def greedy(cls, slots: int) -> "Sampling":
         """Settings of slots that nobody uses yet."""
-        return cls(
-            jnp.zeros(slots, jnp.float32),
-            jnp.full(slots, NO_TOP_K, jnp.int32),
-            jnp.ones(slots, jnp.float32),
-            jnp.zeros(slots, jnp.float32),
-            jnp.zeros((slots, 2), jnp.uint32),
-        )
+        one = cls.of(SamplingParams(seed=0))
+        return cls(*(jnp.broadcast_to(value, (slots, *value.shape)) for value in one))
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Sampling":
@@ -46,7 +39,7 @@ class Sampling(NamedTuple):
         fields: Any = (
             np.float32(params.temperature),
             # No vocabulary has 2**31 entries: such a top_k keeps all.
-            np.int32(NO_TOP_K if params.top_k is None else min(params.top_k, 2**31 - 1)),
+            np.int32(0 if params.top_k is None else min(params.top_k, 2**31 - 1)),
             np.float32(1.0 if params.top_p is None else params.top_p),
             np.float32(0.0 if params.min_p is None else params.min_p),
             np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),

@@ -57,9 +57,13 @@ def grow_tree(
         return root_tree(root_tokens, num_nodes)
     batch, rows, _ = candidates.tokens.shape
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
-    log_probs = candidates.log_probs
+    priorities = log_probs = candidates.log_probs
+    if plan.bonus is not None:
+        # A candidate without probability has no priority, whatever the weight.
+        weighed = jnp.where(log_probs > -jnp.inf, plan.weight * log_probs, -jnp.inf)
+        priorities = weighed + plan.bonus[:, :, None]
     parents, ranks, depths, scores, counts = tree_growth(
-        log_probs if plan.bonus is None else _priorities(log_probs, plan),
+        priorities,
         jnp.where(within, plan.caps, 0).astype(jnp.int32),
         budget.astype(jnp.int32),
         num_nodes=num_nodes,
@@ -76,13 +80,6 @@ def grow_tree(
     is_root = jnp.arange(num_nodes, dtype=jnp.int32)[None, :] == ROOT_INDEX
     anchor = jnp.where(is_root, root_tokens.astype(jnp.int32)[:, None], 0)
     return TokenTree(jnp.where(depths > 0, drafted, anchor), parents, depths, scores, counts)
-
-
-def _priorities(log_probs: Float[Array, "B D W"], plan: Plan) -> Float[Array, "B D W"]:
-    """What each candidate adds to the priority of its parent; one without probability has none."""
-    assert plan.bonus is not None
-    weighed = jnp.where(log_probs > -jnp.inf, plan.weight * log_probs, -jnp.inf)
-    return weighed + plan.bonus[:, :, None]
 
 
 def build_tree(

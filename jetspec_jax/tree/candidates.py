@@ -35,7 +35,8 @@ def top_candidates(draft_logits: Float[Array, "B D V"], width: int) -> Candidate
     rows = batch * depth
     # The best of every chunk, then the best of those: a draft's few rows are work for few blocks of a GPU,
     # their chunks for many. Chunks and their winners are in order, so the lower id stays first among equals.
-    size = _chunk_size(vocab, max(width, _LEAST_CHUNK))
+    least = max(width, _LEAST_CHUNK)
+    size = next((size for size in range(least, vocab) if vocab % size == 0), vocab)
     chunks = jnp.arange(vocab // size, dtype=jnp.int32)
     # In float32, of which there is little here: XLA:GPU sorts short rows of bfloat16.
     logits = draft_logits.astype(jnp.float32)
@@ -55,8 +56,3 @@ def top_candidates(draft_logits: Float[Array, "B D V"], width: int) -> Candidate
         top - best - jnp.log(total),
         (jnp.log(total) - moment / total)[:, :, 0],
     )
-
-
-def _chunk_size(vocab: int, least: int) -> int:
-    """The smallest size of at least `least` that divides the vocabulary."""
-    return next((size for size in range(least, vocab) if vocab % size == 0), vocab)

@@ -38,8 +38,8 @@ def check_plan(algorithm: Algorithm, candidates: Candidates, routing: Routing) -
             wrong.append(f"the bonus of sequence {b} at depth {d} is {bonus[b, d]}, not finite")
     if again := _difference(plan, plan_of(algorithm, candidates, routing)):
         wrong.append(f"plan is not deterministic: called again with the same candidates, {again}")
-    else:
-        wrong += _looks_across(algorithm, candidates, routing, plan)[:1]
+    elif across := _looks_across(algorithm, candidates, routing, plan):
+        wrong.append(across)
     _refuse(algorithm, wrong)
 
 
@@ -90,17 +90,16 @@ def _difference(plan: Plan, other: Plan, first: int = 0) -> str | None:
     return None
 
 
-def _looks_across(algorithm: Algorithm, candidates: Candidates, routing: Routing, plan: Plan) -> list[str]:
-    """Sequences that get another plan alone than in their batch, each with the difference."""
-    found = []
+def _looks_across(algorithm: Algorithm, candidates: Candidates, routing: Routing, plan: Plan) -> str | None:
+    """The first sequence that gets another plan alone than in its batch, with the difference."""
     for b in range(len(candidates.tokens)):
         own, hints = jax.tree.map(lambda rows, b=b: rows[b : b + 1], (candidates, routing))
         here = plan._replace(
             caps=plan.caps[b : b + 1], bonus=None if plan.bonus is None else plan.bonus[b : b + 1]
         )
         if difference := _difference(here, plan_of(algorithm, own, hints), b):
-            found.append(f"plan looks across sequences: without the others of its batch, {difference}")
-    return found
+            return f"plan looks across sequences: without the others of its batch, {difference}"
+    return None
 
 
 def _broken_nodes(

@@ -1,5 +1,7 @@
 """Ancestor masks, derived from parents: who sees whom inside a block."""
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt32
 
@@ -38,14 +40,10 @@ def ancestor_bits(
         jnp.uint32(0),
     )
     bits = jnp.broadcast_to(own[None], (*parents.shape, words.size))
-    deepest = num_nodes - 1 if max_depth is None else min(max_depth, num_nodes - 1)
-    # Pointer doubling: rows that know s generations, joined with the row s generations up, know
-    # 2s. N stands for "above the root": past the end, where a gather fills in nobody.
-    up = jnp.where(parents < 0, num_nodes, parents)
-    for _ in range(deepest.bit_length()):
+    # Rows that know s generations, joined with the row s generations up, know 2s.
+    for up in _generations(parents, num_nodes if max_depth is None else max_depth):
         above = jnp.take_along_axis(bits, up[:, :, None], axis=1, mode="fill", fill_value=0)
         bits = bits | above
-        up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)
     return bits
 
 
@@ -61,12 +59,8 @@ def path_sums(
         parents: index of each node's parent, -1 for none.
         max_depth: a depth that no node exceeds; static.
     """
-    num_nodes = parents.shape[1]
-    # As in `ancestor_bits`: what a node knows of s generations, joined with the node s generations up.
-    up = jnp.where(parents < 0, num_nodes, parents)
-    for _ in range(min(max_depth, num_nodes - 1).bit_length()):
+    for up in _generations(parents, max_depth):
         values = values + jnp.take_along_axis(values, up, axis=1, mode="fill", fill_value=0)
-        up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)
     return values
 
 
@@ -78,3 +72,15 @@ def ancestor_mask(tree: TokenTree) -> Bool[Array, "B N N"]:
     bit = (words >> (column % _WORD).astype(jnp.uint32)[None, None, :]) & jnp.uint32(1)
     # Padding is nobody's ancestor, so its columns are False once its rows are.
     return (bit == 1) & tree.valid[:, :, None]
+
+
+def _generations(parents: Int[Array, "B N"], max_depth: int) -> Iterator[Array]:
+    """Each node's ancestor 1, 2, 4, ... generations up, until a depth is passed that no node exceeds.
+
+    N stands for "above the root": past the end, where a gather fills in nobody.
+    """
+    num_nodes = parents.shape[1]
+    up = jnp.where(parents < 0, num_nodes, parents)
+    for _ in range(min(max_depth, num_nodes - 1).bit_length()):
+        yield up
+        up = jnp.take_along_axis(up, up, axis=1, mode="fill", fill_value=num_nodes)

@@ -74,10 +74,6 @@ class Profile:
             {"depth_rank_accept": self.depth_rank_accept, "per_class_histograms": self.class_caps}[table]
         )
 
-    def caps_of(self, name: str) -> tuple[int, ...] | None:
-        """The caps of a class; None if it has no histogram."""
-        return dict(self.class_caps).get(name)
-
 
 #: Nothing was measured.
 NO_PROFILE = Profile()

@@ -94,7 +94,9 @@ class TaskRouter(Algorithm):
         """The template of each sequence's class."""
         if self.force_baseline:
             return Plan(_full(candidates))
-        return Plan(self._caps(candidates)[self.classes(candidates, routing)])
+        templates = self._class_templates(candidates)
+        caps = jnp.stack([_extended(templates[name], candidates) for name in CLASSES])
+        return Plan(caps[self.classes(candidates, routing)])
 
     def classes(self, candidates: Candidates, routing: Routing) -> Int[Array, "B"]:
         """The class of each sequence."""
@@ -102,13 +104,12 @@ class TaskRouter(Algorithm):
         felt = jnp.where(gap > self.gap_high, DECISIVE, jnp.where(gap < self.gap_low, UNCERTAIN, BALANCED))
         return jnp.where(routing.task_class == UNSAID, felt, routing.task_class)
 
-    def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
-        usual = dict(zip(CLASSES, (_DECISIVE, _BALANCED, _UNCERTAIN), strict=True))
+    def _class_templates(self, candidates: Candidates) -> dict[str, Template]:
+        """The caps by depth of each class."""
         given = dict(self.templates or ())
         for name, template in given.items():
             _check_fits(template, candidates, f"templates[{name!r}]")
-        own = usual | given
-        return jnp.stack([_extended(own[name], candidates) for name in CLASSES])
+        return dict(zip(CLASSES, (_DECISIVE, _BALANCED, _UNCERTAIN), strict=True)) | given
 
 
 @register_algorithm("reasoning_router")
@@ -158,15 +159,8 @@ class ClassHistogram(TaskRouter):
 
     profile: Profile = NO_PROFILE
 
-    def _caps(self, candidates: Candidates) -> Int32[Array, "classes D"]:
-        templates = super()._caps(candidates)
-        measured = [self.profile.caps_of(name) for name in CLASSES]
-        return jnp.stack(
-            [
-                template if caps is None else _extended(caps, candidates)
-                for template, caps in zip(templates, measured, strict=True)
-            ]
-        )
+    def _class_templates(self, candidates: Candidates) -> dict[str, Template]:
+        return super()._class_templates(candidates) | dict(self.profile.class_caps)
 
 
 @register_algorithm("depth_rank_histogram")
@@ -236,14 +230,10 @@ class Chain(Algorithm):
 
 @register_algorithm("top_nodes")
 @dataclass(frozen=True)
-class TopNodes(Algorithm):
-    """The most probable nodes that the budget holds: the optimum for the given scores."""
+class TopNodes(AccumLogp):
+    """The most probable nodes that the budget holds, child by child: the optimum for the given scores."""
 
     one_by_one: ClassVar[bool] = True
-
-    def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """Full width at every depth, child by child."""
-        return Plan(_full(candidates))
 
 
 def _full(candidates: Candidates) -> Int32[Array, "B D"]:

@@ -53,7 +53,16 @@ class Routing(NamedTuple):
         Raises:
             ValueError: It is no mapping, a key is unknown, or a value no string.
         """
-        values: Any = np.int32(task_class(hints)), np.bool_(reasoning(hints))
+        given = _checked(hints)
+        task, mode, text = (given.get(key, "").lower() for key in KEYS)
+        # An unknown task is balanced.
+        own = _CLASS_OF_TASK.get(task, BALANCED) if "task" in given else UNSAID
+        reasons = (
+            task in _REASONING_TASKS
+            or mode in _REASONING_MODES
+            or any(mark in text for mark in _REASONING_TEXT)
+        )
+        values: Any = np.int32(own), np.bool_(reasons)
         return cls(*values)
 
     @classmethod
@@ -63,10 +72,10 @@ class Routing(NamedTuple):
         Raises:
             ValueError: As `hints_of_each`.
         """
-        own = hints_of_each(hints, batch, "sequences")
+        each = [cls.of_one(own) for own in hints_of_each(hints, batch, "sequences")]
         return cls(
-            jnp.asarray([task_class(hint) for hint in own], jnp.int32),
-            jnp.asarray([reasoning(hint) for hint in own], bool),
+            jnp.asarray([own.task_class for own in each], jnp.int32),
+            jnp.asarray([own.reasoning for own in each], bool),
         )
 
 
@@ -95,23 +104,6 @@ def check_classes(names: Iterable[Any], where: str) -> None:
     """Raises ValueError for names that are none of `CLASSES`; ``where`` they were found."""
     if unknown := sorted((name for name in names if name not in CLASSES), key=str):
         raise ValueError(f"unknown classes {unknown} in {where}; there are {', '.join(CLASSES)}")
-
-
-def task_class(hints: Hints | None) -> int:
-    """The class that a caller's task stands for; an unknown task is balanced."""
-    task = _checked(hints).get("task")
-    return UNSAID if task is None else _CLASS_OF_TASK.get(task.lower(), BALANCED)
-
-
-def reasoning(hints: Hints | None) -> bool:
-    """Whether task, mode or text speak of reasoning."""
-    given = _checked(hints)
-    text = given.get("text", "").lower()
-    return (
-        given.get("task", "").lower() in _REASONING_TASKS
-        or given.get("mode", "").lower() in _REASONING_MODES
-        or any(mark in text for mark in _REASONING_TEXT)
-    )
 
 
 def _checked(hints: Hints | None) -> Hints:

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, logits
-from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, choice_gap, first_divergence
+from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
 from tests.decode.tiny import TINY, random_target
+
+pytestmark = pytest.mark.usefixtures("optimised")
 
 PROMPT = [3, 1, 4]
 
@@ -52,6 +54,7 @@ def test_a_token_that_the_filter_takes_out_is_no_tie(target):
 
 def test_the_noise_of_a_sampled_choice_must_be_known(target):
     with pytest.raises(ValueError, match="seed"):
-        choice_gap(target, PROMPT, SamplingParams(temperature=1.0))
-    sampled = SamplingParams(temperature=1.0, seed=3)
-    assert choice_gap(target, PROMPT, sampled) != choice_gap(target, PROMPT, SamplingParams())
+        first_divergence(target, PROMPT, SamplingParams(temperature=1.0), [0], [1])
+    settings = SamplingParams(temperature=1.0, seed=3), SamplingParams()
+    sampled, greedy = (first_divergence(target, PROMPT, params, [0], [1]) for params in settings)
+    assert sampled.gap != greedy.gap

@@ -19,8 +19,6 @@ from jetspec_jax.view.page import TEMPLATE, page_of
 from jetspec_jax.view.terminal import ASCII, draw_round, headline
 from jetspec_jax.view.tokens import columns, cut, pieces, token_label, visible
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 PROMPT = "def read_lines(path):"
 RUN = ("--budget", "16", "--width", "3", "--max-tokens", "12")
 WORDS = {5: ":", 6: "\n", 7: "    ", 8: " return", 9: "pass"}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from bench.__main__ import main
 from bench.common.pair import Pair
 from bench.common.prompts import Prompt
 from bench.common.workload import Workload
@@ -15,6 +16,27 @@ from train.data.prompts import Entry
 def pair():
     """Of a vocabulary so small that a random head is right now and then."""
     return Pair(random_target(TINY, 0, tokenizer=word_tokenizer(TINY.vocab_size)), random_head(TINY, 1))
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys):
+    """Calls a command that must end with 2 and write nothing, and returns the one line that it says.
+
+    ``{}`` in a word stands for ``tmp_path``.
+    """
+
+    def call(command, *words):
+        before = sorted(tmp_path.rglob("*"))
+        words = [word.replace("{}", str(tmp_path)) for word in words]
+        assert main([command, "--json", str(tmp_path / "out.json"), *words]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        line = error.splitlines()[-1]  # after what a progress bar may have left
+        assert line.startswith("bench: ")
+        return line.removeprefix("bench: ")
+
+    return call
 
 
 def random_workloads(arguments, target, prompts, temperatures, *, batch=1):

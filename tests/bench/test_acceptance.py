@@ -238,32 +238,24 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("diagnose", ["--temperature", "nan"], "temperature must be a finite number of at least 0, not nan"),
     ],
 )
-def test_bad_settings_are_one_line(tmp_path, capsys, monkeypatch, command, arguments, message):
+def test_bad_settings_are_one_line(refusal, monkeypatch, command, arguments, message):
     monkeypatch.setattr(begin_rounds, "load_pair", None)  # nothing is loaded for them
-    assert main([command, *arguments, "--json", str(tmp_path / "x.json")]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
-    assert not list(tmp_path.iterdir())
+    assert refusal(command, *arguments).startswith(message)
 
 
-def test_too_few_rounds_make_no_profile(pair, work, tmp_path, capsys, monkeypatch):
+def test_too_few_rounds_make_no_profile(pair, work, refusal, monkeypatch):
     decode_only(monkeypatch, pair, work)
-    arguments = [*SETTINGS, "--least-nodes", "500", "--json", str(tmp_path / "x.json")]
-    assert main(["profile", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"bench: \d+ rounds are too few for a table with --least-nodes 500; take more", said)
-    assert not list(tmp_path.iterdir())
+    said = refusal("profile", *SETTINGS, "--least-nodes", "500")
+    assert re.match(r"\d+ rounds are too few for a table with --least-nodes 500; take more", said)
 
 
-def test_an_unreadable_prompt_is_named(tmp_path, capsys):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "x"}\n{"text": \n')
-    assert main(["profile", "--prompts", str(prompts), "--json", str(tmp_path / "x.json")]) == 2
-    assert "prompts.jsonl:2: " in capsys.readouterr().err
+def test_an_unreadable_prompt_is_named(tmp_path, refusal):
+    (tmp_path / "prompts.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    assert "prompts.jsonl:2: " in refusal("profile", "--prompts", "{}/prompts.jsonl")
 
 
-def test_outputs_of_one_token_have_no_round(pair, work, tmp_path, capsys, monkeypatch):
+def test_outputs_of_one_token_have_no_round(pair, work, refusal, monkeypatch):
     short = replace(work, params=[replace(own, max_tokens=1) for own in PARAMS])
     decode_only(monkeypatch, pair, short)
     for command in ("profile", "diagnose"):
-        assert main([command, *SETTINGS, "--json", str(tmp_path / "x.json")]) == 2
-        assert "no prompt had a round" in capsys.readouterr().err
+        assert "no prompt had a round" in refusal(command, *SETTINGS)

@@ -415,7 +415,21 @@ def test_the_warm_up_has_a_round_whatever_the_first_prompt_says(pair, monkeypatc
         assert (request.params.max_tokens, request.params.ignore_eos) == (warm, True)
 
 
+@pytest.mark.usefixtures("tiny_pair")
+def test_a_device_too_small_for_the_largest_is_known_before_anything_is_compiled(refusal, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**5)
+    monkeypatch.setattr(Bench, "measure", None)
+    error = refusal("decode", *SMALL[:4], "--budgets", "16", "256")
+    assert error.startswith("accum_logp 256: ")
+    assert "stores of 1 x " in error
+
+
 class TestBadInput:
+    @pytest.fixture(autouse=True)
+    def own_pair_and_prompts(self, monkeypatch):
+        monkeypatch.setattr(decode, "load_pair", load_pair)
+        monkeypatch.setattr(decode, "make_workloads", make_workloads)
+
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
@@ -433,30 +447,34 @@ class TestBadInput:
                 "profile.json is version 9",
             ),
             (["--width", "0"], "--width must be at least 1, not 0"),
-            (["--width", "5000"], "width must lie in 1..4096, not 5000"),
             (["--repeats", "0"], "--repeats must be at least 1, not 0"),
             (["--plot-budget", "48"], "--plot-budget 48 is not among --budgets 16"),
-            (["--target", "elsewhere"], "--draft-head is missing: trees for elsewhere need a head"),
-            (["--enable-thinking"], "the target's chat template knows no enable_thinking"),
             (["--prompts", "{}/none.jsonl"], "none.jsonl"),
             (["--num-prompts", "100000"], "asked for 100000"),
-            (["--json", "{}/profile.json/x.json"], "profile.json"),
             (["--plot", "{}/folder.png"], "it is a folder"),
         ],
     )
-    def test_bad_input_is_one_line_before_anything_runs(self, tmp_path, capsys, monkeypatch, arguments, said):
+    def test_bad_input_is_one_line_before_anything_runs(
+        self, tmp_path, refusal, monkeypatch, arguments, said
+    ):
         (tmp_path / "profile.json").write_text('{"version": 9}')
         (tmp_path / "folder.png").mkdir()
         monkeypatch.setattr(Bench, "measure", None)
-        monkeypatch.setattr(decode, "load_pair", load_pair)
-        monkeypatch.setattr(decode, "make_workloads", make_workloads)
-        words = [word.replace("{}", str(tmp_path)) for word in arguments]
-        assert main(["decode", *SMALL, "--json", str(tmp_path / "out.json"), *words]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        line = error.splitlines()[-1]  # after what a progress bar may have left
-        assert line.startswith("bench: ")
-        assert said in line
+        assert said in refusal("decode", *SMALL, *arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--width", "5000"], "width must lie in 1..4096, not 5000"),
+            (["--target", "elsewhere"], "--draft-head is missing: trees for elsewhere need a head"),
+            (["--enable-thinking"], "the target's chat template knows no enable_thinking"),
+            (["--json", "{}/file/x.json"], "cannot write "),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["decode", "exactness"])
+    def test_what_both_commands_refuse(self, tmp_path, refusal, name, arguments, said):
+        (tmp_path / "file").touch()
+        assert refusal(name, *SMALL, *arguments).startswith(said)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -474,22 +492,8 @@ class TestBadInput:
     )
     @pytest.mark.parametrize(("name", "command"), [("decode", decode), ("exactness", exactness)])
     def test_what_needs_no_models_is_checked_before_they_are_loaded(
-        self, tmp_path, capsys, monkeypatch, name, command, arguments, said
+        self, tmp_path, refusal, monkeypatch, name, command, arguments, said
     ):
         (tmp_path / "profile.json").write_text("{}")
         monkeypatch.setattr(command, "load_pair", None)
-        words = [word.replace("{}", str(tmp_path)) for word in arguments]
-        assert main([name, *words, "--json", str(tmp_path / "out.json")]) == 2
-        assert capsys.readouterr().err.startswith(f"bench: {said}")
-
-    @pytest.mark.usefixtures("tiny_pair")
-    def test_a_device_too_small_for_the_largest_is_known_before_anything_is_compiled(
-        self, tmp_path, capsys, monkeypatch
-    ):
-        monkeypatch.setattr(memory, "free_bytes", lambda: 10**5)
-        monkeypatch.setattr(Bench, "measure", None)
-        arguments = [*SMALL[:4], "--budgets", "16", "256", "--json", str(tmp_path / "out.json")]
-        assert main(["decode", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("bench: accum_logp 256: ")
-        assert "stores of 1 x " in error
+        assert refusal(name, *arguments).startswith(said)

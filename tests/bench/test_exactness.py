@@ -118,24 +118,6 @@ def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
     assert report["rows"][0]["mistakes"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "elsewhere"], "--draft-head is missing: trees for elsewhere need a head"),
-        (["--enable-thinking"], "the target's chat template knows no enable_thinking"),
-        (["--width", "5000"], "width must lie in 1..4096, not 5000"),
-        (["--json", "{}/file/ledger.json"], "cannot write "),
-    ],
-)
-def test_bad_settings_are_one_line(tmp_path, capsys, arguments, message, monkeypatch):
-    monkeypatch.setattr(exactness, "load_pair", load_pair)
-    monkeypatch.setattr(exactness, "make_workloads", make_workloads)
-    (tmp_path / "file").touch()
-    words = [word.replace("{}", str(tmp_path)) for word in arguments]
-    assert main(["exactness", "--json", str(tmp_path / "ledger.json"), *words]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"bench: {message}")
-
-
 def entry_of(verdict, gap, prompt="p:0", text="[/red]:smile:"):
     return {
         "dtype": "bfloat16" if verdict is None else "float32",

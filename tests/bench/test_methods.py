@@ -68,18 +68,14 @@ def profile(tmp_path):
         (run_of("demo", 0, 32), run_of("demo", 32, 64), 0),
         (run_of("gsm8k", 0, 64), run_of("demo", 0, 64), 0),
         (run_of("mine.jsonl", 0, 4), run_of("elsewhere/mine.jsonl", 2, 9), 2),
+        # Of a time when prompts could not be skipped.
+        ({"prompts": "demo", "num_prompts": 48}, run_of("demo", 0, 16), 16),
+        ({"prompts": "demo", "num_prompts": 48}, run_of("demo", 48, 16), 0),
     ],
 )
 def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, both):
     found = notes(profile({"arguments": theirs}), ours)
     assert [f"it knows {both}, " in note for note in found] == [True] * (both > 0)
-
-
-def test_profiles_from_before_prompts_could_be_skipped(profile):
-    theirs = profile({"arguments": {"prompts": "demo", "num_prompts": 48}})
-    [note] = notes(theirs, run_of("demo", 0, 16))
-    assert "it knows 16, " in note
-    assert notes(theirs, run_of("demo", 48, 16)) == []
 
 
 def test_the_kept_profile_knows_none_of_the_prompts_that_the_kept_table_judges_it_on():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import main
 from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import load_prompts
 
@@ -129,14 +128,10 @@ class TestParts:
 
 class TestTrouble:
     @pytest.mark.usefixtures("hub")
-    def test_no_network_is_one_line_that_says_what_to_do(self, hub, capsys, tmp_path):
+    def test_no_network_is_one_line_that_says_what_to_do(self, hub, refusal):
         hub.rows.clear()
-        assert main(["decode", "--prompts", "gsm8k", "--json", str(tmp_path / "x.json")]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert error.startswith(
-            "bench: the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't"
-        )
+        error = refusal("decode", "--prompts", "gsm8k")
+        assert error.startswith("the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't")
         assert "fetched over the network, once; without one, give a JSONL file" in error
 
     @pytest.mark.parametrize(

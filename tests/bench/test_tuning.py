@@ -1,5 +1,6 @@
 """``python -m bench kernel --tune`` with a made-up clock: what it tries, finds, keeps and leaves."""
 
+import itertools
 import json
 import time
 from dataclasses import asdict, replace
@@ -30,6 +31,7 @@ from pallas_kernels.tree_attention.shapes import SHAPES, Shape
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 QWEN = Task("bfloat16", 128, 256, ((replace(BY_NAME["qwen3-8b"], page=128), 64),))
+SMALL_PAGE = (replace(BY_NAME["qwen3-8b"], page=64), 64)
 BEST = Config(block_rows=64, block_keys=32, num_warps=4, num_stages=3, programs=3 * 132)
 
 
@@ -45,6 +47,11 @@ def far_from(best):
     return score
 
 
+def all_alike(tried):
+    """A clock on which all take a second; ``tried`` gets what is timed in each pass."""
+    return lambda configs: tried.append(configs) or [1.0] * len(configs)
+
+
 class TestTasks:
     def test_shapes_share_entries(self):
         tasks = tasks_of((BY_NAME["qwen3-8b"], BY_NAME["qwen3-0.6b"]), ("bfloat16", "float32"), (1, 32, 64))
@@ -58,13 +65,9 @@ class TestTasks:
 
     @pytest.mark.parametrize("task", tasks_of(SHAPES, ("bfloat16", "float32"), None), ids=str)
     def test_every_registered_call_has_something_to_try(self, task):
-        tried = []
-
-        def score(configs):
-            tried.extend(configs)
-            return [1.0] * len(configs)
-
-        search(task, score, 132)
+        passes = []
+        search(task, all_alike(passes), 132)
+        tried = list(itertools.chain(*passes))
         assert len(set(tried)) == len(tried) > 0
         assert all(makes_sense(config, task) for config in tried)
         assert len(tried) < 120
@@ -88,32 +91,30 @@ class TestPruning:
     def test_of_256_rows(self, change, sensible):
         assert makes_sense(replace(BEST, **change), QWEN) == sensible
 
-    def test_by_the_rows(self):
-        few, many = QWEN._replace(rows=20), QWEN._replace(rows=2048)
-        assert [r for r in (16, 32, 64) if makes_sense(replace(BEST, block_rows=r), few)] == [16, 32]
-        assert [r for r in (32, 64, 128) if makes_sense(replace(BEST, block_rows=r), many)] == [128]
-
-    def test_by_the_page(self):
-        """Of all that share the entry, the smallest counts."""
-        shape = QWEN.calls[0][0]
-        small = QWEN._replace(calls=(*QWEN.calls, (replace(shape, page=64), 64)))
-        assert [k for k in (32, 64, 128) if makes_sense(replace(BEST, block_keys=k), small)] == [32, 64]
-
     @pytest.mark.parametrize(
-        ("dtype", "head_size", "block_keys", "stages"),
+        ("task", "block_keys", "name", "tried", "sensible"),
         [
-            ("bfloat16", 128, 128, [1, 3, 5]),  # 80, 144 and 208 KiB
-            ("float32", 128, 64, [1, 3, 5]),  # 96, 160 and 224 KiB
-            ("float32", 128, 128, [1]),  # 160, 288 and 416 KiB
-            ("bfloat16", 256, 128, [1]),  # the same
-            ("float32", 256, 32, [1, 3]),  # 128, 192 and 256 KiB
-            ("float32", 256, 128, []),  # 320 KiB
+            ({"rows": 20}, 32, "block_rows", (16, 32, 64), [16, 32]),
+            ({"rows": 2048}, 32, "block_rows", (32, 64, 128), [128]),
+            # Of all pages that share the entry, the smallest counts.
+            ({"calls": (*QWEN.calls, SMALL_PAGE)}, 32, "block_keys", (32, 64, 128), [32, 64]),
+            # By the shared memory: 80, 144 and 208 KiB;
+            ({}, 128, "num_stages", STAGES, [1, 3, 5]),
+            # 96, 160 and 224;
+            ({"dtype": "float32"}, 64, "num_stages", STAGES, [1, 3, 5]),
+            # 160, 288 and 416;
+            ({"dtype": "float32"}, 128, "num_stages", STAGES, [1]),
+            # the same;
+            ({"head_size": 256}, 128, "num_stages", STAGES, [1]),
+            # 128, 192 and 256;
+            ({"dtype": "float32", "head_size": 256}, 32, "num_stages", STAGES, [1, 3]),
+            # 320.
+            ({"dtype": "float32", "head_size": 256}, 128, "num_stages", STAGES, []),
         ],
     )
-    def test_by_the_shared_memory(self, dtype, head_size, block_keys, stages):
-        task = QWEN._replace(dtype=dtype, head_size=head_size)
-        tile = replace(BEST, block_keys=block_keys)
-        assert [n for n in STAGES if makes_sense(replace(tile, num_stages=n), task)] == stages
+    def test_by_the_task(self, task, block_keys, name, tried, sensible):
+        own, tile = QWEN._replace(**task), replace(BEST, block_keys=block_keys)
+        assert [n for n in tried if makes_sense(replace(tile, **{name: n}), own)] == sensible
 
 
 class TestSearch:
@@ -146,14 +147,9 @@ class TestSearch:
             assert search(task, score, 132)[0] == (1.0, best)
 
     def test_the_first_pass_is_one_step_ahead(self):
-        chunks = []
-
-        def score(configs):
-            chunks.append(configs)
-            return [1.0] * len(configs)
-
-        search(QWEN, score, 132)
-        assert {(config.num_stages, config.programs) for config in chunks[0]} == {(3, 132)}
+        passes = []
+        search(QWEN, all_alike(passes), 132)
+        assert {(config.num_stages, config.programs) for config in passes[0]} == {(3, 132)}
 
     def test_what_is_better_with_more_stages_than_the_first_pass_has(self):
         """Two steps ahead are best, but with the tile that is the fourth with one step ahead."""
@@ -170,14 +166,9 @@ class TestSearch:
 
     def test_launches_that_are_equal_are_tried_once(self):
         """2,048 rows in tiles of 128 for eight heads are 128 programs, also where up to 255 are asked for."""
-        tried = []
-
-        def score(configs):
-            tried.extend(configs)
-            return [1.0] * len(configs)
-
-        search(QWEN._replace(rows=2048), score, 132)
-        assert {config.programs for config in tried} == {132, 264, 396, 528}
+        passes = []
+        search(QWEN._replace(rows=2048), all_alike(passes), 132)
+        assert {config.programs for config in itertools.chain(*passes)} == {132, 264, 396, 528}
 
     def test_the_deadline(self):
         with pytest.raises(OutOfTime):

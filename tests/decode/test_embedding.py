@@ -13,21 +13,22 @@ from tests.decode.tiny import TINY, random_head, random_target
 PROMPT = [5, 9, 2, 7]
 
 
-def test_prefill_and_decode_as_pure_functions():
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_prefill_and_decode_as_pure_functions(bucket):
+    """The loop by itself, and as part of somebody else's program: plain decoding's tokens."""
     target, head = random_target(TINY, 3), random_head(TINY, 3)
-    proposer = jj.DraftHeadProposer(head.config)
-    decoder = jj.TreeDecoder(target.config, proposer, bucket=16, width=2)
+    decoder = jj.TreeDecoder(target.config, jj.DraftHeadProposer(head.config), bucket=bucket, width=2)
     weights = jj.DecodeWeights(target.weights, head.weights)
 
     state = decoder.empty_state(2, num_pages=4, pages_per_slot=2, page_size=32, dtype=jnp.dtype("float32"))
     params = jj.SamplingParams(max_tokens=20)
-    settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=16, depth=7)
+    settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=bucket, depth=7)
     state = decoder.insert(state, np.int32(1), np.array([2, 0], np.int32), settings)
     state, first = decoder.prefill(
         weights, state, np.int32(1), np.array(PROMPT, np.int32), np.int32(len(PROMPT)), np.bool_(True)
     )
-    # One round by itself, inside somebody else's program, then the loop.
     state, record = jax.jit(decoder.round)(weights, state)
+    inside, inside_records = jax.jit(decoder.decode)(weights, state, np.int32(32))
     state, records = decoder.decode(weights, state, np.int32(32))
 
     tokens = [int(first), *record.tokens[1].tolist(), *records.tokens[:, 1].reshape(-1).tolist()]
@@ -36,6 +37,8 @@ def test_prefill_and_decode_as_pure_functions():
     assert record.counts[0] == 0
     assert not records.counts[:, 0].any()
     assert not state.active.any()
+    np.testing.assert_array_equal(records.tokens, inside_records.tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.proposer, inside.proposer)
 
 
 @pytest.mark.parametrize(
@@ -94,28 +97,3 @@ def test_a_slot_gets_what_its_request_asks_for():
         there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=0, numbers=1)
         jax.tree.map(np.testing.assert_array_equal, own, there if slot == 1 else free)
     assert bool(state.settings.routing.reasoning[1])
-
-
-@pytest.mark.parametrize("bucket", [1, 16])
-def test_the_loop_may_be_part_of_a_program(bucket):
-    target, head = random_target(TINY, 3), random_head(TINY, 3)
-    decoder = jj.TreeDecoder(target.config, jj.DraftHeadProposer(head.config), bucket=bucket, width=2)
-    weights = jj.DecodeWeights(target.weights, head.weights)
-
-    def begin():
-        state = decoder.empty_state(
-            1, num_pages=1, pages_per_slot=1, page_size=64, dtype=jnp.dtype("float32")
-        )
-        params = jj.SamplingParams(max_tokens=20)
-        settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=bucket, depth=7)
-        state = decoder.insert(state, np.int32(0), np.zeros(1, np.int32), settings)
-        return decoder.prefill(
-            weights, state, np.int32(0), np.array(PROMPT, np.int32), np.int32(len(PROMPT)), np.bool_(True)
-        )[0]
-
-    alone, inside = (run(weights, begin(), np.int32(9)) for run in (decoder.decode, jax.jit(decoder.decode)))
-    np.testing.assert_array_equal(alone[1].tokens, inside[1].tokens)
-    assert (alone[1].counts > 0).sum() > 3
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), alone[0].proposer, inside[0].proposer
-    )

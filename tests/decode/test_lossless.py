@@ -28,6 +28,8 @@ from tests.decode.tiny import (
     word_tokenizer,
 )
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 # No sequence is longer, and what attention sees of a slot is what takes the time.
 LONGEST = 128
 CONFIG = dataclasses.replace(SLIDING, max_position_embeddings=LONGEST)

@@ -35,6 +35,8 @@ from tests.decode.tiny import (
     with_windows,
 )
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
 PARTS = ("stores of", "workspace for", "margin")

@@ -8,11 +8,11 @@ import pytest
 
 from bench.common import shapes
 from jetspec_jax import load_target, logits
-from jetspec_jax.checkpoint.mxfp4 import widen, without_mxfp4
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import Experts, Rope, parse_model_config
 from jetspec_jax.config.geometry import Yarn
 from jetspec_jax.inspect.describe import describe
+from jetspec_jax.models.mxfp4 import widen, without_mxfp4
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import Routing
 from tests.loading.published import random_tensors, without, write

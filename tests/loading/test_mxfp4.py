@@ -2,11 +2,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax.checkpoint.mxfp4 import widen
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.models import FAMILIES
+from jetspec_jax.models.mxfp4 import widen
 from tests.loading.families import EXPERTS, Packed, random_experts
 from tests.loading.published import V4, write
 

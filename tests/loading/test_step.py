@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jetspec_jax.checkpoint.reading import read_weights, unused_tensors
+from jetspec_jax.checkpoint.reading import read_headers, read_weights
 from jetspec_jax.config import Experts, Rope, parse_eos_token_ids, parse_model_config
 from jetspec_jax.config.geometry import Llama3
 from pallas_kernels.activation import SILU, Activation
@@ -198,7 +198,7 @@ class TestCheckpoint:
         } | {"model.layers.4.eh_proj.weight": np.zeros((4, 4), np.float32)}
         folder = write(tmp_path / "it", raw, tensors | further)
         config = parse_model_config(raw)
-        counts = {reason: len(names) for reason, names in unused_tensors(folder, config).items()}
+        counts = {reason: len(names) for reason, names in read_headers(folder).plan(config).unused.items()}
         assert counts == {
             "layers that predict further tokens": 8,
             "vision tower": sum(name.startswith("vision_model.") for name in tensors),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jetspec_jax.checkpoint.reading import read_weights, unused_tensors
+from jetspec_jax.checkpoint.reading import read_headers, read_weights
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.inspect.describe import describe
@@ -192,7 +192,7 @@ class TestUnused:
         assert_are(read_weights(folder, self.FURTHER), experts)
         line = f"{folder}: tensors left unread: 2 (layers that predict further tokens), 2 (vision tower)"
         assert caplog.record_tuples == [("jetspec_jax", logging.WARNING, line)]
-        assert unused_tensors(folder, self.FURTHER) == {
+        assert read_headers(folder).plan(self.FURTHER).unused == {
             "layers that predict further tokens": sorted(self.EXTRA[2:]),
             "vision tower": list(self.EXTRA[:2]),
         }
@@ -215,4 +215,4 @@ class TestUnused:
         monkeypatch.setitem(FAMILIES, "qwen3", Greedy)
         folder = write(tmp_path / "it", RAW, one_by_one(*experts))
         assert_are(read_weights(folder, CONFIG), experts)
-        assert unused_tensors(folder, CONFIG) == {}
+        assert read_headers(folder).plan(CONFIG).unused == {}

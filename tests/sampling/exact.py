@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.sampling.choice import choose, perturb
+from jetspec_jax.sampling.choice import choose_tokens, perturb
 from jetspec_jax.sampling.slots import Sampling
 
 FILTERS = [
@@ -22,7 +22,7 @@ FILTERS = [
     {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
 ]
 
-jitted_choose = jax.jit(choose, static_argnames="max_depth")
+jitted_choose = jax.jit(choose_tokens, static_argnames="max_depth")
 jitted_perturb = jax.jit(perturb, static_argnames="max_depth")
 
 

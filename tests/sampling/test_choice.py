@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax.sampling.choice import choose
+from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
 from tests.marks import wide
@@ -179,7 +179,7 @@ def arguments(dtype):
 
 
 def test_nothing_as_large_as_the_logits_enters_a_loop_or_a_branch():
-    jaxpr = jax.make_jaxpr(functools.partial(choose, max_depth=3))(*arguments(jnp.bfloat16)).jaxpr
+    jaxpr = jax.make_jaxpr(functools.partial(choose_tokens, max_depth=3))(*arguments(jnp.bfloat16)).jaxpr
     names = set()
     for equation in every_equation(jaxpr):
         names.add(equation.primitive.name)

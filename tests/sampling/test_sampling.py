@@ -55,14 +55,14 @@ def models():
     return random_target(SMALL, 0, std=0.6), random_head(SMALL, 5)
 
 
-def decode(models, params, max_slots=8):
-    return generate_tree(*models, [PROMPT] * len(params), params, budget=16, width=3, max_slots=max_slots)
+def decode(models, params):
+    return generate_tree(*models, [PROMPT] * len(params), params, budget=16, width=3)
 
 
 def test_joint_distribution_of_the_first_tokens(models):
     count = 2000
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=3) for seed in range(count)]
-    outputs = decode(models, params, max_slots=128)
+    outputs = decode(models, params)
     tokens = np.array([output.token_ids for output in outputs])
     # Some second and third tokens were accepted drafts, some were bonus tokens.
     accepted = np.array([output.accept_lengths[0] for output in outputs])

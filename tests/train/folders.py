@@ -1,10 +1,17 @@
-"""Folders of documents, written and read back by the tests of several rooms."""
+"""Folders of documents, written and read back, and of a target, for the tests of several rooms."""
 
 import numpy as np
+from flax import nnx
 
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.models import build, weights_of
+from tests.decode.tiny import TINY
 from train.data.documents import Documents, Writer
 from train.data.holdout import default_heldout
 from train.data.manifest import HELDOUT, TRAIN, DocumentsSettings
+from train.head.config import decoder_json
 
 
 def settings(count, **changes):
@@ -40,6 +47,15 @@ def read(folder):
         documents = Documents.open(folder, split)
         found |= {int(n): documents[i] for i, n in enumerate(documents.numbers)}
     return [found[n] for n in sorted(found)]
+
+
+def write_target(folder):
+    """A random target with the demo's tokenizer and chat template."""
+    raw = {**decoder_json(TINY, 2, TINY.layers[0].mlp_size), "vocab_size": 4096, "eos_token_id": 0}
+    files = {name: (DEMO_TARGET / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    weights = weights_of(build(parse_model_config(raw), rngs=nnx.Rngs(0)))
+    save_checkpoint(folder, raw, weights, extra_files=files)
+    return folder
 
 
 def contents(folder):

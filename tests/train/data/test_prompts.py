@@ -48,8 +48,8 @@ def write(path, *lines):
     return path
 
 
-def chat(*messages, where="here:1"):
-    return Entry(where, "messages", list(messages))
+def chat(*messages):
+    return Entry("f:3", "messages", list(messages))
 
 
 def answers(encoder, document):
@@ -200,40 +200,12 @@ class TestPrompts:
         assert ids.dtype == np.int32
         assert ids.tolist() == tokenizer.encode("import os\n")
 
-    @pytest.mark.parametrize(
-        ("messages", "message"),
-        [
-            ([ANSWER], "no message stands before"),
-            ([SYSTEM], "a message of the system stands before"),
-            ([SYSTEM, ANSWER], "a message of the system stands before"),
-            ([USER, ANSWER, ANSWER], "a message of the assistant stands before"),
-        ],
-    )
-    def test_somebody_must_have_asked(self, tokenizer, messages, message):
-        with pytest.raises(ValueError, match=f"f:3: {message}"):
-            Encoder(tokenizer).prompt(chat(*messages, where="f:3"))
-
     def test_template_arguments_reach_the_template(self, tokenizer):
         tokenizer.chat_template = "{{ word }}{{ messages[0]['content'] }}"
         ids = Encoder(tokenizer, template_arguments={"word": "def "}).prompt(chat(USER))
         assert tokenizer.decode(ids.tolist()) == "def def read(path):"
         with pytest.raises(ValueError, match="tokenize cannot be template arguments"):
             Encoder(tokenizer, template_arguments={"tokenize": False, "word": "x"})
-
-    def test_a_template_that_refuses(self, tokenizer):
-        tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
-        with pytest.raises(ValueError, match=r"f:3: the chat template refuses .*no tools here"):
-            Encoder(tokenizer).prompt(chat(USER, where="f:3"))
-
-    def test_without_a_template_or_a_tokenizer(self, tokenizer):
-        tokenizer.chat_template = None
-        encoder = Encoder(tokenizer)
-        assert len(encoder.prompt(Entry("f:3", "text", "x")))
-        for make in (encoder.prompt, encoder.document):
-            with pytest.raises(ValueError, match="f:3: the target's tokenizer has no chat template"):
-                make(chat(USER, ANSWER, where="f:3"))
-        with pytest.raises(ValueError, match="no tokenizer"):
-            Encoder(None)
 
 
 class TestDocuments:
@@ -285,25 +257,50 @@ class TestDocuments:
             "# hm\n" + ANSWER["content"] + "<|im_end|>"
         ]
         with pytest.raises(ValueError, match="f:3: the chat template writes message 1 otherwise once others"):
-            thinking.document(chat(USER, ANSWER, *SECOND, where="f:3"))
+            thinking.document(chat(USER, ANSWER, *SECOND))
         silent = Encoder(tokenizer, template_arguments={"think": False})
         assert len(answers(silent, silent.document(chat(USER, ANSWER, *SECOND)))) == 2
 
-    def test_a_token_that_spans_the_beginning_of_an_answer(self, tokenizer):
-        # The newline of the header and those of the answer are one token.
-        assert len(tokenizer.encode("\n\n", add_special_tokens=False)) == 1
-        with pytest.raises(ValueError, match="f:3: where message 1 begins or ends, a token spans both sides"):
-            Encoder(tokenizer).document(chat(USER, {"role": "assistant", "content": "\nx = 1"}, where="f:3"))
 
+class TestRefusals:
     @pytest.mark.parametrize(
-        ("entry", "message"),
+        ("form", "entry", "message"),
         [
-            (chat(USER, where="f:3"), "f:3: a document without assistant tokens"),
-            (chat(ANSWER, USER, where="f:3"), "f:3: the conversation begins with the assistant"),
-            (Entry("f:3", "prompt", "x = "), 'f:3: a "prompt" has no continuation'),
-            (Entry("f:3", "text", "x"), "f:3: a document without assistant tokens; it needs at least one"),
+            ("prompt", chat(ANSWER), "no message stands before"),
+            ("prompt", chat(SYSTEM), "a message of the system stands before"),
+            ("prompt", chat(SYSTEM, ANSWER), "a message of the system stands before"),
+            ("prompt", chat(USER, ANSWER, ANSWER), "a message of the assistant stands before"),
+            ("document", chat(USER), "a document without assistant tokens"),
+            ("document", chat(ANSWER, USER), "the conversation begins with the assistant"),
+            ("document", Entry("f:3", "prompt", "x = "), 'a "prompt" has no continuation'),
+            ("document", Entry("f:3", "text", "x"), "a document without assistant tokens; it needs at least"),
+            # The newline of the header and those of the answer are one token.
+            (
+                "document",
+                chat(USER, {"role": "assistant", "content": "\nx = 1"}),
+                "where message 1 begins or ends, a token spans both sides",
+            ),
         ],
     )
-    def test_nothing_to_learn(self, tokenizer, entry, message):
-        with pytest.raises(ValueError, match=message):
-            Encoder(tokenizer).document(entry)
+    def test_nothing_to_ask_or_to_learn(self, tokenizer, form, entry, message):
+        with pytest.raises(ValueError, match=f"f:3: {message}"):
+            getattr(Encoder(tokenizer), form)(entry)
+
+    @pytest.mark.parametrize("form", ["prompt", "document"])
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("{{ raise_exception('no tools here') }}", "the chat template refuses .*no tools here"),
+            (None, "the target's tokenizer has no chat template"),
+        ],
+    )
+    def test_the_template(self, tokenizer, form, template, message):
+        tokenizer.chat_template = template
+        encoder = Encoder(tokenizer)
+        assert len(encoder.prompt(Entry("f:3", "text", "x")))
+        with pytest.raises(ValueError, match=f"f:3: {message}"):
+            getattr(encoder, form)(chat(USER, ANSWER))
+
+    def test_no_tokenizer(self):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            Encoder(None)

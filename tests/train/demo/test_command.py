@@ -10,6 +10,7 @@ import train.__main__
 import train.demo.command
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
 from tests.train.folders import read
+from tests.train.head.tiny import losses
 from train.data.documents import Documents
 from train.demo.command import make_pair
 from train.demo.continuations import cut_splits, read_rows
@@ -33,15 +34,10 @@ def demo(work):
     return work / "demo"
 
 
-def log(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def test_both_models_learn(work):
     for model in ("target", "head"):
-        losses = log(work / model)
-        assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:3]), model
+        values = losses(work / model)
+        assert np.mean(values[-5:]) < 0.7 * np.mean(values[:3]), model
 
 
 def test_the_pair_loads_and_decodes(demo):

@@ -1,4 +1,4 @@
-"""Runs of a tiny head in other processes: killed ones, on many devices, and in two processes."""
+"""Runs of a tiny head in other processes: killed ones, and ones on the eight devices of two processes."""
 
 import json
 import shutil
@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.marks import wide
 from tests.train.head.tiny import RECIPE, losses, records, write_documents
+from tests.train.head.worker import DEATHS, VOCABULARY, train
 
 STEPS = RECIPE.fit.steps
 
 
 def start(data, runs, **settings):
     text = json.dumps(
-        {"data": str(data), "runs": [[str(work), changes] for work, changes in runs], **settings}
+        {"data": str(data), "runs": [(str(work), changes) for work, changes in runs], **settings}
     )
     return subprocess.Popen(
         [sys.executable, "-m", "tests.train.head.worker", text],
@@ -34,23 +36,6 @@ def wait(process, wanted=0):
     finally:
         process.kill()
     assert process.returncode == wanted, output[-4000:]
-    return output
-
-
-def same_head(work, other):
-    left, right = (
-        safetensors.numpy.load_file(folder / "draft_head" / "model.safetensors") for folder in (work, other)
-    )
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        # Both are rounded to bfloat16.
-        both = (x.astype(np.float32) for x in (tensor, right[name]))
-        np.testing.assert_allclose(*both, rtol=2e-2, atol=1e-3, err_msg=name)
-
-
-def close(work, whole, first=0):
-    np.testing.assert_allclose(losses(work)[first:], losses(whole)[first:], rtol=1e-5)
-    assert [record["step"] for record in records(work)] == [record["step"] for record in records(whole)]
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +44,19 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, data, cache):
+def whole(tmp_path_factory, data):
     """An uninterrupted run on one device."""
     work = tmp_path_factory.mktemp("whole")
-    wait(start(data, [(work, {})], cache=cache))
+    train(data, [(work, {})])
     return work
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(whole, data, cache, tmp_path):
-    for die in ({"write": 1}, {"save_best": 1}, {"save": 1}):
-        wait(start(data, [(tmp_path, {})], cache=cache, die=die), -signal.SIGKILL)
+@pytest.mark.parametrize("deaths", [("save",), wide(tuple(DEATHS))], ids="-".join)
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(whole, data, tmp_path, deaths):
+    for place in deaths:
+        wait(start(data, [(tmp_path, {})], die=place), -signal.SIGKILL)
         assert not (tmp_path / "draft_head").exists()
-    wait(start(data, [(tmp_path, {})], cache=cache))
+    train(data, [(tmp_path, {})])
     assert len(losses(tmp_path)) == STEPS
     assert records(tmp_path) == records(whole)
     for name in ("draft_head/model.safetensors", "draft_head/config.json", "evaluation.json", "recipe.json"):
@@ -83,64 +64,98 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(whole, dat
 
 
 @pytest.fixture(scope="module")
-def meshes(tmp_path_factory, data, cache, whole):
-    """The same run on 8 devices, by its mesh; the first goes on with a checkpoint of one device."""
-    base = tmp_path_factory.mktemp("meshes")
+def spread(tmp_path_factory, data, whole):
+    """Runs of two processes with four devices each, by their mesh, and what a step is compiled to.
+
+    "8x1" goes on with a checkpoint of one device. "1x8" splits the weights over both processes, which both
+    write and read the checkpoints, and each decodes alone.
+    """
+    base = tmp_path_factory.mktemp("spread")
     shutil.copytree(whole, base / "8x1")
     shutil.rmtree(base / "8x1" / "checkpoints" / str(STEPS))
     (base / "8x1" / "evaluation.json").unlink()  # or it would count as finished
-    split = (base / "2x4", {"mesh": {"data": -1, "fsdp": 4}})
-    wait(start(data, [(base / "8x1", {}), split], devices=8, cache=cache))
-    return base
-
-
-def check_layout(path, parts):
-    """Everything large lies in so many parts, and all steps ran one program."""
-    layout = json.loads(path.read_text())
-    assert layout.pop("programs") == 1
-    split = 0
-    for name, (shape, part) in layout.items():
-        if name.startswith("['metrics']") or not shape:
-            assert part == shape, name
-        else:
-            # Weights, both moments, and the frozen target: everything has the model's width as an axis, but
-            # for the norms of single heads.
-            divided = np.prod(shape) // np.prod(part)
-            assert divided == (1 if "q_norm" in name or "k_norm" in name else parts), name
-            split += divided > 1
-    assert split > 30 or parts == 1
-
-
-@pytest.mark.parametrize(("mesh", "parts"), [("8x1", 1), ("2x4", 4)])
-def test_devices_share_the_work_and_the_weights(whole, meshes, mesh, parts):
-    close(meshes / mesh, whole)
-    same_head(meshes / mesh, whole)
-    check_layout(meshes / mesh / "layout-0.json", parts)
-    check_layout(whole / "layout-0.json", 1)
-
-
-def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, meshes):
-    # The records of what was done before are the old ones, those after are new.
-    assert losses(meshes / "8x1")[: STEPS - 2] == losses(whole)[: STEPS - 2]
-    assert losses(meshes / "8x1")[STEPS - 2 :] != losses(whole)[STEPS - 2 :]
-
-
-def test_two_processes_train_one_head_and_evaluate_it_by_decoding(whole, data, cache, tmp_path):
+    runs = [
+        (base / "8x1", {}),
+        (base / "1x8", {"mesh": {"data": 1, "fsdp": 8}, "evaluation": {"prompts": 2}}),
+    ]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    # Weights are split over both processes, and both write and read the checkpoints; each decodes alone.
-    runs = [(tmp_path / "run", {"mesh": {"data": 1, "fsdp": 8}, "evaluation": {"prompts": 2}})]
-    processes = [start(data, runs, devices=4, cache=cache, process=[i, 2, port]) for i in range(2)]
-    for process in processes:
+    settings = {"devices": 4, "programs": str(base / "programs.json")}
+    for process in [start(data, runs, process=[i, 2, port], **settings) for i in range(2)]:
         wait(process)
-    close(tmp_path / "run", whole)
-    for index in range(2):
-        check_layout(tmp_path / "run" / f"layout-{index}.json", 8)
-    # One process writes: every record is there once, and there is one file of events.
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
-    taus = [record["tau"]["16"] for record in records(tmp_path / "run") if "tau" in record]
+    return base
+
+
+def same_head(work, whole):
+    left, right = (
+        safetensors.numpy.load_file(folder / "draft_head" / "model.safetensors") for folder in (work, whole)
+    )
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        # Both are rounded to bfloat16.
+        both = (x.astype(np.float32) for x in (tensor, right[name]))
+        np.testing.assert_allclose(*both, rtol=2e-2, atol=1e-3, err_msg=name)
+
+
+def check_run(work, whole, parts, processes=1):
+    """It is the one of a single device; everything large lies in so many parts; all steps ran one program."""
+    np.testing.assert_allclose(losses(work), losses(whole), rtol=1e-5)
+    assert [record["step"] for record in records(work)] == [record["step"] for record in records(whole)]
+    for index in range(processes):
+        layout = json.loads((work / f"layout-{index}.json").read_text())
+        assert layout.pop("programs") == 1
+        split = 0
+        for name, (shape, part) in layout.items():
+            if name.startswith("['metrics']") or not shape:
+                assert part == shape, name
+            else:
+                # Weights, both moments, and the frozen target: everything has the model's width as an axis,
+                # but for the norms of single heads.
+                divided = np.prod(shape) // np.prod(part)
+                assert divided == (1 if "q_norm" in name or "k_norm" in name else parts), name
+                split += divided > 1
+        assert split > 30 or parts == 1
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("8x1", 1), ("1x8", 8)])
+def test_devices_of_two_processes_share_the_work_and_the_weights(whole, spread, mesh, parts):
+    check_run(spread / mesh, whole, parts, processes=2)
+
+
+@pytest.mark.wide
+def test_devices_of_one_process_share_the_work_and_the_weights(whole, data, tmp_path):
+    check_run(whole, whole, 1)
+    wait(start(data, [(tmp_path, {"mesh": {"data": -1, "fsdp": 4}})], devices=8))
+    check_run(tmp_path, whole, 4)
+    same_head(tmp_path, whole)
+
+
+def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, spread):
+    same_head(spread / "8x1", whole)
+    # The records of what was done before are the old ones, those after are new.
+    assert losses(spread / "8x1")[: STEPS - 2] == losses(whole)[: STEPS - 2]
+    assert losses(spread / "8x1")[STEPS - 2 :] != losses(whole)[STEPS - 2 :]
+
+
+def test_two_processes_write_once_and_evaluate_by_decoding(spread):
+    assert len(list((spread / "1x8" / "tensorboard").iterdir())) == 1
+    taus = [record["tau"]["16"] for record in records(spread / "1x8") if "tau" in record]
     assert len(taus) == 2
     # The exported head, loaded again, does what the one in training did.
-    final = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    final = json.loads((spread / "1x8" / "evaluation.json").read_text())
     assert final["tau"]["16"] == final["score"] == max(taus) >= 1
+
+
+def test_weights_are_gathered_and_the_batch_is_not(spread):
+    """What XLA makes of a step: no logits move, and split weights need hardly more room than whole ones."""
+    programs = json.loads((spread / "programs.json").read_text())
+    moved = programs["1x8"]["moved"]
+    assert any(line.startswith("all-gather") for line in moved)
+    vocabulary = [line for line in moved if str(VOCABULARY) in line]
+    # The two tables of the target alone have the vocabulary as an axis, beside the model's width of 32.
+    assert vocabulary
+    assert all(f"[{VOCABULARY},32]" in line for line in vocabulary), vocabulary
+    # The gathered tables are the larger part of so small a model.
+    gathered = 2 * VOCABULARY * 32 * 4
+    assert programs["1x8"]["temp"] < 1.2 * programs["8x1"]["temp"] + gathered

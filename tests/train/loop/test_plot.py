@@ -8,9 +8,10 @@ import pytest
 from matplotlib import image, pyplot
 from matplotlib.figure import Figure
 
+from tests.marks import wide
 from tests.train.figures import assert_apart, boxes, saved_figures
 from train.loop import plot
-from train.loop.log import TrainingLog
+from train.loop.log import TrainingLog, read_log
 from train.loop.plot import plot_training, smooth
 
 DEPTH, STEPS = 15, 120
@@ -57,7 +58,7 @@ def size(picture):
 
 @pytest.fixture
 def figures(monkeypatch):
-    return saved_figures(monkeypatch, plot)
+    return saved_figures(monkeypatch, plot, drawn=False)
 
 
 class TestTraining:
@@ -73,7 +74,7 @@ class TestTraining:
     def test_every_panel_has_the_values_of_the_log(self, tmp_path, figures):
         log = write_log(tmp_path / "log.jsonl")
         plot_training(log, tmp_path / "a.png", "title")
-        records = [json.loads(line) for line in log.read_text().splitlines()]
+        records = read_log(log)
 
         def series(key):
             return np.array([record[key] for record in records if key in record])
@@ -112,7 +113,6 @@ class TestTraining:
                 return {key: x for key, x in record.items() if not any(part in key for part in lacking)}
 
             plot_training(write_log(tmp_path / "log.jsonl", without), tmp_path / "a.png", "title")
-            assert size(tmp_path / "a.png") == (800, 1600)
             for axis in figures[-1].axes:
                 assert axis.get_lines() or axis.patches, axis.get_ylabel()
                 texts = axis.get_legend().get_texts() if axis.get_legend() else []
@@ -126,7 +126,7 @@ class TestTraining:
         assert count("accuracy", "accepted", "tau", "rate", "norm", "tokens", "memory") == 1
         assert count("seconds", "memory", "norm") == 6
 
-    @pytest.mark.parametrize("steps", [1, 2, 3])
+    @pytest.mark.parametrize("steps", [1, wide(2), wide(3)])
     def test_a_run_that_has_just_begun(self, tmp_path, steps):
         log = write_log(tmp_path / "log.jsonl", lambda r: r if r["step"] <= steps else None)
         with log.open("a") as file:
@@ -161,7 +161,9 @@ class TestTraining:
         assert labels[-2:] == ["tokens/s", "peak memory (GiB)"]
         np.testing.assert_array_equal(figures[0].axes[0].get_lines()[0].get_ydata(), [4, 3, 2, 1])
 
-    def test_labels_of_ticks_do_not_overlap(self, tmp_path, figures):
+    def test_labels_of_ticks_do_not_overlap(self, tmp_path, monkeypatch):
+        figures = saved_figures(monkeypatch, plot)
+
         def stretch(record):
             return {**record, "step": record["step"] * 1000} | (
                 {"gradient_norm": 10.0 ** (record["step"] % 5 - 2)} if "gradient_norm" in record else {}

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import json
 import resource
 import sys
 import time
@@ -13,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import wide
 from tests.train.head.tiny import losses, records
 from train.loop.checkpoints import CheckpointError, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import NonFiniteLoss
-from train.loop.mesh import MeshSettings, make_mesh, one_device
-from train.loop.stages import Deadline, OutOfTime, claim
-from train.loop.trainer import DrawnOnDevice, Evaluated, Loop, mean_of, train
+from train.loop.mesh import MeshSettings, make_mesh
+from train.loop.stages import Deadline, OutOfTime
+from train.loop.trainer import DrawnOnDevice, Evaluated, mean_of, train
 from train.loss.objectives import Mean
 
 FIT = Fit(steps=24, batch=4, learning_rate=1e-1, warmup=4, save_every=5, evaluate_every=6, log_every=4)
@@ -71,24 +71,18 @@ def score(weights):
     return Evaluated({"validation_loss": jnp.mean(weights["a"] ** 2)}, -float(jnp.mean(weights["a"] ** 2)))
 
 
-def run(
-    folder, deadline=None, loss=loss, evaluate=score, fit=FIT, batches=None, width=2, evaluate_first=False
-):
+def run(folder, deadline=None, loss=loss, fit=FIT, batches=None, width=2, **changes):
+    settings = {
+        "frozen": GOAL,
+        "batches": batches or Numbered(),
+        "evaluate": score,
+        "seed": 0,
+        "deadline": deadline or Deadline(),
+        "label": "test",
+        "tokens_per_step": 7,
+    }
     weights = {"a": jnp.ones((3, width)), "layers": {0: jnp.ones(2)}}
-    return train(
-        folder,
-        fit,
-        loss,
-        weights,
-        frozen=GOAL,
-        batches=batches or Numbered(),
-        evaluate=evaluate,
-        seed=0,
-        deadline=deadline or Deadline(),
-        label="test",
-        tokens_per_step=7,
-        evaluate_first=evaluate_first,
-    )
+    return train(folder, fit, loss, weights, **{**settings, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +135,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, looks):
 
 
 def test_what_is_drawn_on_the_device_goes_on_too(tmp_path):
+    with pytest.raises(OutOfTime):
+        run(tmp_path / "stopped", StopAfter(8), batches=DrawnOnDevice())
     for folder in ("stopped", "whole"):
-        if folder == "stopped":
-            with pytest.raises(OutOfTime):
-                run(tmp_path / folder, StopAfter(8), batches=DrawnOnDevice())
         run(tmp_path / folder, batches=DrawnOnDevice())
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
     # Every step has a key of its own.
@@ -269,7 +262,7 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("best", [False, True], ids=["state", "best"])
+@pytest.mark.parametrize("best", [False, wide(True)], ids=["state", "best"])
 def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_once_there_is_room(
     tmp_path, monkeypatch, best
 ):
@@ -313,7 +306,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_once_there
     same(trained, other)
 
 
-def test_parts_of_a_batch_add_up_to_the_whole_batch():
+def test_parts_of_a_batch_add_up_to_the_whole_batch(tmp_path):
     def uneven(weights, frozen, batch, key):
         """As slots that have nothing to learn: rows weigh differently, and some nothing."""
         del key
@@ -321,25 +314,19 @@ def test_parts_of_a_batch_add_up_to_the_whole_batch():
         weight = jnp.maximum(batch["x"][:, 0], 0.0)
         return {"loss": Mean(jnp.sum(weight * error), jnp.sum(weight))}
 
-    results = []
-    for micro_batch in (None, 3):
-        weights = {"a": jnp.ones((3, 2)), "layers": {0: jnp.ones(2)}}
-        fit = dataclasses.replace(FIT, batch=12, micro_batch=micro_batch, clip=1e9, warmup=0)
-        loop = Loop(fit, uneven, one_device(), deterministic=False)
-        state = loop.begin(weights, jax.tree.map(lambda _: one_device_sharding(), weights), seed=0)
-        batches, metrics = Numbered(12), []
-        for _ in range(3):
-            state, own = loop.advance(state, GOAL, next(batches))
-            metrics.append(jax.device_get(own))
-        results.append((metrics, jax.device_get(state)))
-    for one, four in zip(results[0][0], results[1][0], strict=True):
-        for name in ("loss", "gradient_norm"):
-            assert one[name] == pytest.approx(four[name], rel=1e-6)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6), *(r[1] for r in results))
-
-
-def one_device_sharding():
-    return jax.sharding.NamedSharding(one_device(), jax.sharding.PartitionSpec())
+    fit = dataclasses.replace(FIT, steps=3, batch=12, clip=1e9, warmup=0, evaluate_every=3)
+    (one, first), (four, second) = (
+        (run(folder, loss=uneven, fit=own, batches=Numbered(12)), records(folder))
+        for folder, own in (
+            (tmp_path / "one", fit),
+            (tmp_path / "four", dataclasses.replace(fit, micro_batch=3)),
+        )
+    )
+    for name in ("loss", "gradient_norm"):
+        whole, parts = ([own[name] for own in found if name in own] for found in (first, second))
+        assert len(whole) == 3
+        np.testing.assert_allclose(whole, parts, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6), one.weights, four.weights)
 
 
 def test_a_gradient_that_is_no_number_is_noticed_before_its_step_is_saved(tmp_path):
@@ -368,7 +355,7 @@ def test_the_first_weights_may_stay_the_best(tmp_path):
 
     trained = run(tmp_path, evaluate=evaluate, evaluate_first=True)
     assert (trained.step, trained.score) == (0, -1.0)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trained.weights), seen[0])
+    same(jax.device_get(trained.weights), seen[0])
     assert next(r["step"] for r in records(tmp_path) if "validation_loss" in r) == 0
 
 
@@ -405,21 +392,6 @@ def test_a_mesh_that_does_not_divide_the_devices_lists_those_that_would(monkeypa
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with pytest.raises(ValueError, match=r"data -1 x fsdp 3 .* 8 devices; possible: data 8 x fsdp 1, data 4"):
         make_mesh(MeshSettings(fsdp=3))
-    for shape in (
-        MeshSettings(2, 2),
-        MeshSettings(0, 8),
-        MeshSettings(-1, 0),
-        MeshSettings(-1, 16),
-        MeshSettings(-2, -4),
-    ):
+    for shape in ((2, 2), (0, 8), (-1, 0), (-1, 16), (-2, -4)):
         with pytest.raises(ValueError, match=r"possible: .*data 2 x fsdp 4, data 1 x fsdp 8"):
-            make_mesh(shape)
-
-
-def test_a_folder_of_another_recipe_is_refused_and_all_that_differs_is_listed(tmp_path):
-    recipe = {"fit": {"steps": 3, "batch": 2}, "seed": 0}
-    claim(tmp_path, recipe)
-    claim(tmp_path, recipe)
-    with pytest.raises(ValueError, match=r"\(fit.steps: 3 there, 4 here; seed: 0 there, 1 here\)"):
-        claim(tmp_path, {"fit": {"steps": 4, "batch": 2}, "seed": 1})
-    assert json.loads((tmp_path / "recipe.json").read_text()) == recipe
+            make_mesh(MeshSettings(*shape))

@@ -10,6 +10,7 @@ import pytest
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
+from tests.marks import wide
 from train.loss.attention import block_mask, causal_attend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
 
@@ -21,7 +22,7 @@ TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size - 1, (B, T)).astyp
 draw_anchors = jax.jit(sample_anchors, static_argnums=2)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["causal", "bidirectional"])
+@pytest.fixture(scope="module", params=[True, wide(False)], ids=["causal", "bidirectional"])
 def pair(request):
     return random_target(TINY, 0), random_head(TINY, 1, block_size=K, causal=request.param)
 

@@ -11,6 +11,7 @@ import scipy.special
 from jetspec_jax import logits
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.tiny import TINY, head_config, random_head, random_target
+from tests.marks import wide
 from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks, sample_anchors
 from train.loss.distillation import distillation_loss
@@ -183,7 +184,7 @@ def most_rows(objective):
     return max(floats), max(x.size // vocabulary for x in arrays)
 
 
-@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "sft"])
+@pytest.mark.parametrize("loss", ["forward_kl", wide("reverse_kl"), wide("sft")])
 def test_the_draft_slots_logits_never_exist_at_once(loss):
     anchors, chunk = 30, 5
     in_float32, in_any = most_rows(Objective(loss, anchors=anchors, chunk=chunk))
