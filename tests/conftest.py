@@ -74,11 +74,6 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(scope="module")
-def quick_compiles():
-    """All modules have it."""
-
-
 @pytest.fixture(autouse=True, scope="module")
 def few_programs():
     """Modules share programs, as long as a process does not hold too many."""

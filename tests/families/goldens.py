@@ -3,13 +3,21 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jetspec_jax import load_target
+from tests.marks import wide
 
 FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
 # Second goldens of a family. No draft head is trained for them: it sees nothing of what they differ in.
 VARIANTS = ("qwen3_moe_sliding",)
+# For tests that compile much: others have all that these two are made of.
+EACH_PART = pytest.mark.parametrize(
+    "family",
+    [wide(name) if name in ("gemma3", "qwen3_moe_sliding") else name for name in NAMES],
+    indirect=True,
+)
 
 # Longer than the windows of 8, by three of them.
 IDS = np.random.default_rng(0).integers(0, 64, (2, 33)).astype(np.int32)

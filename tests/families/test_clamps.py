@@ -8,6 +8,7 @@ import pytest
 from jetspec_jax import logits
 from pallas_kernels.activation import Activation
 from tests.families.goldens import IDS, golden_logits, golden_target
+from tests.marks import wide
 
 
 def without_limits(layer, experts):
@@ -26,9 +27,9 @@ def without_limits(layer, experts):
     ("family", "layer", "experts"),
     [
         ("gpt_oss", 0, True),
-        ("step3p7", 0, False),
-        ("step3p7", 2, True),
-        ("step3p7", 3, False),
+        wide("step3p7", 0, False),
+        wide("step3p7", 2, True),
+        wide("step3p7", 3, False),
         ("step3p7", 3, True),
     ],
 )

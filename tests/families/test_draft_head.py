@@ -6,7 +6,6 @@ import pytest
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, logits
 from tests.decode.ties import TIE, gaps
 from tests.families.goldens import IDS, NAMES, VARIANTS
-from tests.marks import wide
 from tests.train.head.tiny import RECIPE, changed, losses, write_documents
 from train.head.training import train_head
 from train.loop.stages import Deadline
@@ -18,11 +17,8 @@ TEN_STEPS = changed(
 )
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gemma4", *(wide(name) for name in NAMES if name not in ("gemma4", *VARIANTS))],
-    indirect=True,
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in VARIANTS], indirect=True)
 def test_it_learns_and_drafts(family, target, tmp_path):
     data = write_documents(tmp_path / "documents", target.config.vocab_size)
     work = tmp_path / "work"

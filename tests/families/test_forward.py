@@ -14,7 +14,7 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from tests.families.goldens import IDS, TOLERANCE, golden_logits
+from tests.families.goldens import EACH_PART, IDS, TOLERANCE, golden_logits
 from tests.marks import wide
 from train.loss.attention import causal_attend
 
@@ -31,6 +31,7 @@ def test_logits_are_those_of_transformers(family, target):
     close(logits(target, IDS), theirs)
 
 
+@EACH_PART
 @pytest.mark.parametrize(
     "sizes", [wide((1,) * 33), (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"]
 )
@@ -67,6 +68,7 @@ def step(config, weights, stores, slots, tokens):
     return commit(stores, slots, output.stash, path, count), model.logits(output.hidden)
 
 
+@EACH_PART
 def test_under_training(target):
     """The attention of training, which is another, gives what decoding's gives: windows and sinks too."""
 
@@ -78,6 +80,7 @@ def test_under_training(target):
     close(forward(target.weights, jnp.asarray(IDS)), logits(target, IDS))
 
 
+@EACH_PART
 @pytest.mark.parametrize("prefix", [wide(3), 23])
 def test_trees_node_by_node(target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""

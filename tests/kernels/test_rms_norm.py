@@ -47,7 +47,7 @@ def oracle(total, weight):
 
 def with_and_without_delta(norm, x, weight, delta):
     """Two calls, to be compiled as one program."""
-    return norm(x, weight, delta), norm(x, weight, None)
+    return norm(x, weight, delta=delta), norm(x, weight, delta=None)
 
 
 class RmsNormSuite:
@@ -59,14 +59,9 @@ class RmsNormSuite:
     @cache
     def jitted(cls, offset, scale):
         """One function per class and weighting, so that tests share their compilations."""
-        settings = {
-            "weight_offset": offset,
-            "weight_scale": scale,
-            "implementation": cls.implementation,
-        }
-
-        def norm(x, weight, delta):
-            return rms_norm(x, weight, eps=EPS, delta=delta, **settings)
+        norm = partial(
+            rms_norm, eps=EPS, weight_offset=offset, weight_scale=scale, implementation=cls.implementation
+        )
 
         return jax.jit(partial(with_and_without_delta, norm))
 
