@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from bench.common.floors import Work
-from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
-from pallas_kernels.expert_mlp.shapes import Shape
+from pallas_kernels.expert_mlp.shapes import ExpertShape
 
 # Copies of the call in a round of the loop over calls.
 UNROLL = 4
@@ -35,10 +35,10 @@ class ExpertWeights(NamedTuple):
 
 
 #: The experts of a shape by some implementation.
-Run = Callable[[ExpertWeights, Float[Array, "T M"], Choice], Float[Array, "T M"]]
+Run = Callable[[ExpertWeights, Float[Array, "T M"], ExpertChoice], Float[Array, "T M"]]
 
 
-def random_layer(shape: Shape, dtype: jnp.dtype) -> ExpertWeights:
+def random_layer(shape: ExpertShape, dtype: jnp.dtype) -> ExpertWeights:
     """Weights made on the device, for they are gigabytes."""
 
     @jax.jit
@@ -57,7 +57,7 @@ def random_layer(shape: Shape, dtype: jnp.dtype) -> ExpertWeights:
     return make()
 
 
-def random_choices(rng: np.random.Generator, shape: Shape, calls: int, tokens: int) -> Choice:
+def random_choices(rng: np.random.Generator, shape: ExpertShape, calls: int, tokens: int) -> ExpertChoice:
     """Experts that are chosen by chance, never the last one, with weights that sum to one: [L, T, K] of both.
 
     Few tokens choose other experts in every call, so that no cache holds what they read.
@@ -66,10 +66,10 @@ def random_choices(rng: np.random.Generator, shape: Shape, calls: int, tokens: i
     experts = np.argsort(noise, axis=-1)[:, :, : shape.routing.top_k]
     weights = rng.random(experts.shape, np.float32) + 0.1
     weights /= weights.sum(axis=-1, keepdims=True)
-    return Choice(jnp.asarray(experts, jnp.int32), jnp.asarray(weights))
+    return ExpertChoice(jnp.asarray(experts, jnp.int32), jnp.asarray(weights))
 
 
-def experts_by(shape: Shape, name: str) -> Run:
+def experts_by(shape: ExpertShape, name: str) -> Run:
     """The experts of `shape` by one of the operation's implementations, or one of `GROUPED`."""
     if name in GROUPED:
         product = importlib.import_module(GROUPED[name]).ragged_dot
@@ -86,7 +86,7 @@ def experts_by(shape: Shape, name: str) -> Run:
     )
 
 
-def choice_by(shape: Shape, name: str) -> Callable[[Float32[Array, "T E"]], Choice]:
+def choice_by(shape: ExpertShape, name: str) -> Callable[[Float32[Array, "T E"]], ExpertChoice]:
     """The router of `shape` by the named implementation."""
     rng = np.random.default_rng(0)
     bias, scale = (jnp.asarray(rng.random(shape.experts, np.float32)) for _ in range(2))
@@ -100,7 +100,11 @@ def choice_by(shape: Shape, name: str) -> Callable[[Float32[Array, "T E"]], Choi
 
 
 def _grouped(
-    shape: Shape, product: Callable[..., Array], layer: ExpertWeights, x: Float[Array, "T M"], choice: Choice
+    shape: ExpertShape,
+    product: Callable[..., Array],
+    layer: ExpertWeights,
+    x: Float[Array, "T M"],
+    choice: ExpertChoice,
 ) -> Float[Array, "T M"]:
     """Sorted rows and two grouped products: what one would write without a kernel."""
     rows, top_k = choice.experts.size, choice.experts.shape[1]
@@ -121,20 +125,20 @@ def _grouped(
 
 
 def chain_experts(
-    run: Run, layer: ExpertWeights, x: Float[Array, "T M"], choices: Choice
+    run: Run, layer: ExpertWeights, x: Float[Array, "T M"], choices: ExpertChoice
 ) -> Float[Array, "T M"]:
     """Calls one after the other, each with `x` plus what the one before it made."""
 
     # A function of its own, so that the kernels are traced and lowered once, not once for each copy.
     @jax.jit
-    def step(last: Array, choice: Choice) -> Array:
+    def step(last: Array, choice: ExpertChoice) -> Array:
         return run(layer, x + last, choice)
 
     return jax.lax.scan(lambda y, own: (step(y, own), None), jnp.zeros_like(x), choices, unroll=UNROLL)[0]
 
 
 def chain_choices(
-    run: Callable[[Array], Choice], logits: Float32[Array, "L T E"]
+    run: Callable[[Array], ExpertChoice], logits: Float32[Array, "L T E"]
 ) -> tuple[Float32[Array, ""], Int32[Array, "L T K"]]:
     """Choices one after the other: the logits of each wait for the weights of the one before it."""
 
@@ -146,12 +150,12 @@ def chain_choices(
     return jax.lax.scan(step, jnp.float32(0), logits, unroll=UNROLL)
 
 
-def touched(choices: Choice) -> float:
+def touched(choices: ExpertChoice) -> float:
     """Experts that a call reads, on average."""
     return float(np.mean([np.unique(own).size for own in np.asarray(choices.experts)]))
 
 
-def expert_work(shape: Shape, tokens: int, experts: float, itemsize: int) -> Work:
+def expert_work(shape: ExpertShape, tokens: int, experts: float, itemsize: int) -> Work:
     """What a call cannot do without: it reads so many experts' weights and x, and writes the result."""
     weights = 3 * shape.size * shape.features + (2 * shape.features + shape.size) * shape.biases
     moved = itemsize * (experts * weights + 2 * tokens * shape.size)

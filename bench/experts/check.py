@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from bench.common.comparison import TOLERANCES, compare_jobs
 from bench.experts.cases import ExpertWeights, choice_by, experts_by, random_choices
-from pallas_kernels.expert_choice import Choice
-from pallas_kernels.expert_mlp.shapes import Shape
+from pallas_kernels.expert_choice import ExpertChoice
+from pallas_kernels.expert_mlp.shapes import ExpertShape
 
 # Of the ids, where there are several tokens: those that name nobody.
 NOBODY = 0.1
@@ -34,13 +34,13 @@ class ExpertCheck(NamedTuple):
 
 
 def check_experts(
-    shape: Shape, layer: ExpertWeights, counts: Sequence[int], name: str, seed: int
+    shape: ExpertShape, layer: ExpertWeights, counts: Sequence[int], name: str, seed: int
 ) -> list[ExpertCheck]:
     """`expert_mlp` beside its reference in float32, for each number of tokens."""
     dtype = layer.down.dtype
     tolerance = TOLERANCES[dtype.name]
 
-    def in_float32(layer: ExpertWeights, x: Array, choice: Choice) -> Array:
+    def in_float32(layer: ExpertWeights, x: Array, choice: ExpertChoice) -> Array:
         layer, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (layer, x))
         return experts_by(shape, "xla")(layer, x, choice)
 
@@ -61,11 +61,11 @@ def check_experts(
     ]
 
 
-def check_choices(shape: Shape, counts: Sequence[int], name: str, seed: int) -> list[ExpertCheck]:
+def check_choices(shape: ExpertShape, counts: Sequence[int], name: str, seed: int) -> list[ExpertCheck]:
     """`expert_choice` beside its reference, for each number of tokens."""
     tolerance = TOLERANCES["float32"]
 
-    def as_matrix(run: Callable[[Array], Choice]) -> Callable[[Array], Array]:
+    def as_matrix(run: Callable[[Array], ExpertChoice]) -> Callable[[Array], Array]:
         """Of every token a row, its experts before their weights: another expert is a large error."""
         return lambda logits: jnp.concatenate([own.astype(jnp.float32) for own in run(logits)], axis=1)
 

@@ -21,9 +21,9 @@ from bench.experts.check import check_choices, check_experts
 from bench.experts.report import notes_of, tables_of, title_of
 from bench.experts.speed import time_shape
 from bench.experts.tune import tune_experts
-from pallas_kernels.expert_choice import Choice, Routing
+from pallas_kernels.expert_choice import ExpertChoice, RouterRule
 from pallas_kernels.expert_mlp import implementations
-from pallas_kernels.expert_mlp.shapes import SHAPES, Shape
+from pallas_kernels.expert_mlp.shapes import SHAPES, ExpertShape
 
 # Besides the XLA references: what is timed beside the kernels, not compared, for NaN leaks there.
 BASELINES = ("xla", *GROUPED)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
     """The shapes that are asked for, once the arguments are checked.
 
     Raises:
@@ -97,10 +97,10 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     if arguments.prefixes or arguments.batch != 1 or arguments.again:
         raise ValueError("--operation experts has no --prefixes, --batch and --again")
     check_least(arguments, 1, "repeats", "rows")
-    tiny = Shape("tiny", 4, 32, 16, Routing(2))
+    tiny = ExpertShape("tiny", 4, 32, 16, RouterRule(2))
     for name in (arguments.implementation, *arguments.baselines):
         call = ExpertWeights(jnp.zeros((4, 32, 2, 16)), jnp.zeros((4, 16, 32)), None, None)
-        choice = Choice(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2)))
+        choice = ExpertChoice(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2)))
         try:
             # Traced, not run: an implementation refuses what it cannot do before it computes anything.
             jax.eval_shape(experts_by(tiny, name), call, jnp.zeros((3, 32)), choice)

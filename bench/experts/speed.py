@@ -23,13 +23,13 @@ from bench.experts.cases import (
     touched,
 )
 from pallas_kernels.expert_mlp.config import Config, config_for
-from pallas_kernels.expert_mlp.shapes import Shape
+from pallas_kernels.expert_mlp.shapes import ExpertShape
 
 # Calls of a chain: together they read more than any cache holds.
 GPU_CALLS, OTHER_CALLS = 16, 4
 
 
-def config_of(shape: Shape, tokens: int, itemsize: int) -> Config:
+def config_of(shape: ExpertShape, tokens: int, itemsize: int) -> Config:
     """What the kernels' own rule makes of a call."""
     return config_for(
         tokens=tokens,
@@ -47,7 +47,7 @@ def counted_of(operation: str, implementation: str) -> str | None:
 
 
 def time_shape(
-    shape: Shape,
+    shape: ExpertShape,
     layer: ExpertWeights,
     counts: Sequence[int],
     names: Sequence[str],

@@ -19,10 +19,10 @@ from bench.common.programs import UNCOMPILABLE, Program, compile_together, kerne
 from bench.common.report import show, write_report
 from bench.experts.cases import ExpertWeights, chain_experts, random_choices, random_layer
 from bench.experts.speed import GPU_CALLS, config_of
-from pallas_kernels.expert_choice import Choice
+from pallas_kernels.expert_choice import ExpertChoice
 from pallas_kernels.expert_mlp import pallas_triton
 from pallas_kernels.expert_mlp.config import Config
-from pallas_kernels.expert_mlp.shapes import Shape
+from pallas_kernels.expert_mlp.shapes import ExpertShape
 
 # The launches of the operation. Each has columns of its own, so one candidate serves both.
 KERNELS = ("expert_mlp_hidden", "expert_mlp_output")
@@ -48,7 +48,11 @@ def candidates(rule: Config, itemsize: int) -> list[Config]:
 
 
 def tune_experts(
-    shapes: Sequence[Shape], rows: Sequence[int] | None, dtype: str, path: Path, opening: Mapping[str, Any]
+    shapes: Sequence[ExpertShape],
+    rows: Sequence[int] | None,
+    dtype: str,
+    path: Path,
+    opening: Mapping[str, Any],
 ) -> int:
     """Times all candidates of every case, prints the best of each launch, and writes all to a JSON file.
 
@@ -70,14 +74,14 @@ def tune_experts(
     return 0
 
 
-def _tune_case(shape: Shape, layer: ExpertWeights, count: int) -> list[dict[str, Any]]:
+def _tune_case(shape: ExpertShape, layer: ExpertWeights, count: int) -> list[dict[str, Any]]:
     """A row for each launch: microseconds of every candidate, None of what does not run, and the best."""
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(layer.down.dtype))
     choices = random_choices(rng, shape, GPU_CALLS, count)
     configs = candidates(config_of(shape, count, x.dtype.itemsize), x.dtype.itemsize)
 
-    def run(config: Config, layer: ExpertWeights, x: Array, choice: Choice) -> Array:
+    def run(config: Config, layer: ExpertWeights, x: Array, choice: ExpertChoice) -> Array:
         return pallas_triton.expert_mlp(
             x,
             layer.gate_up,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from jetspec_jax.tree import BUCKETS
 from pallas_kernels.tree_attention import PagedPrefix, tree_attention
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
 # Copies of the layer in a round of the loop over layers: in a model there is no loop.
 UNROLL = 4
@@ -54,7 +54,7 @@ class TreeMasks(NamedTuple):
         return np.packbits(bits, axis=-1, bitorder="little").view("<u4")
 
 
-def attend_by(shape: Shape, implementation: str) -> Attend:
+def attend_by(shape: AttentionShape, implementation: str) -> Attend:
     """The operation as `shape` uses it, by the named implementation."""
     return lambda call: tree_attention(
         call.q,
@@ -89,7 +89,7 @@ def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) ->
 
 
 def ragged_call(
-    rng: np.random.Generator, shape: Shape, rows: int, lengths: Sequence[int], dtype: np.dtype
+    rng: np.random.Generator, shape: AttentionShape, rows: int, lengths: Sequence[int], dtype: np.dtype
 ) -> AttentionCall:
     """A call on sequences of these lengths, some rows of padding, and NaN in all that nobody may read."""
     batch, page = len(lengths), shape.page
@@ -126,7 +126,7 @@ def ragged_call(
 
 
 def layer_call(
-    rng: np.random.Generator, shape: Shape, block: TreeMasks, prefix: PagedPrefix, dtype: np.dtype
+    rng: np.random.Generator, shape: AttentionShape, block: TreeMasks, prefix: PagedPrefix, dtype: np.dtype
 ) -> AttentionCall:
     """A call without padding on a prefix; only its block is made here, which all layers of a chain share."""
     batch, rows, _ = block.seen.shape
@@ -140,7 +140,7 @@ def layer_call(
     return AttentionCall(q, k, v, mask, prefix, depths, _sinks(rng, shape))
 
 
-def random_pool(shape: Shape, num_pages: int, dtype: np.dtype) -> tuple[Array, Array]:
+def random_pool(shape: AttentionShape, num_pages: int, dtype: np.dtype) -> tuple[Array, Array]:
     """Pages of keys and of values, [P, page, G, E], made on the device: they may be gigabytes."""
     axes = (num_pages, shape.page, shape.kv_heads, shape.head_size)
 
@@ -184,5 +184,5 @@ def chain(attend: Attend, call: AttentionCall, tables: Int32[Array, "L B T"]) ->
     return jax.lax.scan(lambda last, table: (layer(last, table), None), nothing, tables, unroll=UNROLL)[0]
 
 
-def _sinks(rng: np.random.Generator, shape: Shape) -> Array | None:
+def _sinks(rng: np.random.Generator, shape: AttentionShape) -> Array | None:
     return jnp.asarray(rng.standard_normal(shape.heads, np.float32)) if shape.sinks else None

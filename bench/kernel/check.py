@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from bench.common.comparison import TOLERANCES, compare_jobs
 from bench.kernel.cases import Attend, AttentionCall, attend_by, ragged_call
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
 # Plain decoding, buckets, one beyond a mask's word, and a prompt's chunk.
 ROWS = (1, 16, 33, 64, 128, 256, 512)
@@ -21,7 +21,7 @@ LONG_ROWS = 16
 class AttentionCheck(NamedTuple):
     """A call to be compared."""
 
-    shape: Shape
+    shape: AttentionShape
     dtype: str
     rows: int
     lengths: tuple[int, ...]
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def checks_of(
-    shape: Shape, dtypes: Sequence[str], rows: Sequence[int], prefixes: Sequence[int]
+    shape: AttentionShape, dtypes: Sequence[str], rows: Sequence[int], prefixes: Sequence[int]
 ) -> Iterator[AttentionCheck]:
     """The calls of a shape: all rows on prefixes of many lengths, and a few on the long prefixes."""
     first, *long = sorted(prefixes)
@@ -87,7 +87,7 @@ def run_checks(checks: Sequence[AttentionCheck], implementation: str, seed: int,
     return [Outcome(check, *verdict) for check, verdict in zip(checks, verdicts, strict=True)]
 
 
-def _reference_of(shape: Shape) -> Attend:
+def _reference_of(shape: AttentionShape) -> Attend:
     def reference(call: AttentionCall) -> Array:
         exact = (
             leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -28,7 +28,7 @@ from bench.kernel.report import check_row, notes_of, row_of, tables_of, title_of
 from bench.kernel.speed import AttentionCase, time_shape
 from bench.kernel.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
-from pallas_kernels.tree_attention.shapes import SHAPES, Shape
+from pallas_kernels.tree_attention.shapes import SHAPES, AttentionShape
 
 # Committed lengths that a configuration is tuned for.
 TUNING_PREFIXES = (1024, 8192, 32768)
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
     """The shapes that are asked for, once the arguments are checked.
 
     Raises:
@@ -159,7 +159,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     return shapes
 
 
-def _compare(arguments: argparse.Namespace, shapes: Sequence[Shape], seed: int) -> list[Outcome]:
+def _compare(arguments: argparse.Namespace, shapes: Sequence[AttentionShape], seed: int) -> list[Outcome]:
     outcomes = []
     for i, shape in enumerate(shapes):
         prefixes = arguments.prefixes or shape.prefixes

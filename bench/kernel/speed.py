@@ -28,7 +28,7 @@ from bench.kernel.cases import (
     random_pool,
 )
 from pallas_kernels.tree_attention import PagedPrefix
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
 # The keys and values of a chain: more than twice the second-level cache of any GPU so far. Where time means
 # nothing, as on a CPU, little will do.
@@ -40,7 +40,7 @@ KERNELS = {"pallas_triton": "tree_attention"}
 class AttentionCase(NamedTuple):
     """A call to be timed: B sequences of S committed tokens, and their blocks."""
 
-    shape: Shape
+    shape: AttentionShape
     rows: int
     prefix: int
     batch: int

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jetspec_jax.checkpoint.files import replacing
 from pallas_kernels.tree_attention.config import Config
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
 #: Seconds over seconds at the floor, summed over what a task covers: for each configuration.
 Score = Callable[[Sequence[Config]], list[float]]
@@ -59,16 +59,18 @@ class Task(NamedTuple):
     dtype: str
     head_size: int
     rows: int
-    calls: tuple[tuple[Shape, int], ...]
+    calls: tuple[tuple[AttentionShape, int], ...]
 
     def __str__(self) -> str:
         """For messages."""
         return f"{self.dtype}, head size {self.head_size}, {self.rows} rows"
 
 
-def tasks_of(shapes: Iterable[Shape], dtypes: Sequence[str], rows: Sequence[int] | None) -> list[Task]:
+def tasks_of(
+    shapes: Iterable[AttentionShape], dtypes: Sequence[str], rows: Sequence[int] | None
+) -> list[Task]:
     """A task for each kind of call; ``rows`` in place of each shape's own."""
-    calls: dict[tuple[str, int, int], list[tuple[Shape, int]]] = {}
+    calls: dict[tuple[str, int, int], list[tuple[AttentionShape, int]]] = {}
     for shape, dtype in product(shapes, dtypes):
         for count in rows or shape.rows:
             folded = count * shape.heads // shape.kv_heads

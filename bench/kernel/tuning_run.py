@@ -30,7 +30,7 @@ from bench.kernel.tuning import (
     write_table,
 )
 from pallas_kernels.tree_attention import PagedPrefix, config, pallas_triton
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
 TUNED = Path(config.__file__).with_name("tuned.json")
 # Layers of a chain: at 1,024 tokens their keys and values are more than an H200's second-level cache holds.
@@ -43,7 +43,7 @@ MakeScore = Callable[[Task, Sequence[int]], Score]
 
 
 def tune(
-    shapes: Sequence[Shape],
+    shapes: Sequence[AttentionShape],
     dtypes: Sequence[str],
     rows: Sequence[int] | None,
     prefixes: Sequence[int],
@@ -147,7 +147,9 @@ class _Inputs:
     One program serves them all, because the tables and the length are values.
     """
 
-    def __init__(self, shape: Shape, rows: int, dtype: str, prefixes: Sequence[int], ceilings: Ceilings):
+    def __init__(
+        self, shape: AttentionShape, rows: int, dtype: str, prefixes: Sequence[int], ceilings: Ceilings
+    ):
         self._shape, self._tolerance = shape, TOLERANCES[dtype]
         cases = [AttentionCase(shape, rows, prefix, 1, dtype) for prefix in prefixes]
         steps = [pages_read(case, "pallas_triton") for case in cases]

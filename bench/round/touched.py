@@ -13,7 +13,7 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.models import bind
 from jetspec_jax.models.feed_forward import RoutedExperts
-from pallas_kernels.expert_choice import Choice
+from pallas_kernels.expert_choice import ExpertChoice
 
 
 class _Noting(nnx.Module):
@@ -27,7 +27,7 @@ class _Noting(nnx.Module):
         """Theirs: a router reads it."""
         return self.experts.config
 
-    def __call__(self, rows: Float[Array, "T M"], choice: Choice) -> Float[Array, "T M"]:
+    def __call__(self, rows: Float[Array, "T M"], choice: ExpertChoice) -> Float[Array, "T M"]:
         chosen = jnp.bincount(choice.experts.reshape(-1), length=self.config.count)
         self.note(jnp.sum(chosen > 0, dtype=jnp.int32))
         return self.experts(rows, choice)

@@ -15,7 +15,7 @@ from jetspec_jax.config.layers import (
 )
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes
 from pallas_kernels.activation import GELU_TANH
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 #: Keys of the model of all modalities (``model_type`` "gemma4") that say nothing about text.
 WRAPPER_KEYS = (
@@ -137,7 +137,7 @@ def _experts(fields: Fields) -> Experts | None:
     experts = Experts(
         count=fields.integer("num_experts"),
         size=fields.integer("moe_intermediate_size"),
-        routing=Routing(fields.integer("top_k_experts")),
+        routing=RouterRule(fields.integer("top_k_experts")),
         activation=GELU_TANH,
     )
     check_top_k(fields, experts, "top_k_experts")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallas_kernels.activation import SILU, Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Experts:
 
     count: int
     size: int
-    routing: Routing
+    routing: RouterRule
     activation: Activation = SILU
     biases: bool = False
 

@@ -5,7 +5,7 @@ from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types, read_window
 from jetspec_jax.config.rope import FULL, SLIDING, read_rope
 from pallas_kernels.activation import Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 # What transformers 5 takes a file to mean that says nothing of its rotary embedding.
 USUAL_THETA = 150000.0
@@ -38,7 +38,7 @@ def read(fields: Fields) -> ModelConfig:
         count=fields.integer("num_local_experts", "num_experts"),
         size=fields.integer("intermediate_size"),
         # The chosen logits' softmax is the softmax of all, renormalised.
-        routing=Routing(fields.integer(*top_k)),
+        routing=RouterRule(fields.integer(*top_k)),
         activation=Activation.gpt_oss(fields.positive("swiglu_limit"), fields.positive("swiglu_alpha")),
         biases=True,
     )

@@ -4,7 +4,7 @@ from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
 from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_window
 from jetspec_jax.config.rope import read_rope
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -19,7 +19,7 @@ def read(fields: Fields) -> ModelConfig:
     experts = Experts(
         count=fields.integer("num_experts", "num_local_experts"),
         size=fields.integer("moe_intermediate_size"),
-        routing=Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
+        routing=RouterRule(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
     )
     check_top_k(fields, experts, "num_experts_per_tok")
     shared = {

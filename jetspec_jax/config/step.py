@@ -17,7 +17,7 @@ from jetspec_jax.config.layers import (
 )
 from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import SILU, Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 #: Keys of the model of text and images (``model_type`` "step3p7") that say nothing about text.
 WRAPPER_KEYS = (
@@ -110,7 +110,7 @@ def read(fields: Fields) -> ModelConfig:
 def _experts(fields: Fields) -> Experts:
     """The experts of every layer that has some, but for their bound."""
     top_k = "num_experts_per_tok", "moe_top_k"
-    routing = Routing(
+    routing = RouterRule(
         fields.integer(*top_k),
         scores="sigmoid",
         scale=fields.positive("moe_router_scaling_factor"),

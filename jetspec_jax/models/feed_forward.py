@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from jetspec_jax.config import Experts, ModelConfig
 from jetspec_jax.models.layers import einsum, param
-from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gated_activation import gated_activation
 
@@ -45,7 +45,7 @@ class RoutedExperts(nnx.Module):
             self.down_bias = param(rngs, (e, m), ("expert", "embed"), dtype)
         self.config = experts
 
-    def __call__(self, rows: Float[Array, "T M"], choice: Choice) -> Float[Array, "T M"]:
+    def __call__(self, rows: Float[Array, "T M"], choice: ExpertChoice) -> Float[Array, "T M"]:
         """The weighted sum of what each row's experts make of it."""
         biases = self.config.biases
         return expert_mlp(
@@ -75,7 +75,7 @@ class ExpertMLP(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, self.choose(rows)).reshape(x.shape)
 
-    def choose(self, rows: Float[Array, "T M"]) -> Choice:
+    def choose(self, rows: Float[Array, "T M"]) -> ExpertChoice:
         """Each row's experts."""
         return expert_choice(self.logits(rows), routing=self.experts.config.routing)
 

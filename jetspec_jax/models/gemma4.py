@@ -16,7 +16,7 @@ from jetspec_jax.models.feed_forward import MLP, RoutedExperts
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Key, Skip
 from jetspec_jax.models.layers import WideRMSNorm, einsum, param
 from jetspec_jax.models.transformer import Transformer
-from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.rms_norm import rms_norm
 
 # What layers hold beside those of Gemma 3.
@@ -79,7 +79,7 @@ class Gemma4Router(nnx.Module):
         self.per_expert_scale = nnx.Param(jnp.ones((count,), dtype), axes=("expert",))
         self.routing, self.eps = experts.routing, config.rms_norm_eps
 
-    def __call__(self, rows: Float[Array, "T M"]) -> Choice:
+    def __call__(self, rows: Float[Array, "T M"]) -> ExpertChoice:
         """Each row's experts."""
         factor = rows.shape[-1] ** -0.5
         normed, _ = rms_norm(rows, self.scale[...], eps=self.eps, weight_offset=0.0, weight_scale=factor)

@@ -16,7 +16,7 @@ from jetspec_jax.models.feed_forward import MLP, ExpertMLP
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import CenteredRMSNorm, einsum, param
 from jetspec_jax.models.transformer import Transformer
-from pallas_kernels.expert_choice import Choice, expert_choice
+from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 
 
 class StepAttention(Attention):
@@ -49,7 +49,7 @@ class StepExperts(ExpertMLP):
         """Applies the chosen experts and the shared one to every token."""
         return super().__call__(x) + self.shared(x)
 
-    def choose(self, rows: Float[Array, "T M"]) -> Choice:
+    def choose(self, rows: Float[Array, "T M"]) -> ExpertChoice:
         """Each row's experts; the bias takes part in the choice, not in the weights."""
         return expert_choice(
             self.logits(rows), routing=self.experts.config.routing, bias=self.router_bias[...]

@@ -1,6 +1,6 @@
 """A router's choice of experts, and their weights."""
 
 from pallas_kernels.expert_choice.api import expert_choice, implementations
-from pallas_kernels.expert_choice.reference import Choice, Routing
+from pallas_kernels.expert_choice.reference import ExpertChoice, RouterRule
 
-__all__ = ["Choice", "Routing", "expert_choice", "implementations"]
+__all__ = ["ExpertChoice", "RouterRule", "expert_choice", "implementations"]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels.checks import refuse, wrong_arrays
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_choice import pallas_triton, reference
-from pallas_kernels.expert_choice.reference import Choice, Routing
+from pallas_kernels.expert_choice.reference import ExpertChoice, RouterRule
 
 OPERATION = Operation.of(
     "expert_choice", reference.expert_choice, pallas_triton.expert_choice, pallas_triton.unsupported
@@ -20,14 +20,14 @@ implementations = OPERATION.implementations
 def expert_choice(
     logits: Float32[Array, "T E"],
     *,
-    routing: Routing,
+    routing: RouterRule,
     bias: Float[Array, "E"] | None = None,
     expert_scale: Float[Array, "E"] | None = None,
     implementation: str | None = None,
-) -> Choice:
+) -> ExpertChoice:
     """The experts of every token, the best first, and what their outputs are weighted with.
 
-    See `Routing` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`. Logits
+    See `RouterRule` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`. Logits
     must not be NaN; rows that hold one get distinct experts, but which is not said. All is computed in
     float32.
 

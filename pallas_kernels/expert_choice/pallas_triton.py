@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.expert_choice.reference import TINY, Choice, Routing
+from pallas_kernels.expert_choice.reference import TINY, ExpertChoice, RouterRule
 
 _MOST_EXPERTS = 4096
 _EXPERTS_PER_WARP = 512
@@ -35,9 +35,9 @@ def expert_choice(
     bias: Float[Array, "E"] | None,
     expert_scale: Float[Array, "E"] | None,
     *,
-    routing: Routing,
+    routing: RouterRule,
     interpret: bool = False,
-) -> Choice:
+) -> ExpertChoice:
     """See `api.expert_choice`. `interpret` runs without a GPU."""
     tokens, num_experts = logits.shape
     lanes = pl.next_power_of_2(num_experts)
@@ -50,11 +50,11 @@ def expert_choice(
         interpret=interpret,
         name="expert_choice",
     )
-    return Choice(*choose(logits, bias, expert_scale))
+    return ExpertChoice(*choose(logits, bias, expert_scale))
 
 
 def _choose(
-    routing: Routing, logits_ref: Any, bias_ref: Any, scale_ref: Any, experts_ref: Any, weights_ref: Any
+    routing: RouterRule, logits_ref: Any, bias_ref: Any, scale_ref: Any, experts_ref: Any, weights_ref: Any
 ) -> None:
     """One program: one token."""
     token, num_experts = pl.program_id(0), logits_ref.shape[1]

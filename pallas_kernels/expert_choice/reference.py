@@ -12,7 +12,7 @@ TINY = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RouterRule:
     """A rule: scores of all experts, the K best of them, and weights from their scores.
 
     Qwen3-MoE and Gemma 4 score by softmax. GPT-OSS takes a softmax over the chosen logits alone, which is the
@@ -37,12 +37,12 @@ class Routing:
             ValueError: There is no such score, or less than one expert is wanted.
         """
         if self.top_k < 1:
-            raise ValueError(f"Routing: top_k must be at least 1, not {self.top_k}")
+            raise ValueError(f"RouterRule: top_k must be at least 1, not {self.top_k}")
         if self.scores not in ("softmax", "sigmoid"):
-            raise ValueError(f"Routing: scores must be softmax or sigmoid, not {self.scores!r}")
+            raise ValueError(f"RouterRule: scores must be softmax or sigmoid, not {self.scores!r}")
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Of every token its experts, no two alike, and their weights."""
 
     experts: Int32[Array, "T K"]
@@ -54,8 +54,8 @@ def expert_choice(
     bias: Float[Array, "E"] | None,
     expert_scale: Float[Array, "E"] | None,
     *,
-    routing: Routing,
-) -> Choice:
+    routing: RouterRule,
+) -> ExpertChoice:
     """See `api.expert_choice`, which explains the shapes and checks them."""
     # A softmax has the order of its logits, but where it rounds two of them to one number.
     scores = order = logits
@@ -74,4 +74,4 @@ def expert_choice(
     weights *= routing.scale
     if expert_scale is not None:
         weights *= expert_scale.astype(jnp.float32)[experts]
-    return Choice(experts, weights)
+    return ExpertChoice(experts, weights)

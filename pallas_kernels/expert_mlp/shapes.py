@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from pallas_kernels.activation import GELU_TANH, SILU, Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """The experts of one layer of a model, and how its router chooses among them.
 
     `tokens` are the rows of a call: plain decoding and the tree buckets.
@@ -17,7 +17,7 @@ class Shape:
     experts: int  # E
     size: int  # M
     features: int  # I
-    routing: Routing
+    routing: RouterRule
     activation: Activation = SILU
     biases: bool = False  # of both products
     choice_bias: bool = False
@@ -26,16 +26,16 @@ class Shape:
 
 
 SHAPES = (
-    Shape("qwen3-30b-a3b", 128, 2048, 768, Routing(8)),
-    Shape("gpt-oss-20b", 32, 2880, 2880, Routing(4), Activation.gpt_oss(), biases=True),
-    Shape("gemma4-26b-a4b", 128, 2816, 704, Routing(8), GELU_TANH, expert_scale=True),
-    Shape("qwen3.6-35b-a3b", 256, 2048, 512, Routing(8)),
-    Shape(
+    ExpertShape("qwen3-30b-a3b", 128, 2048, 768, RouterRule(8)),
+    ExpertShape("gpt-oss-20b", 32, 2880, 2880, RouterRule(4), Activation.gpt_oss(), biases=True),
+    ExpertShape("gemma4-26b-a4b", 128, 2816, 704, RouterRule(8), GELU_TANH, expert_scale=True),
+    ExpertShape("qwen3.6-35b-a3b", 256, 2048, 512, RouterRule(8)),
+    ExpertShape(
         "step-3.7-flash",
         288,
         4096,
         1280,
-        Routing(8, scores="sigmoid", scale=3.0),
+        RouterRule(8, scores="sigmoid", scale=3.0),
         Activation.step(7.0),
         choice_bias=True,
     ),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """One attention layer of a model family, and the calls that serving it makes.
 
     `rows` are block sizes: plain decoding, the tree buckets and a prompt chunk. `prefixes` are
@@ -23,11 +23,11 @@ class Shape:
 
 
 SHAPES = (
-    Shape("qwen3-8b", heads=32, kv_heads=8, head_size=128),
-    Shape("qwen3-0.6b", heads=16, kv_heads=8, head_size=128),
-    Shape("gemma4-26b-sliding", heads=16, kv_heads=8, head_size=256, window=1024),
-    Shape("gemma4-26b-full", heads=16, kv_heads=2, head_size=512),
-    Shape("gpt-oss-20b-sliding", heads=64, kv_heads=8, head_size=64, window=128, sinks=True),
-    Shape("gpt-oss-20b-full", heads=64, kv_heads=8, head_size=64, sinks=True),
-    Shape("step-3.7-sliding", heads=96, kv_heads=8, head_size=128, window=512),
+    AttentionShape("qwen3-8b", heads=32, kv_heads=8, head_size=128),
+    AttentionShape("qwen3-0.6b", heads=16, kv_heads=8, head_size=128),
+    AttentionShape("gemma4-26b-sliding", heads=16, kv_heads=8, head_size=256, window=1024),
+    AttentionShape("gemma4-26b-full", heads=16, kv_heads=2, head_size=512),
+    AttentionShape("gpt-oss-20b-sliding", heads=64, kv_heads=8, head_size=64, window=128, sinks=True),
+    AttentionShape("gpt-oss-20b-full", heads=64, kv_heads=8, head_size=64, sinks=True),
+    AttentionShape("step-3.7-sliding", heads=96, kv_heads=8, head_size=128, window=512),
 )

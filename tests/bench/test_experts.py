@@ -16,14 +16,14 @@ from bench.experts import tune as expert_tune
 from bench.experts.cases import expert_work, experts_by, random_choices, random_layer, touched
 from pallas_kernels.activation import Activation
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from pallas_kernels.expert_choice import api as choice_api
 from pallas_kernels.expert_choice import reference as choice_reference
 from pallas_kernels.expert_mlp import api, pallas_triton, reference
-from pallas_kernels.expert_mlp.shapes import Shape
+from pallas_kernels.expert_mlp.shapes import ExpertShape
 
-PLAIN = Shape("plain", 8, 32, 24, Routing(2), tokens=(1, 4))
-OSS = Shape("oss", 4, 32, 16, Routing(2), Activation.gpt_oss(), biases=True, tokens=(3,))
+PLAIN = ExpertShape("plain", 8, 32, 24, RouterRule(2), tokens=(1, 4))
+OSS = ExpertShape("oss", 4, 32, 16, RouterRule(2), Activation.gpt_oss(), biases=True, tokens=(3,))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ class TestCommand:
 
         def wrong_choice(*arrays, routing):
             experts, weights = choice_reference.expert_choice(*arrays, routing=routing)
-            return choice_reference.Choice(experts[:, ::-1], weights)
+            return choice_reference.ExpertChoice(experts[:, ::-1], weights)
 
         own, other = (wrong_mlp, choice_reference.expert_choice)
         if operation == "expert_choice":

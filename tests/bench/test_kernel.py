@@ -19,9 +19,9 @@ from bench.kernel.speed import AttentionCase, num_layers, pages_read, work_of
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.tree_attention import PagedPrefix, api, reference
 from pallas_kernels.tree_attention.reference import unpack_mask
-from pallas_kernels.tree_attention.shapes import Shape
+from pallas_kernels.tree_attention.shapes import AttentionShape
 
-PLAIN = Shape("plain", heads=4, kv_heads=2, head_size=16, page=16, rows=(1,), prefixes=(32, 64))
+PLAIN = AttentionShape("plain", heads=4, kv_heads=2, head_size=16, page=16, rows=(1,), prefixes=(32, 64))
 WINDOWED = replace(PLAIN, name="windowed", window=8, sinks=True, rows=(16,), prefixes=(32,))
 
 

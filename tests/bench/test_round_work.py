@@ -13,12 +13,12 @@ from bench.round.work import round_work
 from jetspec_jax import SamplingParams
 from jetspec_jax.config import Experts, LayerConfig, check_head_fits
 from jetspec_jax.decode.state import DecodeWeights
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from tests.decode.tiny import TINY, head_config, with_windows
 
 SMALL = SHAPES["tiny"]
 DENSE = TINY.layers[0]
-ROUTED = dataclasses.replace(DENSE, mlp_size=0, experts=Experts(16, 24, Routing(3)))
+ROUTED = dataclasses.replace(DENSE, mlp_size=0, experts=Experts(16, 24, RouterRule(3)))
 TARGET = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(ROUTED, DENSE, ROUTED))
 ONE_EXPERT = 3 * TINY.hidden_size * 24
 
@@ -66,7 +66,9 @@ def test_the_floor_reads_them_once_and_computes_those_of_every_row():
     some = round_work(TARGET, None, **given, touched={0: 5, 2: 7})["verify"]
     assert some.bytes - without.bytes == 2 * 12 * ONE_EXPERT
     assert some.operations == without.operations
-    layers = (dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, routing=Routing(4))),)
+    layers = (
+        dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, routing=RouterRule(4))),
+    )
     more = dataclasses.replace(TARGET, layers=(*layers, DENSE, ROUTED))
     assert round_work(more, None, **given, touched={0: 5, 2: 7})["verify"].operations == (
         some.operations + 2 * 16 * ONE_EXPERT

@@ -27,7 +27,7 @@ from bench.kernel.tuning import (
 from pallas_kernels.tree_attention import config as config_module
 from pallas_kernels.tree_attention import pallas_triton
 from pallas_kernels.tree_attention.config import Config, config_for
-from pallas_kernels.tree_attention.shapes import SHAPES, Shape
+from pallas_kernels.tree_attention.shapes import SHAPES, AttentionShape
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 QWEN = Task("bfloat16", 128, 256, ((replace(BY_NAME["qwen3-8b"], page=128), 64),))
@@ -263,7 +263,7 @@ class TestTune:
 
 def test_only_what_is_right_is_timed(monkeypatch):
     """The kernel on Pallas's interpreter, with one configuration that computes something else."""
-    shape = Shape("tiny", heads=2, kv_heads=1, head_size=16, window=20, sinks=True, page=16)
+    shape = AttentionShape("tiny", heads=2, kv_heads=1, head_size=16, window=20, sinks=True, page=16)
     task = Task("float32", 16, 10, ((shape, 5),))
     wrong, right = Config(16, 16, 2, 1, 3), Config(16, 16, 2, 1, 4)
     attend, timed = partial(pallas_triton.tree_attention, interpret=True), []

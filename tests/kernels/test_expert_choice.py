@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.expert_choice import (
-    Choice,
-    Routing,
+    ExpertChoice,
+    RouterRule,
     api,
     expert_choice,
     pallas_triton,
@@ -18,12 +18,12 @@ from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
 
 RULES = {
-    "qwen": (Routing(8, renormalise=False), False, False),
-    "gemma": (Routing(8), False, True),
-    "gpt_oss": (Routing(4), False, False),
-    "step": (Routing(8, scores="sigmoid", scale=3.0), True, False),
-    "sigmoid": (Routing(2, scores="sigmoid", renormalise=False), False, True),
-    "one": (Routing(1), False, False),
+    "qwen": (RouterRule(8, renormalise=False), False, False),
+    "gemma": (RouterRule(8), False, True),
+    "gpt_oss": (RouterRule(4), False, False),
+    "step": (RouterRule(8, scores="sigmoid", scale=3.0), True, False),
+    "sigmoid": (RouterRule(2, scores="sigmoid", renormalise=False), False, True),
+    "one": (RouterRule(1), False, False),
 }
 
 
@@ -68,7 +68,7 @@ class ExpertChoiceSuite:
 
     def run(self, logits, routing, bias=None, expert_scale=None):
         choice = self.jitted()(logits, routing=routing, bias=bias, expert_scale=expert_scale)
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, ExpertChoice)
         assert choice.experts.dtype == np.int32
         assert choice.weights.dtype == np.float32
         return np.asarray(choice.experts), np.asarray(choice.weights)
@@ -98,7 +98,7 @@ class ExpertChoiceSuite:
         logits[2] = -np.inf
         logits[2, [30, 31]] = -1, 0
         logits[3] = np.repeat(np.arange(8), 4)
-        experts, weights = self.run(logits, Routing(4, scores=scores))
+        experts, weights = self.run(logits, RouterRule(4, scores=scores))
         expected = [[0, 1, 2, 3], [9, 3, 20, 0], [31, 30, 0, 1], [28, 29, 30, 31]]
         np.testing.assert_array_equal(experts, expected)
         np.testing.assert_array_equal(experts, jax.lax.top_k(logits, 4)[1])
@@ -107,15 +107,15 @@ class ExpertChoiceSuite:
 
     def test_large_logits(self):
         logits = np.asarray([[1e4, -1e4, 1e4 - 1, 0], [-1e4, -1e4 - 1, -2e4, -3e4]], np.float32)
-        _, weights = self.run(logits, Routing(2))
+        _, weights = self.run(logits, RouterRule(2))
         np.testing.assert_allclose(weights, [[0.731059, 0.268941]] * 2, rtol=1e-5)
-        experts, weights = self.run(logits, Routing(2, scores="sigmoid"))
+        experts, weights = self.run(logits, RouterRule(2, scores="sigmoid"))
         np.testing.assert_array_equal(experts, [[0, 2], [0, 1]])
         np.testing.assert_allclose(weights, [[0.5, 0.5], [0, 0]], atol=1e-7)
 
     def test_all_experts(self):
         logits, _, _ = make_case(3, 8)
-        experts, _ = self.run(logits, Routing(8))
+        experts, _ = self.run(logits, RouterRule(8))
         np.testing.assert_array_equal(np.sort(experts, axis=1), np.tile(np.arange(8), (3, 1)))
 
     @pytest.mark.parametrize("rule", ["step", "gemma"])
@@ -181,12 +181,15 @@ class TestRefusals:
             ({"logits": jnp.zeros((0, 8))}, r"logits are \(0, 8\): no elements"),
             ({"bias": jnp.zeros(7)}, r"bias is \(7,\), expected \(8,\)"),
             ({"expert_scale": jnp.zeros(8, jnp.int32)}, "expert_scale holds int32, expected floating"),
-            ({"routing": Routing(9)}, "9 experts are wanted of 8"),
-            ({"bias": jnp.zeros(8), "routing": Routing(2)}, "a bias is for sigmoid scores, not for softmax"),
+            ({"routing": RouterRule(9)}, "9 experts are wanted of 8"),
+            (
+                {"bias": jnp.zeros(8), "routing": RouterRule(2)},
+                "a bias is for sigmoid scores, not for softmax",
+            ),
         ],
     )
     def test_arrays(self, call, message):
-        call = {"logits": jnp.zeros((3, 8)), "routing": Routing(2, scores="sigmoid")} | call
+        call = {"logits": jnp.zeros((3, 8)), "routing": RouterRule(2, scores="sigmoid")} | call
         with pytest.raises(ValueError, match=f"expert_choice: {message}"):
             expert_choice(call.pop("logits"), **call)
 
@@ -195,5 +198,5 @@ class TestRefusals:
         [({"top_k": 0}, "top_k must be at least 1, not 0"), ({"top_k": 2, "scores": "tanh"}, "not 'tanh'")],
     )
     def test_rules(self, settings, message):
-        with pytest.raises(ValueError, match=f"Routing: .*{message}"):
-            Routing(**settings)
+        with pytest.raises(ValueError, match=f"RouterRule: .*{message}"):
+            RouterRule(**settings)

@@ -6,7 +6,7 @@ import pytest
 
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
 from pallas_kernels.activation import GELU_TANH
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from tests.loading.published import without
 
 COMMON = {
@@ -76,7 +76,7 @@ WRAPPER = {
 
 
 def test_what_is_read():
-    experts = Experts(count=6, size=5, routing=Routing(3), activation=GELU_TANH)
+    experts = Experts(count=6, size=5, routing=RouterRule(3), activation=GELU_TANH)
     shared = {
         "num_heads": 4,
         "attention_scale": 1.0,

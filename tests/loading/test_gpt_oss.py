@@ -14,7 +14,7 @@ from jetspec_jax.config.geometry import Yarn
 from jetspec_jax.inspect.describe import describe
 from jetspec_jax.models.mxfp4 import widen, without_mxfp4
 from pallas_kernels.activation import Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from tests.loading.published import random_tensors, without, write
 
 # What openai/gpt-oss-20b publishes: the benchmarks' shape, and keys that change nothing or repeat others.
@@ -75,7 +75,7 @@ class TestConfig:
         assert not config.tie_word_embeddings
         layer = config.layers[0]
         assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.mlp_size) == (64, 8, 64, 0)
-        assert layer.experts == Experts(32, 2880, Routing(4), Activation.gpt_oss(), biases=True)
+        assert layer.experts == Experts(32, 2880, RouterRule(4), Activation.gpt_oss(), biases=True)
         factor = 0.1 * math.log(32) + 1
         assert layer.rope == Rope(150000.0, 64, scaling=Yarn(32.0, 32.0, 1.0, 4096, False, factor))
 

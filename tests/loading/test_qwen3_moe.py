@@ -6,7 +6,7 @@ import pytest
 from bench.common import shapes
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.config import Experts, LayerConfig, ModelConfig, Rope, parse_model_config
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from tests.loading.families import EXPERTS, fused, one_by_one, random_experts
 from tests.loading.published import layer_shapes, random_tensors, without, write
 
@@ -77,7 +77,7 @@ class TestConfig:
             num_kv_heads=4,
             head_dim=128,
             rope=Rope(1e6, 128),
-            experts=Experts(128, 768, Routing(8, renormalise=True)),
+            experts=Experts(128, 768, RouterRule(8, renormalise=True)),
         )
         assert config.layers == (layer,) * 48
         assert not config.tie_word_embeddings
@@ -85,7 +85,7 @@ class TestConfig:
     def test_what_is_read(self):
         shared = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": Rope(5e5, 8), "window": 16}
         dense = LayerConfig(**shared, mlp_size=20)
-        routed = LayerConfig(**shared, experts=Experts(EXPERTS, 5, Routing(2, renormalise=False)))
+        routed = LayerConfig(**shared, experts=Experts(EXPERTS, 5, RouterRule(2, renormalise=False)))
         expected = ModelConfig(
             model_type="qwen3_moe",
             vocab_size=19,

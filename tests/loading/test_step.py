@@ -9,7 +9,7 @@ from jetspec_jax.checkpoint.reading import read_headers, read_weights
 from jetspec_jax.config import Experts, Rope, parse_eos_token_ids, parse_model_config
 from jetspec_jax.config.geometry import Llama3
 from pallas_kernels.activation import SILU, Activation
-from pallas_kernels.expert_choice import Routing
+from pallas_kernels.expert_choice import RouterRule
 from tests.families.goldens import FOLDER
 from tests.loading.published import without, write
 
@@ -142,7 +142,7 @@ class TestConfig:
         assert full.rope == Rope(5e6, 64, scaling=Llama3(2.0, 1.0, 32.0, 131072))
         assert sliding.rope == Rope(1e4, 128)
         assert (full.mlp_size, full.experts, full.activation) == (11264, None, SILU)
-        routing = Routing(8, scores="sigmoid", scale=3.0)
+        routing = RouterRule(8, scores="sigmoid", scale=3.0)
         assert PUBLISHED.layers[3].experts == Experts(288, 1280, routing)
         assert last.experts == Experts(288, 1280, routing, Activation.step(7.0))
         assert (last.mlp_size, last.activation) == (1280, Activation.step(16.0))
