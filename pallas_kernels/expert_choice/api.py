@@ -27,9 +27,9 @@ def expert_choice(
 ) -> ExpertChoice:
     """The experts of every token, the best first, and what their outputs are weighted with.
 
-    See `RouterRule` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`. Logits
-    must not be NaN; rows that hold one get distinct experts, but which is not said. All is computed in
-    float32.
+    See `RouterRule` for the rules. Among equal scores the lower index comes first, as in `jax.lax.top_k`.
+    Logits must not be NaN; rows that hold one get distinct experts, but which is not said. All is computed
+    in float32.
 
     Args:
         logits: what the router says.
