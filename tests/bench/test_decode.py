@@ -460,7 +460,9 @@ class TestBadInput:
         (tmp_path / "profile.json").write_text('{"version": 9}')
         (tmp_path / "folder.png").mkdir()
         monkeypatch.setattr(Bench, "measure", None)
-        assert said in refusal("decode", *SMALL, *arguments)
+        line = refusal("decode", *SMALL, *arguments)
+        assert said in line
+        assert "\n" not in line
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -474,7 +476,7 @@ class TestBadInput:
     @pytest.mark.parametrize("name", ["decode", "exactness"])
     def test_what_both_commands_refuse(self, tmp_path, refusal, name, arguments, said):
         (tmp_path / "file").touch()
-        assert refusal(name, *SMALL, *arguments).startswith(said)
+        assert said in refusal(name, *SMALL[:4], *arguments)
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

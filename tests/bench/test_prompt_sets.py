@@ -131,6 +131,7 @@ class TestTrouble:
     def test_no_network_is_one_line_that_says_what_to_do(self, hub, refusal):
         hub.rows.clear()
         error = refusal("decode", "--prompts", "gsm8k")
+        assert "\n" not in error
         assert error.startswith("the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't")
         assert "fetched over the network, once; without one, give a JSONL file" in error
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -97,6 +98,11 @@ def test_tau_is_the_mean_over_all_rounds_and_decides_which_weights_are_best(run)
     recipe, target, work = run
     evaluation = json.loads((work / "evaluation.json").read_text())
     head = load_draft_head(work / "draft_head", target=target)
+    # Where the evaluation had them, so that its programs serve again.
+    device = jax.local_devices()[0]
+    target, head = (
+        dataclasses.replace(own, weights=jax.device_put(own.weights, device)) for own in (target, head)
+    )
     prompts = [prompt["token_ids"] for prompt in evaluation["prompts"]]
     params = SamplingParams(max_tokens=NEW_TOKENS)
     completions = generate_tree(
