@@ -18,6 +18,9 @@ from train.demo.target import target_json, write_target
 from train.demo.tokenizer import Tokenizer
 from train.loop.stages import Deadline, OutOfTime
 
+# A whole recipe, trained and measured.
+pytestmark = pytest.mark.wide
+
 CHOSEN = ("bidirectional", "corpus")
 TAUS = {
     "forward_kl": {"16": 2.0, "64": 3.0},

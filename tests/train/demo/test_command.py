@@ -20,6 +20,9 @@ from train.demo.target import token_losses
 from train.demo.tokenizer import Tokenizer
 from train.loop.stages import OutOfTime
 
+# A whole recipe, trained and measured.
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(scope="module")
 def work(recipe, corpus, tmp_path_factory):

@@ -118,6 +118,7 @@ def check_run(work, whole, parts, processes=1):
         assert split > 30 or parts == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("mesh", "parts"), [("8x1", 1), ("1x8", 8)])
 def test_devices_of_two_processes_share_the_work_and_the_weights(whole, spread, mesh, parts):
     check_run(spread / mesh, whole, parts, processes=2)
@@ -131,6 +132,7 @@ def test_devices_of_one_process_share_the_work_and_the_weights(whole, data, tmp_
     same_head(tmp_path, whole)
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, spread):
     same_head(spread / "8x1", whole)
     # The records of what was done before are the old ones, those after are new.
@@ -138,6 +140,7 @@ def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, spread):
     assert losses(spread / "8x1")[STEPS - 2 :] != losses(whole)[STEPS - 2 :]
 
 
+@pytest.mark.wide
 def test_two_processes_write_once_and_evaluate_by_decoding(spread):
     assert len(list((spread / "1x8" / "tensorboard").iterdir())) == 1
     taus = [record["tau"]["16"] for record in records(spread / "1x8") if "tau" in record]
@@ -147,6 +150,7 @@ def test_two_processes_write_once_and_evaluate_by_decoding(spread):
     assert final["tau"]["16"] == final["score"] == max(taus) >= 1
 
 
+@pytest.mark.wide
 def test_weights_are_gathered_and_the_batch_is_not(spread):
     """What XLA makes of a step: no logits move, and split weights need hardly more room than whole ones."""
     programs = json.loads((spread / "programs.json").read_text())
