@@ -18,7 +18,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete, engine_for
+from jetspec_jax.engine.serving import complete, drop_idle_engine, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS, slots_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
@@ -113,6 +113,8 @@ class LLM:
             capacity=capacity,
             implementation=implementation,
         )
+        if isinstance(ours, Target):
+            drop_idle_engine(ours)
         plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
         enable_compilation_cache(compilation_cache)
         self.target = read_target(ours) if isinstance(ours, Source) else ours
@@ -135,6 +137,7 @@ class LLM:
 
         Raises:
             ValueError: A request cannot be served; nothing has been generated then.
+            RuntimeError: Open streams hold an engine whose slots are too small for these requests.
             DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -252,7 +255,8 @@ class Stream(Iterator[str]):
     def __init__(self, target: Target, engine: Engine, request: Request):
         """Wraps a request that waits in the target's engine."""
         self.completion: Completion | None = None
-        self._lock, self._engine, self._request = target.keeper.lock, engine, request
+        self._lock, self._request = target.keeper.lock, request
+        self._engine: Engine | None = engine
         self._output, self._sent, self._closed = Output(request, target.tokenizer), 0, False
 
     def __enter__(self) -> "Stream":
@@ -273,7 +277,7 @@ class Stream(Iterator[str]):
             with self._lock:
                 # Others who decode with this engine serve the stream too.
                 self._output.update()
-                if self._output.finish_reason is None:
+                if self._output.finish_reason is None and self._engine is not None:
                     self._engine.step(STREAM_ROUNDS)
                     self._output.update()
             text = self._output.settled_text
@@ -288,6 +292,8 @@ class Stream(Iterator[str]):
 
     def close(self) -> None:
         """Ends the request; its slot and pages are free again."""
-        self._closed = True
         with self._lock:
-            self._engine.cancel(self._request)
+            self._closed = True
+            if self._engine is not None:
+                self._engine.cancel(self._request)
+            self._engine = None  # its stores are the target's to keep or to free

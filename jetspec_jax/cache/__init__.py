@@ -1,1 +1,1 @@
-"""Stores of committed tokens, one per layer, and the block that a forward takes in behind them."""
+"""Stores of committed tokens, one per layer, and the block that a forward takes in after them."""

@@ -62,10 +62,14 @@ def make_decoder(
         ValueError: The head does not fit, or a setting is out of its range.
     """
     if head is not None:
+        if proposer is not None:
+            raise ValueError("give a draft head or another proposer, not both")
         check_head_fits(head, target)
         proposer = DraftHeadProposer(head, implementation)
     if proposer is not None:
         settings.check(target, proposer.depth)
+    if settings.budget == 1:
+        settings = PLAIN  # whatever trees were meant: plain decoding is one program
     return TreeDecoder(
         target,
         # No tree of one node has a use for drafts: decode without the head and its context.

@@ -4,7 +4,7 @@ A round commits some tokens and takes some seconds; the bucket with the most tok
 Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected by timed dispatches. Tokens
 are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, nothing
 about larger ones, and a plain round nothing at all. So now and then a dispatch probes a larger bucket than
-looks best. The choice changes no token, and all programs exist before it: nothing compiles.
+looks best. The choice changes no token and compiles nothing.
 """
 
 import math
@@ -118,10 +118,9 @@ class AutoBudget:
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
         # Greedy and sampled requests have other shares of their drafts accepted.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
-        # Of the last choice: the estimate, and the mean context.
-        self._acceptance, self._context = self._acceptances[False], 0.0
-        # Seconds that probes may lose now.
-        self._account = 0.0
+        self._acceptance = self._acceptances[False]
+        # Seconds that probes may lose: now, at most (enough for one), and more with each round of the choice.
+        self._context = self._account = self._most = self._earned = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger one when probing can afford it."""
@@ -136,22 +135,23 @@ class AutoBudget:
         turns = min(rounds, PROBE_ROUNDS)
         each = self._pace.seconds(self._buckets[probe], self._context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
+        self._most, self._earned = loss, -loss / turns
         if probe > best and self._account >= loss:
-            self._account -= loss
             return Dispatch(self._buckets[probe], turns)
         if best > 0:
             # At first a few, then as many as the estimate rests on.
             rounds = min(rounds, max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1])))
-        # Enough for one probe: what is not needed now is not saved up for worse times.
-        self._account = min(self._account + self._probing * rounds * seconds[best], loss)
+        self._earned = self._probing * seconds[best]
         return Dispatch(self._buckets[best], rounds)
 
     def observe(self, record: DispatchRecord) -> None:
         """Learns from rounds of requests like those of the last choice."""
         ran = record.tree_sizes > 0
-        rounds = int(ran.any(axis=1).sum())
-        if rounds == 0:
+        if not (rounds := int(ran.any(axis=1).sum())):
             return
+        # Rounds that ended early, or that the caller cut short, count as they ran.
+        self._account = min(self._account + self._earned * rounds, self._most)
+        self._earned = 0.0
         if record.expected is None or record.accepted is None:
             self._acceptance.fade(int(ran.sum()))
         else:

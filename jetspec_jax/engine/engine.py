@@ -1,7 +1,9 @@
 """The engine: a scheduler that decides and a runner that computes, joined by records."""
 
+import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 
 from jetspec_jax.decode.settings import decoders_of
 from jetspec_jax.decode.state import DecodeWeights
@@ -18,7 +20,7 @@ _log = logging.getLogger("jetspec_jax")
 class Engine:
     """A fixed number of slots over one pool of pages.
 
-    `admit`, `launch` and `collect` are the whole of it, and only `collect` waits for the device. Text is not
+    It lives by `admit`, `launch` and `collect`, of which only `collect` waits for the device. Text is not
     its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
     """
 
@@ -66,9 +68,8 @@ class Engine:
             raise RuntimeError("this engine was interrupted; its requests are lost, start anew")
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
-        self.broken = True
-        self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
-        self.broken = False
+        with self._undivided():
+            self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.
@@ -76,11 +77,14 @@ class Engine:
         Raises:
             RuntimeError: Nothing was launched.
         """
-        record = self.runner.collect()
-        self.broken = True
-        served = self.scheduler.take(record)
-        self.broken = False
-        return served
+        try:
+            record = self.runner.collect()
+        except Exception:  # of the device: the batch will never come; an interrupt is none
+            self.broken = True
+            raise
+        with self._undivided():
+            self.runner.forget()
+            return self.scheduler.take(record)
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
         """`launch` and `collect`; what an interrupted step has launched is collected first."""
@@ -90,7 +94,15 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is; its slot and pages are free again."""
-        self.scheduler.cancel(request)
+        with self._undivided():
+            self.scheduler.cancel(request)
+
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """What is cut short in here leaves scheduler and device at odds: the engine is broken then."""
+        before, self.broken = self.broken, True
+        yield
+        self.broken = before
 
     @property
     def busy(self) -> bool:

@@ -18,7 +18,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, default_capacity, slots_for
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Hints
-from jetspec_jax.tree.routing import hints_of_each
+from jetspec_jax.tree.routing import Routing, hints_of_each
 
 #: A prompt: a list of token ids, or an array of them.
 TokenIds = ArrayLike | Sequence[int]
@@ -158,7 +158,7 @@ def make_request(
     if params.seed is None:
         params = replace(params, seed=draw_seed())
     depth = decoder.depth if settings.depth is None else settings.depth
-    return Request(prompt, params, frozenset(stop_ids), settings.budget, depth, hints)
+    return Request(prompt, params, frozenset(stop_ids), settings.budget, depth, Routing.of_one(hints))
 
 
 def check_request(
@@ -177,9 +177,9 @@ def check_request(
         raise ValueError("the prompt is empty; it needs at least one token")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"a prompt must be a list of token ids, not {prompt!r}")
-    for name, tokens in (("prompt", ids), ("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))):
-        outside = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
-        if outside.size:
+    for name, tokens in (("prompt", ids.tolist()), ("stop_token_ids", params.stop_token_ids or ())):
+        outside = [token for token in tokens if not 0 <= token < config.vocab_size]
+        if outside:
             raise ValueError(
                 f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
             )

@@ -1,15 +1,15 @@
-"""What the scheduler tells the runner, and what it gets back: integers and NumPy arrays, no device.
+"""What the scheduler tells the runner, and what it gets back: numbers and NumPy arrays, no text, no device.
 
 Shapes: R rounds that ran, B slots, D draft depth, K buckets, T pages per slot, C tokens of a chunk.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree.routing import Routing
 
 
 class Admission(NamedTuple):
@@ -18,11 +18,11 @@ class Admission(NamedTuple):
     Attributes:
         slot: Which.
         pages: Its block table, padded with `NO_PAGE`.
-        params: How the request is sampled and when it stops; with a seed.
+        params: How the request is sampled, with a seed, and how many tokens it gets; no text.
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        hints: What is known of it, for algorithms that look at that.
+        routing: What is known of it, for algorithms that look at that: two numbers.
     """
 
     slot: int
@@ -31,7 +31,7 @@ class Admission(NamedTuple):
     stop_ids: tuple[int, ...]
     budget: int
     depth: int
-    hints: Mapping[str, str] | None
+    routing: Routing
 
 
 class Chunk(NamedTuple):

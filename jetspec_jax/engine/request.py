@@ -1,12 +1,13 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far. No text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree.routing import Routing
 
 
 @dataclass(eq=False)
@@ -19,7 +20,7 @@ class Request:
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        hints: What is known of it ("task", "mode", "text"), for algorithms that look at that.
+        routing: What is known of it, for algorithms that look at that; None is nothing.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -34,7 +35,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     budget: int = 1
     depth: int = 0
-    hints: Mapping[str, str] | None = None
+    routing: Routing | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)

@@ -68,8 +68,7 @@ class Runner:
                 vocab_size=decoder.target.vocab_size,
                 budget=own.budget,
                 depth=own.depth,
-                routing=own.hints,
-            )
+            )._replace(routing=own.routing)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings)
         first_tokens = []
         for chunk in batch.chunks:
@@ -87,7 +86,7 @@ class Runner:
         self._flying = batch, first_tokens, records, started
 
     def collect(self) -> BatchRecord:
-        """Waits for the batch that was launched; an interrupted wait may be repeated.
+        """Waits for the batch that was launched; may be repeated until `forget`.
 
         Raises:
             RuntimeError: No batch was launched.
@@ -102,9 +101,11 @@ class Runner:
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
         dispatch = DispatchRecord(batch.bucket, seconds, records.tokens, records.tree_sizes, *reach)
-        record = BatchRecord(tuple(map(int, tokens)), dispatch)
+        return BatchRecord(tuple(map(int, tokens)), dispatch)
+
+    def forget(self) -> None:
+        """The batch that was launched has been collected."""
         self._flying = None
-        return record
 
     @property
     def in_flight(self) -> bool:

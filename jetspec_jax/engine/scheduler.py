@@ -1,6 +1,7 @@
 """Who waits, who runs, who gets pages, and what the next batch is: the host's decisions, without a device."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, BatchRecord, Chunk
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.tree.routing import Routing
 
 
 class Scheduler:
@@ -122,10 +124,9 @@ class Scheduler:
     def _admission(self, request: Request) -> Admission:
         table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
         table[: len(request.pages)] = request.pages
-        stops = tuple(sorted(request.stop_ids))
-        return Admission(
-            request.slot, table, request.params, stops, request.budget, request.depth, request.hints
-        )
+        params, stops = replace(request.params, stop=()), tuple(sorted(request.stop_ids))
+        routing = Routing.of_one(None) if request.routing is None else request.routing
+        return Admission(request.slot, table, params, stops, request.budget, request.depth, routing)
 
     def _release(self, request: Request) -> None:
         self._left.add(request.slot)

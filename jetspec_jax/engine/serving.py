@@ -80,7 +80,7 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
-    """An engine for one caller alone, who gives it back by `give_back`; else as `engine_for`."""
+    """As `engine_for`, for one caller alone, who gives the engine back by `give_back`."""
     kept: Engine | None = target.keeper.engine
     if kept is not None and kept.busy and not kept.broken:
         return Engine(plan, DecodeWeights(target.weights, proposer_weights))
@@ -91,6 +91,17 @@ def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) 
 
 def give_back(target: Target, engine: Engine) -> None:
     """Keeps an engine that `take_engine` gave, unless the target has another by now."""
+    # Also called while a dropped trace is finalised, which must wait for nobody.
+    if target.keeper.lock.acquire(blocking=False):
+        try:
+            target.keeper.engine = target.keeper.engine or engine
+        finally:
+            target.keeper.lock.release()
+
+
+def drop_idle_engine(target: Target) -> None:
+    """Frees the stores that nobody uses now."""
     with target.keeper.lock:
-        if target.keeper.engine is None:
-            target.keeper.engine = engine
+        kept: Engine | None = target.keeper.engine
+        if kept is not None and not kept.busy:
+            target.keeper.engine = None

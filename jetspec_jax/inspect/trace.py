@@ -6,6 +6,7 @@ and the same parts of a round, in a program that also returns what passes betwee
 
 import functools
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from jetspec_jax.engine.planning import TokenIds, plan_requests
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Hints, TokenTree
+from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
 
 
 class RoundTrace(NamedTuple):
@@ -115,6 +116,9 @@ def trace_rounds(
             the call, before any round.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
+    algorithm = algorithm_of(settings.algorithm)
+    if isinstance(algorithm, Auto):  # a trace chooses no budgets
+        settings = replace(settings, algorithm=algorithm.shape)
     plan, [request] = plan_requests(
         target,
         head,

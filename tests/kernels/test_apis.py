@@ -31,7 +31,7 @@ def zeros(*shape):
     return jnp.zeros(shape, jnp.int32)
 
 
-ROUTING = expert_choice.Routing(2)
+ROUTING = expert_choice.RouterRule(2)
 #: By operation: its package, a call's arrays and its settings.
 CALLS = {
     "expert_choice": (expert_choice, [jnp.eye(3, 8)], {"routing": ROUTING}),
