@@ -18,7 +18,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete, drop_idle_engine, engine_for
+from jetspec_jax.engine.serving import complete, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS, slots_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
@@ -113,9 +113,9 @@ class LLM:
             capacity=capacity,
             implementation=implementation,
         )
-        if isinstance(ours, Target):
-            drop_idle_engine(ours)
-        plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
+        # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
+        if not isinstance(ours, Target) or ours.keeper.engine is None:
+            plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
         enable_compilation_cache(compilation_cache)
         self.target = read_target(ours) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head

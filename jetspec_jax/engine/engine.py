@@ -77,6 +77,8 @@ class Engine:
         Raises:
             RuntimeError: Nothing was launched.
         """
+        if not self.runner.in_flight:
+            raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
         except Exception:  # of the device: the batch will never come; an interrupt is none

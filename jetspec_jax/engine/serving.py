@@ -97,11 +97,3 @@ def give_back(target: Target, engine: Engine) -> None:
             target.keeper.engine = target.keeper.engine or engine
         finally:
             target.keeper.lock.release()
-
-
-def drop_idle_engine(target: Target) -> None:
-    """Frees the stores that nobody uses now."""
-    with target.keeper.lock:
-        kept: Engine | None = target.keeper.engine
-        if kept is not None and not kept.busy:
-            target.keeper.engine = None

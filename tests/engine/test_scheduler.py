@@ -13,6 +13,7 @@ from jetspec_jax.engine.records import BatchRecord, DispatchRecord
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.tree import Routing
 
 BUCKET = 16
 # Tokens of a round, whatever is left.
@@ -296,8 +297,8 @@ def plain_leaves(value):
 
 def test_records_can_go_to_another_process(made):
     scheduler, device = made()
-    own = request(PREFILL_CHUNK + 3, 20, stop_ids=(4, 2), temperature=0.5, top_k=3)
-    own.hints = {"task": "math"}
+    own = request(PREFILL_CHUNK + 3, 20, stop_ids=(4, 2), temperature=0.5, top_k=3, stop=("x",))
+    own.routing = Routing.of_one({"task": "math"})
     scheduler.add(own)
     batch = scheduler.next_batch()
     record = device.run(batch)
@@ -305,9 +306,10 @@ def test_records_can_go_to_another_process(made):
         got = pickle.loads(pickle.dumps(sent))
         assert type(got) is type(sent)
         np.testing.assert_equal(got, sent)
-        allowed = {int, bool, float, np.ndarray, SamplingParams, dict, type(None)}
+        allowed = {int, bool, float, np.ndarray, np.int32, np.bool_, SamplingParams, type(None)}
         assert set(plain_leaves(sent)) <= allowed
     [admission], [first, last] = batch.admissions, batch.chunks
     assert admission.stop_ids == (2, 4)
+    assert admission.params.stop == ()
     assert admission.pages.tolist() == own.pages + [NO_PAGE] * (4 - len(own.pages))
     assert (first.is_last, first.num_tokens, last.is_last, last.num_tokens) == (False, PREFILL_CHUNK, True, 3)
