@@ -52,7 +52,7 @@ class Runner:
         self._compiled: set[int] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None) -> None:
-        """Starts a batch, when the one before was collected; `collect` waits for it.
+        """Starts a batch; `collect` waits for it. The caller has collected the one before.
 
         Args:
             batch: What to do.
