@@ -137,7 +137,6 @@ class LLM:
 
         Raises:
             ValueError: A request cannot be served; nothing has been generated then.
-            RuntimeError: Open streams hold an engine whose slots are too small for these requests.
             DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -1,6 +1,5 @@
 """The phases of a round, one at a time: each repeated on the device by a program of its own."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,13 +26,7 @@ PHASES: dict[str, Callable[[TreeDecoder, DecodeWeights, DecodeState, Made], Any]
 
 def repeat(decoder: TreeDecoder) -> Any:
     """The jitted `_repeat`, compiled as the decoder's rounds are."""
-    return _jitted(tuple(decoder.compiler_options.items()))
-
-
-@functools.cache
-def _jitted(compiler_options: tuple[tuple[str, bool], ...]) -> Any:
-    options = dict(compiler_options)
-    return jax.jit(_repeat, static_argnums=(0, 1), donate_argnums=3, compiler_options=options)
+    return jit_rounds(_repeat, decoder.bucket, static_argnums=(0, 1), donate_argnums=3)
 
 
 def _repeat(

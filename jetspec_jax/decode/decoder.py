@@ -6,14 +6,13 @@ Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, P pages, T pages 
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import empty_stores
-from jetspec_jax.decode.loop import TREE_OPTIONS, repeat_rounds
+from jetspec_jax.decode.loop import jit_rounds, repeat_rounds
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.round import Round
 from jetspec_jax.decode.state import (
@@ -27,7 +26,7 @@ from jetspec_jax.decode.state import (
     split,
 )
 from jetspec_jax.sampling.slots import Sampling
-from jetspec_jax.tree import Auto, Routing, algorithm_of
+from jetspec_jax.tree import Routing
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,6 @@ class TreeDecoder(Round):
         super().__post_init__()
         if self.max_rounds < 1:
             raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")
-
-    @property
-    def auto(self) -> Auto | None:
-        """The algorithm, where it chooses among the buckets up to this one."""
-        algorithm = algorithm_of(self.algorithm)
-        return algorithm if isinstance(algorithm, Auto) and self.bucket > 1 else None
 
     def empty_state(
         self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
@@ -142,14 +135,9 @@ class TreeDecoder(Round):
         return program(self, weights, state, rounds)
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
-        """What XLA is told for programs of this bucket."""
-        return {} if self.bucket == 1 else TREE_OPTIONS
-
-    @property
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
-        return _PLAIN if self.bucket == 1 else _TREE
+        return jit_rounds(_decode, self.bucket)
 
 
 def _decode(
@@ -163,7 +151,3 @@ def _decode(
         return decoder.round(weights, state)
 
     return repeat_rounds(step, state, rounds, most=decoder.max_rounds)
-
-
-_PLAIN = jax.jit(_decode, static_argnums=0, donate_argnums=2)
-_TREE = jax.jit(_decode, static_argnums=0, donate_argnums=2, compiler_options=TREE_OPTIONS)

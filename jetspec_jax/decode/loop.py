@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +51,22 @@ def repeat_rounds(
 # XLA's own Triton products compete with cuBLAS's, timed with weights that still lie in the cache, where those
 # of a model never do. For one row XLA's picks are faster; for a tree they are slower, so trees do without.
 TREE_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+@functools.cache
+def jit_rounds(
+    function: Callable[..., Any],
+    bucket: int,
+    static_argnums: int | tuple[int, ...] = 0,
+    donate_argnums: int = 2,
+) -> Any:
+    """`jax.jit` of a function that runs rounds of a bucket, with what XLA is told for these.
+
+    Equal arguments give the same jitted function, so nothing is compiled twice.
+    """
+    return jax.jit(
+        function,
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        compiler_options={} if bucket == 1 else TREE_OPTIONS,
+    )

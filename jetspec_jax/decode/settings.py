@@ -1,13 +1,13 @@
-"""The trees of a run: their settings, checked against what the models can do, and the decoders they make."""
+"""The trees of a run: their settings, checked against what the models can do, and their decoder."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
-from jetspec_jax.tree import Algorithm, algorithm_of, bucket_for, check_traceable, tree_buckets
+from jetspec_jax.tree import Algorithm, algorithm_of, bucket_for, check_traceable
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,3 @@ def make_decoder(
         settings.algorithm,
         implementation=implementation,
     )
-
-
-def decoders_of(decoder: TreeDecoder) -> tuple[TreeDecoder, ...]:
-    """The decoders that an engine chooses from: with "auto" one for each bucket up to this one's."""
-    auto = decoder.auto
-    if auto is None:
-        return (decoder,)
-    plain = replace(decoder, bucket=1, algorithm=auto.shape)
-    trees = (
-        replace(decoder, bucket=bucket, algorithm=auto.shape, observes=True)
-        for bucket in tree_buckets(decoder.bucket)
-    )
-    return (plain, *trees)

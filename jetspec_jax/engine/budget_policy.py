@@ -23,8 +23,8 @@ MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
 PROBE_ROUNDS = 8
 # Rounds after which "auto" looks again.
 _LOOK_ROUNDS = 32
-# Horizons of running means, in rounds of a slot: what the head expects follows the text; how far it is wrong
-# is a property of the pair and of the sampling. Plain rounds tell neither: the text may have changed.
+# Horizons of running means, in rounds of a slot: the head's expectation changes with the text; how far it is
+# off belongs to the pair and to the sampling. Plain rounds show neither, and the text may change in them.
 _RECENT, _LONG, _FADING = 16, 512, 128
 # The first guess: drafted tokens accepted for each doubling of the nodes, more than with most pairs, so that
 # what is not known is tried; it counts as so many rounds.
@@ -127,9 +127,9 @@ class AutoBudget:
         self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
         self._context = sum(slot.committed for slot in live) / max(len(live), 1)
         rounds, left = min(rounds_for(live, waiting), _LOOK_ROUNDS), _most_left(live)
-        tokens = [min(own, left) for own in self._acceptance.tokens()]
+        tokens = [min(count, left) for count in self._acceptance.tokens()]
         seconds = [self._pace.seconds(bucket, self._context, rounds) for bucket in self._buckets]
-        rates = [own / each for own, each in zip(tokens, seconds, strict=True)]
+        rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
         turns = min(rounds, PROBE_ROUNDS)
@@ -166,7 +166,7 @@ class AcceptanceEstimate:
     def __init__(self, buckets: Sequence[int]):
         """Begins with a guess; the buckets are those of drafted trees, in rising order."""
         guess = _PER_DOUBLING * np.log2(np.asarray(buckets, float))
-        # Drafted tokens accepted: as the head expects lately, as it did for long, and as it was for long.
+        # Drafted tokens: expected in recent rounds, expected in the long run, accepted in the long run.
         self._means = np.stack([guess] * 3)
         # Rounds of a slot that each bucket's means rest on.
         self.rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
@@ -177,11 +177,11 @@ class AcceptanceEstimate:
         return np.maximum.accumulate([1.0, *(1.0 + recent * accepted / expected)]).tolist()
 
     def fade(self, rounds: int) -> None:
-        """After so many rounds of a slot without trees, what the head expects nears what it did for long."""
+        """After so many rounds of a slot without trees, its expectation nears that of the long run."""
         self._means[0] += -math.expm1(-rounds / _FADING) * (self._means[1] - self._means[0])
 
     def learn(self, expected: Float[np.ndarray, "S k"], accepted: Float[np.ndarray, "S k"]) -> None:
-        """Takes in S >= 1 rounds of a slot: drafted tokens of their own bucket and all smaller ones."""
+        """Takes in S >= 1 rounds of a slot: drafted tokens of their bucket and of all smaller ones."""
         rounds, k = expected.shape
         values = np.stack([expected.mean(0), expected.mean(0), accepted.mean(0)])
         forgets = -np.expm1(-rounds / np.array([[_RECENT], [_LONG], [_LONG]]))
@@ -202,11 +202,11 @@ class Pace:
         """Begins with what the costs say."""
         self._costs = costs
         # Logarithms of the ratios.
-        self._common, self._own = 0.0, dict.fromkeys(costs.seconds, 0.0)
+        self._common, self._each = 0.0, dict.fromkeys(costs.seconds, 0.0)
 
     def seconds(self, bucket: int, context: float, rounds: float) -> float:
         """Seconds of a round of a bucket, in a dispatch of so many rounds."""
-        return math.exp(self._common + self._own[bucket]) * self._costs.at(bucket, context, rounds)
+        return math.exp(self._common + self._each[bucket]) * self._costs.at(bucket, context, rounds)
 
     def learn(self, bucket: int, context: float, rounds: int, seconds: float) -> None:
         """Takes in how long a dispatch of so many rounds took."""
@@ -214,4 +214,4 @@ class Pace:
         step = -math.expm1(-rounds / _PACE) * min(error, _OUTLIER)
         # A busy machine or a large batch slows all buckets down.
         self._common += _SHARED * step
-        self._own[bucket] += (1 - _SHARED) * step
+        self._each[bucket] += (1 - _SHARED) * step

@@ -5,7 +5,6 @@ import functools
 import logging
 from collections.abc import Iterator
 
-from jetspec_jax.decode.settings import decoders_of
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.planning import EnginePlan
@@ -38,7 +37,7 @@ class Engine:
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
-        self.runner = Runner(decoders_of(plan.decoder), weights, plan.size, plan.dtype)
+        self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
         self.scheduler = Scheduler(plan.size, self._policy())
         # Whether a decision was cut short, which leaves scheduler and device at odds.
         self.broken = False
@@ -112,10 +111,10 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        decoder = self.plan.decoder
-        if decoder.auto is None:
-            return FixedBudget(decoder.bucket)
-        return AutoBudget(tuple(self.runner.decoders), self.runner.round_costs(), decoder.auto.probing)
+        auto = self.plan.auto
+        if auto is None:
+            return FixedBudget(self.plan.decoder.bucket)
+        return AutoBudget(tuple(self.runner.decoders), self.runner.round_costs(), auto.probing)
 
 
 @functools.cache

@@ -13,11 +13,12 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.device.memory import Bytes
+from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, default_capacity, slots_for
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Hints
+from jetspec_jax.tree import Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 
 #: A prompt: a list of token ids, or an array of them.
@@ -37,6 +38,25 @@ class EnginePlan:
     decoder: TreeDecoder
     size: EngineSize
     dtype: jnp.dtype
+
+    @property
+    def auto(self) -> Auto | None:
+        """The algorithm, where it chooses among the buckets up to the decoder's."""
+        algorithm = algorithm_of(self.decoder.algorithm)
+        return algorithm if isinstance(algorithm, Auto) and self.decoder.bucket > 1 else None
+
+    @property
+    def decoders(self) -> tuple[TreeDecoder, ...]:
+        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's."""
+        auto = self.auto
+        if auto is None:
+            return (self.decoder,)
+        plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
+        trees = (
+            replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=True)
+            for bucket in tree_buckets(self.decoder.bucket)
+        )
+        return (plain, *trees)
 
     def check_memory(self, weights: Callable[[], Bytes] = dict) -> None:
         """Checks that the device can hold it, beside weights that it does not hold yet.
@@ -85,6 +105,7 @@ def plan_engine(
         ValueError: The head does not fit, or a setting is out of its range.
     """
     decoder = make_decoder(target, head, settings, proposer=proposer, implementation=implementation)
+    decoder = replace(decoder, max_rounds=MAX_ROUNDS)
     return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages), dtype)
 
 

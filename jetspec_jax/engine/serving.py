@@ -17,8 +17,8 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     """The target's engine if it serves the plan, or another in its place; called under the keeper's lock.
 
     A target keeps one engine, so that two sets of stores do not coexist: an idle one that does not serve goes
-    before the next is made. While open streams hold the engine, those who would do the same share it, and
-    others get an engine of their own for as long as they keep it.
+    before the next is made. While open streams hold the engine, those whom it can serve share it, and others
+    get an engine of their own for as long as they keep it.
 
     Args:
         target: The target.
@@ -26,20 +26,13 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
         proposer_weights: Parameters of the plan's proposer.
 
     Raises:
-        RuntimeError: Open streams hold an engine that does the same but is too small.
         DeviceMemoryError: The device cannot hold the engine; the next call makes what worked before anew.
     """
     weights = DecodeWeights(target.weights, None if plan.decoder.proposer is None else proposer_weights)
     kept: Engine | None = target.keeper.engine
     if kept is not None and kept.busy and not kept.broken:
-        if kept.plan.decoder != plan.decoder or kept.weights.proposer is not weights.proposer:
-            return Engine(plan, weights)
-        if kept.plan.size.capacity < plan.size.capacity:
-            raise RuntimeError(
-                f"open streams hold an engine for {kept.plan.size.capacity} tokens, and "
-                f"{plan.size.capacity} are needed; end or close them first, or give LLM a larger capacity"
-            )
-        return kept
+        same = kept.plan.decoder == plan.decoder and kept.weights.proposer is weights.proposer
+        return kept if same and kept.plan.size.capacity >= plan.size.capacity else Engine(plan, weights)
     fits = kept is not None and not kept.broken and kept.plan.serves(plan)
     if kept is None or not fits or kept.weights.proposer is not weights.proposer:
         target.keeper.engine = kept = None  # its stores go before others are made

@@ -4,7 +4,6 @@ For people who want to see a tree, and for measurements. It is the decoding of `
 and the same parts of a round, in a program that also returns what passes between them.
 """
 
-import functools
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -140,9 +139,10 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
     """Serves an engine's only request, one round a step."""
     seen: list[_Seen] = []
     request, decoder = output.request, engine.plan.decoder
+    traced_round = jit_rounds(_traced_round, decoder.bucket)
 
     def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
-        state, record, passed = _traced_round(decoder, weights, state)
+        state, record, passed = traced_round(decoder, weights, state)
         seen.append(passed)
         return state, jax.tree.map(lambda one: one[None], record)
 
@@ -172,11 +172,10 @@ class _Seen(NamedTuple):
     accepted: Accepted
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _traced_round(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
 ) -> tuple[DecodeState, RoundRecord, _Seen]:
-    """`TreeDecoder.round`, which also returns what its pieces hand to each other. ``state`` is donated."""
+    """`TreeDecoder.round`, which also returns what its pieces hand to each other."""
     tree, candidates = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
     after, record, accepted = decoder.settle(weights, state, tree, verified)

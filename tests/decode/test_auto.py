@@ -4,13 +4,15 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
-from jetspec_jax.decode.settings import TreeSettings, decoders_of, make_decoder
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.round_costs import RoundCosts
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import get_algorithm
@@ -156,13 +158,14 @@ def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
 
 def test_shape_of_the_trees_is_an_option():
     chain = get_algorithm("auto", {"tree": "chain"})
-    decoder = make_decoder(SLIDING, head_config(SLIDING), TreeSettings(32, 3, algorithm=chain))
-    made = decoders_of(decoder)
-    assert [(own.bucket, own.algorithm, own.observes) for own in made] == [
+    plan = plan_engine(
+        SLIDING, head_config(SLIDING), TreeSettings(32, 3, algorithm=chain), jnp.dtype("float32")
+    )
+    assert [(own.bucket, own.algorithm, own.observes) for own in plan.decoders] == [
         (bucket, get_algorithm("chain"), bucket > 1) for bucket in BUCKETS
     ]
-    plain = dataclasses.replace(decoder, bucket=1)
-    assert decoders_of(plain) == (plain,)
+    plain = dataclasses.replace(plan.decoder, bucket=1)
+    assert dataclasses.replace(plan, decoder=plain).decoders == (plain,)
 
 
 @pytest.mark.parametrize(

@@ -137,14 +137,20 @@ def test_beside_an_open_stream_others_get_engines_of_their_own(target, head, exp
     assert (stream.completion.token_ids, stream.completion.text) == (expected, text)
 
 
-def test_a_stream_s_engine_that_is_too_small(head):
+def test_beside_a_stream_s_engine_that_is_too_small():
     config = dataclasses.replace(CONFIG, max_position_embeddings=4096)
     llm = LLM(random_target(config, 0, tokenizer=word_tokenizer(64)), **TREE)
-    said = "hold an engine for 1024 tokens, and 2048 are needed; end or close them first"
-    with llm.stream(PROMPT, SHORT), pytest.raises(RuntimeError, match=said):
-        llm.generate([[1] * 1100], SHORT)
-    with llm.stream([1] * 1100, SHORT):
+    long = [1] * 1100
+    with llm.stream(PROMPT, SHORT) as stream:
+        engine = llm.target.keeper.engine
+        [beside] = llm.generate([long], SHORT)
+        assert llm.target.keeper.engine is engine
+        list(stream)
+    assert (engine.plan.size.capacity, len(stream.completion.token_ids)) == (1024, SHORT.max_tokens)
+    with llm.stream(long, SHORT) as alone:
         assert llm.target.keeper.engine.plan.size.capacity == 2048
+        list(alone)
+    assert alone.completion.token_ids == beside.token_ids
 
 
 def test_an_open_trace_is_left_alone(target, head, expected):
