@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jetspec_jax import DecodeState, DecodeWeights, TreeDecoder
+from jetspec_jax.decode.loop import jit_rounds
 from jetspec_jax.decode.state import Stores, join, split
 
 #: What the phases before have made, by their names.

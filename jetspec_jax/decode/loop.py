@@ -30,6 +30,7 @@ def repeat_rounds(
         The state, and the records ``[most, B, ...]``; rounds that did not run have trees of 0 nodes and no
         tokens.
     """
+    step = jax.jit(step, inline=True)  # traced once, for its shapes and for the loop
     shapes = jax.eval_shape(step, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), shapes)
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int32
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.loop import jit_rounds
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
