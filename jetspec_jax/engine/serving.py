@@ -52,9 +52,11 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
     try:
         for request in requests:
             engine.admit(request)
-        with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
-            left = len(requests)
+        left = len(requests)
+        # A bar of prompts that counts tokens beside them, so that a single long one is seen to go on.
+        with tqdm(total=left, unit=" prompts", delay=2, miniters=0, disable=None, leave=False) as bar:
             while left:
+                ended = 0
                 for request in engine.step():
                     output = outputs.get(request)
                     if output is None:
@@ -62,8 +64,11 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
                     output.update()
                     if output.finish_reason is not None:
                         engine.cancel(request)  # a stop string is nothing that the engine knows of
-                        left -= 1
-                        bar.update()
+                        ended += 1
+                left -= ended
+                tokens = sum(len(output.token_ids) for output in outputs.values())
+                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                bar.update(ended)
     except BaseException:
         # Also an interrupt: the next call must not go on with these.
         for request in requests:
