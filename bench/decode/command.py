@@ -68,7 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     target, head = pair = load_pair(arguments, arguments.dtype)
-    groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
+    groups = choose_methods(
+        target, head, algorithms, arguments.budgets, arguments.width, arguments.candidates
+    )
     works = make_workloads(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
     about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
     report = begin_report(arguments, about)

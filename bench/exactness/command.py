@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
-        f"{name} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
+        f"{name} {budget}": TreeSettings(budget, arguments.width, None, algorithm, arguments.candidates)
         for name, algorithm in algorithms.items()
         for budget in dict.fromkeys(arguments.budgets)
     }
@@ -129,6 +129,7 @@ def _decode(
             work.params,
             budget=own.budget,
             width=own.width,
+            candidates=own.candidates,
             algorithm=own.algorithm,
             routing=work.routing,
             **served,
