@@ -94,7 +94,6 @@ def add_trees_arguments(
         help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
     )
     add("--profile", type=Path, help="JSON table of measured acceptance, for the algorithms that take one")
-    add_breadth_arguments(parser)
     usual = " ".join(map(str, budgets))
     add("--budgets", type=int, nargs="+", default=list(budgets), help=f"of the trees (default: {usual})")
 
@@ -129,9 +128,8 @@ def check_trees(arguments: argparse.Namespace) -> None:
     """Checks what `add_trees_arguments` added but for the algorithms, before anything is loaded.
 
     Raises:
-        ValueError: A budget, a temperature, the width or the number of candidates is out of its range.
+        ValueError: A budget or a temperature is out of its range.
     """
-    check_least(arguments, 1, "width", "candidates")
     for budget in arguments.budgets:
         bucket_for(budget)
     for temperature in arguments.temperatures:

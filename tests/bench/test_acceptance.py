@@ -231,6 +231,8 @@ def test_the_commands_write_reports_and_pictures(folder):
     [
         ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
         ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
+        ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
+        ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: it chooses budgets"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
         ("diagnose", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets"),
         ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),

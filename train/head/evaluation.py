@@ -26,7 +26,6 @@ from train.loop.trainer import Evaluated, mean_of
 from train.loss.objectives import Loss
 from train.loss.precision import as_shipped
 
-
 #: Of the trees of all evaluations: the reference implementation's, so that their figures can be compared.
 ALGORITHM = "accum_logp"
 
