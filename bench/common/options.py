@@ -17,6 +17,13 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 
+def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how broad trees are."""
+    add = parser.add_argument
+    add("--width", type=int, help="most children of a node (default: all candidates)")
+    add("--candidates", type=int, help="tokens of a draft row that are looked at (default: the algorithm's)")
+
+
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises ValueError if a given name is none of the known ones."""
     for name in given:

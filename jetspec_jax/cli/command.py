@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 import sys
 import time
@@ -26,9 +27,20 @@ from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 
 
+class _ToStderr(logging.Handler):
+    """Says on standard error what the package logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"jetspec-jax: {record.getMessage()}", file=sys.stderr)
+
+
+_TO_STDERR = _ToStderr()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     arguments = _parser().parse_args(argv)
+    logging.getLogger("jetspec_jax").addHandler(_TO_STDERR)
     try:
         return arguments.run(arguments)
     except BrokenPipeError:

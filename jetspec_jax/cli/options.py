@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import IGNORE_OPTION, read_json
+from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Algorithm, Hints, Profile, algorithm_names, get_algorithm
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints, Profile, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
 
@@ -24,13 +25,18 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     add("prompt", nargs="?", metavar="PROMPT", help="read from standard input when absent")
     add("--target", default="demo", help="folder or hub id (default: the embedded demo)")
     add("--draft-head", help="folder or hub id (default: the demo's; else decode plainly)")
-    add("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
-    add("--width", type=int, default=7, help="most children of a node (default: 7)")
+    add(
+        "--budget",
+        type=int,
+        help=f"most nodes of a tree, 1..256 (default: {DEFAULT_BUDGET}; plain decoding on a CPU, unless an "
+        "option of a tree is given)",
+    )
+    add("--width", type=int, help="most children of a node (default: all candidates)")
+    add("--candidates", type=int, help="tokens of a draft row that are looked at (default: the algorithm's)")
     add("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
     add(
         "--algorithm",
-        default="accum_logp",
-        help=f"how trees are built: {', '.join(algorithm_names())} (default: accum_logp)",
+        help=f"how trees are built: {', '.join(algorithm_names())} (default: {DEFAULT_ALGORITHM})",
     )
     add(
         "--algorithm-option",
@@ -105,6 +111,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         width=arguments.width,
         depth=arguments.depth,
         algorithm=_algorithm(arguments),
+        candidates=arguments.candidates,
         dtype=arguments.dtype,
         implementation=arguments.implementation,
         ignore_config_keys=arguments.ignore_config_key,
@@ -139,9 +146,11 @@ def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
         raise ValueError(f"--algorithm-option takes {form} with a JSON value, not {text!r}") from error
 
 
-def _algorithm(arguments: argparse.Namespace) -> Algorithm:
-    """The tree algorithm that the arguments name, with its options."""
+def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:
+    """The tree algorithm that the arguments name, with its options; None if they say nothing of it."""
+    if not (arguments.algorithm or arguments.algorithm_option or arguments.profile):
+        return None
     options = dict(parse_option(text) for text in arguments.algorithm_option)
     path = arguments.profile
     profile = None if path is None else Profile.parse(read_json(path), where=str(path))
-    return get_algorithm(arguments.algorithm, options, profile)
+    return get_algorithm(arguments.algorithm or DEFAULT_ALGORITHM, options, profile)

@@ -8,11 +8,11 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command as cli
+from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory
+from jetspec_jax.llm import PLAIN_NOTICE
 from pallas_kernels.dispatch import gpu_problem
-
-pytestmark = pytest.mark.usefixtures("optimised")
 
 PROMPT = "def read_lines(path):"
 SMALL = ("--budget", "16", "--max-tokens", "24")
@@ -36,6 +36,15 @@ def test_the_text_is_the_target_s_and_the_check_passes(capsys, llm):
     assert out == expected.text + "\n"
     assert f"all {len(expected.token_ids)} tokens equal plain decoding's" in err
     assert "tokens per round" in err
+
+
+@pytest.mark.skipif(gpu_problem() is None, reason="a GPU's default is a tree")
+def test_a_cpu_decodes_plainly_unless_a_tree_is_named(capsys):
+    code, out, err = run(capsys, "generate", "--json", "--max-tokens", "6", PROMPT)
+    assert code == 0
+    assert set(json.loads(out)["accept_lengths"]) == {1}
+    assert err.count(f"jetspec-jax: {PLAIN_NOTICE}\n") == 1
+    assert cli._parser().parse_args(["tree", PROMPT]).budget == DEFAULT_BUDGET
 
 
 def test_json_is_one_object_with_the_figures(capsys, llm):
