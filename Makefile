@@ -21,7 +21,7 @@ help:
 	@echo "make clean     remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/jetspec-jax generate --check --stats "def read_lines(path):"
+	$(BIN)/jetspec-jax generate --budget 128 --check --stats "def read_lines(path):"
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

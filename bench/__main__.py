@@ -24,6 +24,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "decode": Command("bench.decode.command", "plain decoding, a chain, and trees"),
     "exactness": Command("bench.exactness.command", "every token where a tree and plain decoding part"),
+    "acceptance": Command(
+        "bench.acceptance.command", "tokens per round by tree algorithm, candidates and budget"
+    ),
     "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
     "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and what is accepted"),
     "round": Command("bench.round.command", "one round, phase by phase, and its floor"),

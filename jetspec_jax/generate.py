@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from jetspec_jax.checkpoint.loading import Head, Target
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import TokenIds, plan_requests
 from jetspec_jax.engine.serving import complete, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
 
 
 def generate(
@@ -42,10 +42,11 @@ def generate_tree(
     prompts: Iterable[TokenIds],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
-    budget: int = 128,
-    width: int = 7,
+    budget: int = DEFAULT_BUDGET,
+    width: int | None = None,
     depth: int | None = None,
-    algorithm: str | Algorithm = "accum_logp",
+    algorithm: str | Algorithm = DEFAULT_ALGORITHM,
+    candidates: int | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
@@ -58,10 +59,12 @@ def generate_tree(
         prompts: Token ids of each prompt.
         sampling_params: One for all prompts, or one for each.
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
-        width: Most children of a node.
+        width: Most children of a node; None is all candidates.
         depth: Largest depth of a tree, at most the head's block size less one (the default).
         algorithm: How trees are built: a name of `jetspec_jax.tree.algorithm_names`, or what
             `jetspec_jax.tree.get_algorithm` makes of a name and options.
+        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+            algorithm's own number.
         routing: What is known of the prompts, for algorithms that look at that: one mapping for all or one
             for each, with any of "task", "mode" and "text".
         max_slots: Most prompts that decode at the same time.
@@ -74,7 +77,7 @@ def generate_tree(
     """
     if not isinstance(draft_head, Head):
         raise ValueError(f"expected a Head, as its loader returns it, not {type(draft_head).__name__}")
-    settings = TreeSettings(budget, width, depth, algorithm)
+    settings = TreeSettings(budget, width, depth, algorithm, candidates)
     return _run(target, draft_head, settings, prompts, sampling_params, routing, max_slots, implementation)
 
 

@@ -1,8 +1,9 @@
 """`LLM`: text and chats in, completions out."""
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from jetspec_jax.checkpoint.chat_template import check_template_arguments, rende
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
@@ -25,6 +26,12 @@ from jetspec_jax.tree import Algorithm, Hints
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
+
+_log = logging.getLogger("jetspec_jax")
+
+PLAIN_NOTICE = (
+    "decoding plainly, which is the fastest on a CPU; for trees name a budget: budget=128 or --budget 128"
+)
 
 # Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
 STREAM_ROUNDS = 2
@@ -44,10 +51,11 @@ class LLM:
         target: str | Path | Target = "demo",
         draft_head: str | Path | Head | None = None,
         *,
-        budget: int = 128,
-        width: int = 7,
+        budget: int | None = None,
+        width: int | None = None,
         depth: int | None = None,
-        algorithm: str | Algorithm = "accum_logp",
+        algorithm: str | Algorithm | None = None,
+        candidates: int | None = None,
         dtype: str = "auto",
         capacity: int | None = None,
         max_slots: int = MAX_SLOTS,
@@ -57,14 +65,20 @@ class LLM:
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
 
+        Where no setting of a tree is named, from the budget to the candidates, decoding is what is fastest
+        on the device: plain on a CPU, which the log says once, and the default tree elsewhere.
+
         Args:
             target: A folder, a hub id, a loaded target, or "demo": the small embedded pair.
             draft_head: A folder, a hub id or a loaded head. None is the demo's own head for the demo, and
                 plain decoding for any other target.
-            budget: Most nodes of a tree, root included; 1 is plain decoding.
-            width: Most children of a node.
+            budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
+            width: Most children of a node; None is all candidates.
             depth: Largest depth of a tree; None is all that the head drafts.
-            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one.
+            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one;
+                None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
+            candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+                algorithm's own number.
             dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
                 theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
@@ -100,7 +114,12 @@ class LLM:
             head_config = head.config
         elif head is not None:
             head_config = unread[HEAD_WEIGHTS] = head.head_config
-        settings = TreeSettings(budget, width, depth, algorithm)
+        tree = {"budget": budget, "width": width, "depth": depth}
+        tree |= {"algorithm": algorithm, "candidates": candidates}
+        named: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
+        settings = TreeSettings(**named) if named else fastest_settings()
+        # Said when the first request is known to be good: bad input ends with its own line alone.
+        self._notice = None if named or settings != PLAIN or head_config is None else PLAIN_NOTICE
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
         self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
@@ -226,7 +245,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:
-        return plan_requests(
+        planned = plan_requests(
             self.target,
             self.draft_head,
             self.settings,
@@ -237,6 +256,10 @@ class LLM:
             capacity=self._capacity,
             implementation=self._implementation,
         )
+        if self._notice is not None:
+            _log.warning(self._notice)
+            self._notice = None
+        return planned
 
     def _engine(self, plan: EnginePlan) -> Engine:
         return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)

@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
     pair, work, tree = begin(arguments)
     # As many nodes as the head has slots: the anchor and one for each row.
-    chain = TreeSettings(pair.head.config.block_size, arguments.width, algorithm="chain")
+    nodes = pair.head.config.block_size
+    chain = TreeSettings(nodes, arguments.width, None, "chain", arguments.candidates)
     chains, trees = (
         follow(pair, work, own, implementation=arguments.implementation) for own in (chain, tree)
     )

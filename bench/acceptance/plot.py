@@ -1,4 +1,4 @@
-"""Pictures of what is accepted: a profile's tables, and a diagnosis of a draft head."""
+"""Pictures of what is accepted: tokens per round, a profile's tables, and a diagnosis of a draft head."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,9 +7,45 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from bench.common.picture import BLUE, ORANGE, empty_figure, without_frame, write_png
+from bench.common.picture import (
+    BLUE,
+    COLOURS,
+    ORANGE,
+    empty_figure,
+    grid_of,
+    grouped,
+    without_frame,
+    write_png,
+)
 
 GREY = "#999999"
+
+
+def plot_acceptance(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Writes a PNG with a panel for each temperature and number of candidates, a line for each algorithm.
+
+    Args:
+        rows: Of the report of `bench.acceptance.command`.
+        title: Above all panels.
+        path: Where to.
+    """
+    panels = grouped(rows, lambda row: f"T = {row['temperature']:g}, {row['candidates']} candidates")
+    columns = len({row["candidates"] for row in rows})
+    figure, axes = grid_of(panels, title, columns=columns, width=3.6, height=3.4, sharey="row")
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    for axis, own in zip(axes, panels.values(), strict=True):
+        for i, name in enumerate(names):
+            points = sorted((row["budget"], row["tau"]) for row in own if row["algorithm"] == name)
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5}
+            axis.plot(*zip(*points, strict=True), label=name, **style)
+        budgets = sorted({row["budget"] for row in own})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.set_xlabel("nodes of a tree")
+        axis.set_ylabel("tokens per round")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    without_frame(*axes)
+    write_png(path, figure)
 
 
 def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:

@@ -19,6 +19,11 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 
+def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how broad trees are."""
+    MODELS.add(parser, ["width", "candidates"])
+
+
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises ValueError if a given name is none of the known ones."""
     for name in given:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import check_least
+from bench.common.options import add_breadth_arguments, check_least
 from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import DEMO, Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
@@ -16,7 +16,7 @@ from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
+from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
 
@@ -36,7 +36,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
     # Named in every report, also where nobody chose one.
     best = "xla" if gpu_problem() else "pallas_triton"
-    usual = {"target": DEMO, "width": 7, "implementation": best, "compilation_cache": "auto"}
+    usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
     MODELS.add(parser, [*usual, "draft_head", "ignore_config_keys"], **usual, ignore_config_keys=[])
     SAMPLING.add(parser, ["max_tokens"], max_tokens=max_tokens)
     add = parser.add_argument
@@ -78,9 +78,9 @@ def add_trees_arguments(
     add(
         "--algorithms",
         nargs="+",
-        default=["accum_logp"],
+        default=[DEFAULT_ALGORITHM],
         metavar="NAME",
-        help=f'of {", ".join(algorithm_names())}, or "all" (default: accum_logp)',
+        help=f'of {", ".join(algorithm_names())}, or "all" (default: {DEFAULT_ALGORITHM})',
     )
     add(
         "--algorithm-option",
@@ -99,7 +99,9 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(fixed_budget_names())
     add = parser.add_argument
     add("--budget", type=int, default=64, help="of the trees (default: 64)")
-    add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
+    usual = DEFAULT_ALGORITHM
+    add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
+    add_breadth_arguments(parser)
     add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
     MODELS.add(parser, ["dtype"], dtype="auto")
 
@@ -115,7 +117,7 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
         ValueError: A number is less than 1, or less than 0 prompts are skipped.
     """
     check_least(arguments, 0, "skip_prompts")
-    check_least(arguments, 1, "num_prompts", "max_tokens", "width", *numbers)
+    check_least(arguments, 1, "num_prompts", "max_tokens", *numbers)
 
 
 def check_trees(arguments: argparse.Namespace) -> None:
@@ -134,9 +136,11 @@ def check_round(arguments: argparse.Namespace) -> None:
     """Checks what `add_round_arguments` added but for the type, before anything is loaded.
 
     Raises:
-        ValueError: The algorithm is unknown or chooses budgets, or the temperature or budget is out of its
-            range. A tree of one node drafts nothing, so there is nothing to measure.
+        ValueError: The algorithm is unknown or chooses budgets, or the temperature, the budget, the width or
+            the number of candidates is out of its range. A tree of one node drafts nothing, so there is
+            nothing to measure.
     """
+    check_least(arguments, 1, "width", "candidates")
     get_algorithm(arguments.algorithm)
     check_fixed_budgets("--algorithm", [arguments.algorithm])
     SamplingParams(temperature=arguments.temperature)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.common.options import add_breadth_arguments
 from bench.common.pair import (
     add_pair_arguments,
     add_trees_arguments,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0], budgets=[16, 32, 64, 128])
     add = parser.add_argument
+    add_breadth_arguments(parser)
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     add(
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         FileNotFoundError: A checkpoint, the prompts or the profile are not to be had.
         ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
     """
-    check_numbers(arguments, "repeats", "batch")
+    check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
     check_report(arguments)
     budget = arguments.plot_budget
@@ -68,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     target, head = pair = load_pair(arguments, arguments.dtype)
-    groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
+    groups = choose_methods(
+        target, head, algorithms, arguments.budgets, arguments.width, arguments.candidates
+    )
     works = make_workloads(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
     about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
     report = begin_report(arguments, about)

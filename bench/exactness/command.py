@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
+from bench.common.options import add_breadth_arguments
 from bench.common.pair import (
     Pair,
     add_pair_arguments,
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
+    add_breadth_arguments(parser)
     add = parser.add_argument
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of weights (default: both)")
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
@@ -48,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
-    check_numbers(arguments, "batch")
+    check_numbers(arguments, "width", "candidates", "batch")
     check_trees(arguments)
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
-        f"{name} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
+        f"{name} {budget}": TreeSettings(budget, arguments.width, None, algorithm, arguments.candidates)
         for name, algorithm in algorithms.items()
         for budget in dict.fromkeys(arguments.budgets)
     }
@@ -129,6 +131,7 @@ def _decode(
             work.params,
             budget=own.budget,
             width=own.width,
+            candidates=own.candidates,
             algorithm=own.algorithm,
             routing=work.routing,
             **served,

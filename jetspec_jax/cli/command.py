@@ -15,6 +15,7 @@ import jetspec_jax
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
+from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.view import add_tree_command
 
 VERSIONS = (
@@ -25,6 +26,7 @@ VERSIONS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
+    show_own_log()
     try:
         arguments = _parser().parse_args(argv)
         code = arguments.run(arguments)

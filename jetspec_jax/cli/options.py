@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.config import IGNORE_OPTION
+from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import algorithm_names, get_algorithm
+from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
 
@@ -42,7 +43,8 @@ class Option:
         metavar: What stands for its value in the help.
         recurs: Whether it may be given several times, for a list of values.
         words: Values that a shell may offer.
-        default: Of an option that sets no Python argument.
+        unset: What happens without it, where Python's default is None and the help should say so.
+        is_flag: For one that sets no Python argument: whether it takes no value.
     """
 
     field: str
@@ -52,7 +54,8 @@ class Option:
     metavar: str | None = None
     recurs: bool = False
     words: Sequence[str] = ()
-    default: Any = None
+    unset: str = ""
+    is_flag: bool = False
 
     @property
     def name(self) -> str:
@@ -94,7 +97,9 @@ class Group:
         for option in self.options:
             if only is not None and option.field not in only:
                 continue
-            usual = known[option.field].default if option.field in known else option.default
+            usual = False if option.is_flag else None
+            if option.field in known:
+                usual = known[option.field].default
             default = defaults.get(option.field)
             settings: dict[str, Any] = {"dest": option.dest, "default": default, "help": option.help}
             if isinstance(usual, bool):
@@ -102,8 +107,8 @@ class Group:
             else:
                 settings |= {"type": option.type, "metavar": option.metavar}
                 settings["action"] = "append" if option.recurs else "store"
-                shown = usual if default is None else default
-                if shown not in (None, (), []):
+                shown = next((own for own in (default, usual, option.unset) if own is not None), None)
+                if shown not in ("", (), []):
                     settings["help"] += f" (default: {shown})"
             section.add_argument(option.name, **settings)
 
@@ -121,7 +126,7 @@ SAMPLING = Group(
         Option("top_k", "keep the K likeliest tokens", int, metavar="K"),
         Option("top_p", "keep the likeliest tokens up to this probability", float, metavar="P"),
         Option("min_p", "keep tokens at least P times as likely as the likeliest", float, metavar="P"),
-        Option("seed", "seed of the sampling noise (default: drawn)", int),
+        Option("seed", "seed of the sampling noise", int, unset="drawn"),
         Option("max_tokens", "most tokens to generate", int, metavar="N"),
         Option("stop", "string that ends the text; may recur", metavar="TEXT", recurs=True),
         Option("stop_token_ids", "tokens that end the output, as in 1,2,3", comma_separated, metavar="IDS"),
@@ -134,23 +139,38 @@ MODELS = Group(
     LLM,
     (
         Option("target", "folder or hub id; the demo is embedded", metavar="PATH_OR_ID", words=["demo"]),
-        Option("draft_head", "likewise (default: the demo's; else decode plainly)", metavar="PATH_OR_ID"),
-        Option("budget", "most nodes of a tree, 1..256", int, metavar="N"),
-        Option("width", "most children of a node", int, metavar="N"),
-        Option("depth", "largest depth of a tree (default: all the head drafts)", int, metavar="N"),
+        Option("draft_head", "likewise", metavar="PATH_OR_ID", unset="the demo's; else plain decoding"),
+        Option(
+            "budget",
+            "most nodes of a tree, 1..256",
+            int,
+            metavar="N",
+            unset=f"{DEFAULT_BUDGET}; plain decoding on a CPU, unless an option of a tree is given",
+        ),
+        Option("width", "most children of a node", int, metavar="N", unset="all candidates"),
+        Option(
+            "candidates",
+            "tokens of a draft row that are looked at",
+            int,
+            metavar="N",
+            unset="the algorithm's",
+        ),
+        Option("depth", "largest depth of a tree", int, metavar="N", unset="all that the head drafts"),
         Option(
             "algorithm",
             f"how trees are built: {', '.join(algorithm_names())}",
             metavar="NAME",
+            unset=DEFAULT_ALGORITHM,
             words=algorithm_names(),
         ),
         Option("dtype", "auto, float32 or bfloat16", metavar="TYPE", words=["auto", "float32", "bfloat16"]),
-        Option("capacity", "tokens that a slot holds (default: 1024, or what is needed)", int, metavar="N"),
+        Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
         Option("max_slots", "most prompts that decode at the same time", int, metavar="N"),
         Option(
             "implementation",
-            f"of tree attention: {' or '.join(implementations())} (default: the best)",
+            f"of tree attention: {' or '.join(implementations())}",
             metavar="NAME",
+            unset="the best",
             words=implementations(),
         ),
         Option(
@@ -204,7 +224,7 @@ PROMPT = Group(
             recurs=True,
         ),
         Option("token_ids", "token ids of the prompt, as in 1,2,3", comma_separated, metavar="IDS"),
-        Option("chat", "take the prompt for what a user says, and answer it", default=False),
+        Option("chat", "take the prompt for what a user says, and answer it", is_flag=True),
         Option(
             "template_argument",
             "argument of the chat template, its value in JSON, as enable_thinking=false; may recur",

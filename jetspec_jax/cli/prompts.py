@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
-from jetspec_jax.cli.options import PROMPT, parse_option
+from jetspec_jax.cli.options import parse_option
 from jetspec_jax.llm import LLM
 from jetspec_jax.tree import Hints
 
@@ -39,12 +39,6 @@ class GivenPrompt:
             return self.text
         said = self.messages[-1].get("content")
         return said if isinstance(said, str) else None
-
-
-def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the ways to give prompts."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
-    PROMPT.add(parser)
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:

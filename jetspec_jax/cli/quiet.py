@@ -9,8 +9,23 @@ import warnings
 _LEVELS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error"}
 
 
+class _ToStderr(logging.Handler):
+    """Says on standard error what this package logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"jetspec-jax: {record.getMessage()}", file=sys.stderr)
+
+
+_TO_STDERR = _ToStderr()
+
+
+def show_own_log() -> None:
+    """Has this package's log on standard error, under the command's name; a second call changes nothing."""
+    logging.getLogger("jetspec_jax").addHandler(_TO_STDERR)
+
+
 def keep_libraries_quiet() -> None:
-    """Hides other libraries' notices and warnings in this process, and names the command in our own.
+    """Hides other libraries' notices and warnings in this process.
 
     ``python -W default`` brings Python's warnings back.
     """
@@ -21,8 +36,3 @@ def keep_libraries_quiet() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     # The library of Orbax and JAX, which gives its logger a level of its own.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    own, handler = logging.getLogger("jetspec_jax"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("jetspec-jax: %(message)s"))
-    own.addHandler(handler)
-    own.setLevel(logging.WARNING)
-    own.propagate = False

@@ -2,27 +2,25 @@
 
 import argparse
 import sys
+from typing import Any
 
-from jetspec_jax.cli.options import ALGORITHM, MODELS, ROUTING, SAMPLING, parse_option
-from jetspec_jax.cli.prompts import add_prompt_options
+from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parse_option
 from jetspec_jax.config import read_json
-from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Algorithm, Profile, get_algorithm
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int | None = None) -> None:
+def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Adds the prompt and the options for sampling, models and trees.
 
     Args:
         parser: Of the command.
-        max_tokens: Default of ``--max-tokens``; None is Python's.
+        **defaults: By the name of the Python argument, where they are not Python's.
     """
-    add_prompt_options(parser)
-    SAMPLING.add(parser, max_tokens=max_tokens)
-    for group in (MODELS, ALGORITHM, ROUTING):
-        group.add(parser)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
+    for group in GROUPS:
+        group.add(parser, **defaults)
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -50,4 +48,4 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:
     options = dict(parse_option(text) for text in parts.get("options", ()))
     path = parts.get("profile")
     profile = None if path is None else Profile.parse(read_json(path), where=str(path))
-    return get_algorithm(name or TreeSettings.algorithm, options, profile)
+    return get_algorithm(name or DEFAULT_ALGORITHM, options, profile)

@@ -15,11 +15,12 @@ from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.cli.options import SAMPLING
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
-from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.decode.settings import DEFAULT_BUDGET, TreeSettings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import algorithm_of, name_of
 from jetspec_jax.view.data import trace_data
 from jetspec_jax.view.page import write_page
 from jetspec_jax.view.terminal import ASCII, UNICODE, Signs, draw_round, headline
@@ -34,8 +35,9 @@ _TAIL = 48
 def add_tree_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("tree", help="see the trees of a generation", description=_tree.__doc__)
+    # Without a budget a CPU decodes plainly, and there would be nothing to see.
+    add_decoding_options(parser, max_tokens=64, budget=DEFAULT_BUDGET)
     parser.set_defaults(run=_tree)
-    add_decoding_options(parser, max_tokens=64)
     parser.add_argument("--round", type=int, metavar="K", help="the round to draw (default: 1, the first)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page that steps through all rounds"
@@ -118,9 +120,9 @@ def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Na
         "target": str(arguments.target or "demo"),
         "draft_head": said.get("draft_head"),
         "budget": tree.budget,
-        "width": tree.width,
+        **tree.breadth._asdict(),
         "depth": tree.depth,
-        "algorithm": (arguments.algorithm or TreeSettings.algorithm) if tree.budget > 1 else None,
+        "algorithm": name_of(algorithm_of(tree.algorithm)) if tree.budget > 1 else None,
         "algorithm_option": ", ".join(arguments.algorithm_option or ()) or None,
         "profile": said.get("profile"),
         "task": arguments.task,

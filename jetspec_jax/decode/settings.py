@@ -2,12 +2,25 @@
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
-from jetspec_jax.tree import Algorithm, algorithm_of, bucket_for, check_traceable
+from jetspec_jax.tree import (
+    DEFAULT_ALGORITHM,
+    Algorithm,
+    Breadth,
+    algorithm_of,
+    breadth_of,
+    bucket_for,
+    check_breadth,
+    check_traceable,
+)
+
+#: Nodes of a tree where nobody says how many.
+DEFAULT_BUDGET = 128
 
 
 @dataclass(frozen=True)
@@ -16,15 +29,23 @@ class TreeSettings:
 
     Attributes:
         budget: Most nodes, root included; 1 is plain decoding.
-        width: Most children of a node.
+        width: Most children of a node; None is all candidates.
         depth: Largest depth; None is all that the proposer drafts.
         algorithm: The tree algorithm: a name, or one with its options.
+        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+            algorithm's own number.
     """
 
-    budget: int = 128
-    width: int = 7
+    budget: int = DEFAULT_BUDGET
+    width: int | None = None
     depth: int | None = None
-    algorithm: str | Algorithm = "accum_logp"
+    algorithm: str | Algorithm = DEFAULT_ALGORITHM
+    candidates: int | None = None
+
+    @property
+    def breadth(self) -> Breadth:
+        """Width and candidates, none left open."""
+        return breadth_of(self.algorithm, self.width, self.candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
         """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
@@ -32,20 +53,27 @@ class TreeSettings:
         for name, value, most in (
             ("budget", self.budget, None),
             ("width", self.width, target.vocab_size),
+            ("candidates", self.candidates, target.vocab_size),
             ("depth", self.depth, max_depth),
         ):
-            if value is None and name == "depth":
+            if value is None and name != "budget":
                 continue
             if not isinstance(value, int | np.integer) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer, not {value!r}")
             if most is not None and not 1 <= value <= most:
                 raise ValueError(f"{name} must lie in 1..{most}, not {value}")
         bucket_for(self.budget)
+        check_breadth(self.breadth, target.vocab_size)
         if max_depth is not None:
-            check_traceable(self.algorithm, depth=max_depth, width=self.width)
+            check_traceable(self.algorithm, depth=max_depth, width=self.breadth.width)
 
 
 PLAIN = TreeSettings(budget=1, width=1)
+
+
+def fastest_settings() -> TreeSettings:
+    """What is fastest where nobody names a tree: plain decoding on a CPU, for which every node is work."""
+    return PLAIN if jax.default_backend() == "cpu" else TreeSettings()
 
 
 def make_decoder(
@@ -75,7 +103,8 @@ def make_decoder(
         # No tree of one node has a use for drafts: decode without the head and its context.
         None if settings.budget == 1 else proposer,
         bucket_for(settings.budget),
-        settings.width,
+        settings.breadth.width,
         settings.algorithm,
+        settings.breadth.candidates,
         implementation=implementation,
     )

@@ -30,7 +30,7 @@ from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algo
 
 
 class RoundTrace(NamedTuple):
-    """What one round of one request did, as NumPy values: N nodes of the tree, A of them accepted.
+    """What one round of one request did, as NumPy values: N nodes of the tree, A accepted, K candidates.
 
     Attributes:
         start: Position of the anchor in the whole sequence; as many tokens are committed before it.
@@ -49,8 +49,8 @@ class RoundTrace(NamedTuple):
     """
 
     start: int
-    candidate_tokens: Int32[np.ndarray, "D W"]
-    candidate_log_probs: Float32[np.ndarray, "D W"]
+    candidate_tokens: Int32[np.ndarray, "D K"]
+    candidate_log_probs: Float32[np.ndarray, "D K"]
     tokens: Int32[np.ndarray, "N"]
     parents: Int32[np.ndarray, "N"]
     depths: Int32[np.ndarray, "N"]
@@ -166,8 +166,8 @@ class _Seen(NamedTuple):
     """What passes between the parts of a round, of all slots."""
 
     starts: Int[Array, "B"]
-    candidate_tokens: Int[Array, "B D W"]
-    candidate_log_probs: Float[Array, "B D W"]
+    candidate_tokens: Int[Array, "B D K"]
+    candidate_log_probs: Float[Array, "B D K"]
     tree: TokenTree
     target_log_probs: Float[Array, "B N"]
     accepted: Accepted
@@ -180,7 +180,7 @@ def _traced_round(
     tree, candidates = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
     after, record, accepted = decoder.settle(weights, state, tree, verified)
-    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.width))
+    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
     seen = _Seen(
         state.slots.lengths,
         nothing.astype(jnp.int32) if candidates is None else candidates.tokens,

@@ -10,7 +10,7 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cli import command, settings
 from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING, Group, Option
-from jetspec_jax.cli.prompts import GivenPrompt, add_prompt_options, read_prompts
+from jetspec_jax.cli.prompts import GivenPrompt, read_prompts
 from jetspec_jax.tree import get_algorithm
 
 
@@ -21,9 +21,7 @@ def parse(*words):
 
 
 def prompts_of(*words):
-    parser = argparse.ArgumentParser()
-    add_prompt_options(parser)
-    return read_prompts(parser.parse_args(words))
+    return read_prompts(parse(*words))
 
 
 class TestTable:
@@ -71,6 +69,7 @@ class TestTable:
             "draft_head": "h",
             "budget": 5,
             "width": 6,
+            "candidates": 11,
             "depth": 7,
             "algorithm": "entropy",
             "dtype": "float32",

@@ -25,7 +25,7 @@ from jetspec_jax.models import Weights, abstract, weights_of
 from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
-from train.head.evaluation import HeadEvaluator, HeldOut, mean_tau
+from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
 from train.loop.checkpoints import Best, Checkpoints
@@ -77,7 +77,7 @@ def train_head(
         )
     if recipe.evaluation.prompts:
         for budget in recipe.evaluation.budgets:
-            trees = TreeSettings(budget, recipe.evaluation.width, None)
+            trees = TreeSettings(budget, recipe.evaluation.width, None, ALGORITHM)
             trees.check(target.config, beginning.config.depth)
     run = _HeadRun(work, recipe, target, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
