@@ -15,6 +15,7 @@ from jetspec_jax.llm import PLAIN_NOTICE
 from pallas_kernels.dispatch import gpu_problem
 
 PROMPT = "def read_lines(path):"
+SMALL = ("--budget", "16", "--max-tokens", "24")
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def run(capsys, *arguments):
 
 
 def test_the_text_is_the_target_s_and_the_check_passes(capsys, llm):
-    code, out, err = run(capsys, "generate", "--budget", "16", "--check", "--stats", PROMPT)
+    code, out, err = run(capsys, "generate", "--check", "--stats", *SMALL, PROMPT)
     assert code == 0
-    [expected] = llm.generate([PROMPT], SamplingParams())
+    [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
     assert out == expected.text + "\n"
     assert f"all {len(expected.token_ids)} tokens equal plain decoding's" in err
     assert "tokens per round" in err
@@ -49,7 +50,7 @@ def test_a_cpu_decodes_plainly_unless_a_tree_is_named(capsys):
 def test_json_is_one_object_with_the_figures(capsys, llm):
     code, out, _ = run(
         capsys,
-        *("generate", "--json", "--budget", "16", "--max-tokens", "24"),
+        *("generate", "--json", *SMALL),
         *("--temperature", "0.7", "--top-p", "0.9", "--top-k", "50", "--seed", "5", PROMPT),
     )
     report = json.loads(out)
@@ -65,25 +66,21 @@ def test_json_is_one_object_with_the_figures(capsys, llm):
     assert report["tokens_per_second"] == pytest.approx(len(expected.token_ids) / report["seconds"])
 
 
-def test_an_algorithm_its_options_and_the_task(capsys, llm, tmp_path):
+def test_an_algorithm_and_the_task(capsys, llm):
     """The trees change, the text does not."""
     [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
     sizes = {}
-    for name, *more in (
-        ("task_router", "--task", "math"),
-        ("task_router", "--task", "chat"),
-        ("top2gap_fanout", "--algorithm-option", "beta=0.0", "--algorithm-option", "g_0=1.0"),
-    ):
+    for task in ("math", "chat"):
         code, out, _ = run(
             capsys,
             *("generate", "--json", "--budget", "16", "--width", "4", "--max-tokens", "24"),
-            *("--algorithm", name, *more, PROMPT),
+            *("--algorithm", "task_router", "--task", task, PROMPT),
         )
         report = json.loads(out)
         assert code == 0
         assert report["token_ids"] == expected.token_ids
-        sizes[name, more[1]] = report["mean_acceptance_length"]
-    assert len(set(sizes.values())) > 1
+        sizes[task] = report["accept_lengths"]
+    assert sizes["math"] != sizes["chat"]
 
 
 def test_one_token_needs_no_round_and_json_has_no_nan(capsys):

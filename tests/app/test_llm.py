@@ -15,7 +15,7 @@ MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(budget=64)
+    return LLM(budget=16)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ class TestChatsThatCannotBe:
             llm.chat(MESSAGES, tokenize=False, return_dict=True)
 
 
+@pytest.mark.wide
 def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
     prompt = llm.encode("x = 1\n" * 400)[:1100]
     [completion] = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -142,6 +143,7 @@ def test_the_stated_figures_are_what_the_pair_promises():
         assert f"{value:.2f}" in readme
 
 
+@pytest.mark.wide
 def test_the_pair_drafts_as_well_as_stated(llm, prompts):
     # A mis-wired head stays exact and gets about 1: only the acceptance length shows it.
     params = SamplingParams(max_tokens=96, ignore_eos=True)

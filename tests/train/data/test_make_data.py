@@ -189,6 +189,7 @@ def weightless(monkeypatch):
         monkeypatch.setattr(make_data, name, refuse)
 
 
+@pytest.mark.wide
 def test_the_command_answers_with_the_target_s_own_text(lines, tmp_path, capsys, monkeypatch):
     path, out = lines(*LINES), tmp_path / "out"
     folder = write_target(tmp_path / "target")
