@@ -15,7 +15,7 @@ from jetspec_jax.engine.request import Request
 
 
 class Bar(tqdm):
-    """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and other threads waiting."""
+    """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
 
 
 Bar.set_lock(threading.RLock())
