@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_json
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
-
-#: The file that marks an Orbax folder, with its format, version and kind.
-MANIFEST = "orbax.json"
 
 #: Weights that are read here only to say why they are not.
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -97,14 +95,8 @@ def converted_files(folder: Path) -> dict[str, bytes]:
 
 def _layout(folder: Path) -> Layout:
     has_config = (folder / "config.json").is_file()
-    is_orbax = (folder / MANIFEST).is_file()
     weights = [path.name for pattern in ("*.safetensors", *PICKLED) for path in folder.glob(pattern)]
-    if is_orbax and weights:
-        raise ValueError(
-            f"{folder} holds {MANIFEST}, as Orbax folders do, and {sorted(weights)}, as Hugging Face folders "
-            "do; take away those that should not be converted"
-        )
-    if has_config and is_orbax:
+    if is_orbax(folder) and has_config:
         return "orbax"
     if has_config and weights:
         return "huggingface"

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 #: each other.
 ROOMS = {
     "jetspec_jax": [
-        ("config", "sampling", "tree", "demo"),
+        ("config", "sampling", "tree", "demo", "progress"),
         ("models",),
         ("device",),
         ("checkpoint", "cache"),
@@ -19,6 +19,7 @@ ROOMS = {
         ("inspect", "llm", "generate"),
         ("view",),
         ("cli",),
+        ("__main__",),
     ],
     "train": [("loss",), ("loop",), ("data",), ("head",), ("demo",), ("ablations",), ("__main__",)],
     "bench": [

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Collection, Iterable
 
+from jetspec_jax.cli.options import MODELS
+
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the type of random weights, and how programs on them are compiled and recorded."""
     add = parser.add_argument
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    MODELS.add(parser, ["dtype"], dtype="auto")
     add(
         "--profile",
         action=argparse.BooleanOptionalAction,

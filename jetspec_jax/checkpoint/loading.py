@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
@@ -99,7 +100,7 @@ def read_target(source: Source) -> Target:
         raise ValueError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    return Target(config, read_weights(folder, config, dtype), eos, load_tokenizer(folder))
+    return Target(config, _read(folder, config, dtype), eos, load_tokenizer(folder))
 
 
 def read_draft_head(source: Source, target: Target | None = None) -> Head:
@@ -109,4 +110,9 @@ def read_draft_head(source: Source, target: Target | None = None) -> Head:
         check_head_fits(config, target.config)
     dtype = source.weights_dtype
     check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype)})
-    return Head(config, read_weights(source.folder, config, dtype))
+    return Head(config, _read(source.folder, config, dtype))
+
+
+def _read(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
+    """The weights of a folder of either layout."""
+    return (read_orbax_weights if is_orbax(folder) else read_weights)(folder, config, dtype)

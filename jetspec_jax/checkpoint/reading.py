@@ -216,7 +216,9 @@ def _read(
         if not _equal(name, embedding, files, headers.tensors[name].shape):
             raise ValueError(f"{folder}: {untied(name, embedding)}")
     # Small checkpoints are there before a bar could be read.
-    bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+    bar = tqdm(
+        plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, disable=None, leave=False
+    )
     for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
         value = np.empty(parameter.shape, own_dtype)
         for key in keys:
@@ -232,7 +234,9 @@ def _equal(name: str, other: str, files: Mapping[str, Any], shape: tuple[int, ..
     count, width = shape
     step = max(1, _COMPARED_BYTES // (4 * width))
     slices = [files[own].get_slice(own) for own in (name, other)]
-    bar = tqdm(range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, leave=False)
+    bar = tqdm(
+        range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False
+    )
     for begin in bar:
         ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
         # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.

@@ -28,7 +28,8 @@ class Source:
     FileNotFoundError where there are none; those that need the config raise ValueError where it is not valid.
 
     Attributes:
-        path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
+        path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
+            Orbax, or a hub id such as ``Qwen/Qwen3-8B``.
         dtype: Of the weights: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
     """

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.progress import waiting
+
 
 def load_tokenizer(folder: Path) -> Any:
     """The folder's transformers tokenizer, or None when it has none.
@@ -12,9 +14,10 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         return None
-    import transformers
+    with waiting(f"loading the tokenizer of {folder.name}"):
+        import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(f"{folder}: {type(tokenizer).__name__} has no fast form; a tokenizer.json is needed")
     return tokenizer

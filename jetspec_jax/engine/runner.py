@@ -1,7 +1,8 @@
 """The device's end of an engine: launches a batch, and later collects what it did."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,10 +18,13 @@ from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, BatchRecord, DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.progress import waiting
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
 Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
+# Stands among the buckets for the forward of a prompt.
+_PROMPT = 0
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
 
@@ -91,15 +95,16 @@ class Runner:
         for chunk in batch.chunks:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             place = np.int32(chunk.slot), chunk.tokens, np.int32(chunk.num_tokens), np.bool_(chunk.is_last)
-            self.state, token = self.decoder.prefill(self.weights, self.state, *place)
+            with self._compiling(_PROMPT):
+                self.state, token = self.decoder.prefill(self.weights, self.state, *place)
             if chunk.is_last:
                 first_tokens.append(token)
         # Rounds that wait for a prompt or for the compiler are not timed.
         timed = not batch.chunks and batch.bucket in self._compiled
         started = time.perf_counter() if timed else None
         run = decode or decoder.decode
-        self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
-        self._compiled.add(batch.bucket)
+        with self._compiling(batch.bucket):
+            self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
         self.in_flight = Flight(batch, first_tokens, records, started)
 
     def collect(self) -> BatchRecord:
@@ -111,7 +116,8 @@ class Runner:
         if self.in_flight is None:
             raise RuntimeError("no batch was launched")
         batch, tokens, records, started = self.in_flight
-        tokens, records = jax.device_get((tokens, records))
+        with waiting("decoding"):
+            tokens, records = jax.device_get((tokens, records))
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
@@ -163,9 +169,20 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        state, records = decoder.decode(self.weights, state, np.int32(rounds))
+        with self._compiling(bucket):
+            state, records = decoder.decode(self.weights, state, np.int32(rounds))
         jax.device_get(records)
         seconds = time.perf_counter() - started
-        self._compiled.add(bucket)
         self.state = replace(kept, stores=state.stores, proposer=state.proposer)
         return seconds
+
+    @contextlib.contextmanager
+    def _compiling(self, bucket: int) -> Iterator[None]:
+        """Says on a terminal what is compiled, where this engine calls a program for the first time."""
+        if bucket in self._compiled:
+            yield
+            return
+        program = {_PROMPT: "the prompt's forward", 1: "the plain step"}
+        with waiting(f"compiling {program.get(bucket, f'the round of {bucket} nodes')}"):
+            yield
+        self._compiled.add(bucket)

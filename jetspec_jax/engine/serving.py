@@ -66,7 +66,8 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
     try:
         for request in requests:
             engine.admit(request)
-        with Bar(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
+        # A bar of prompts that counts tokens beside them, so that a single long one is seen to go on.
+        with Bar(total=len(requests), unit=" prompts", delay=2, miniters=0, disable=None, leave=False) as bar:
             left = outputs
             while left:
                 engine.step()
@@ -74,8 +75,10 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
                     output.update()
                     if output.finish_reason is not None:
                         engine.cancel(output.request)  # a stop string is nothing that the engine knows of
-                        bar.update()
-                left = [output for output in left if output.finish_reason is None]
+                going_on = [output for output in left if output.finish_reason is None]
+                bar.set_postfix_str(f"{sum(len(each.token_ids) for each in outputs)} tokens", refresh=False)
+                bar.update(len(left) - len(going_on))
+                left = going_on
     finally:
         # After an interrupt the next call must not go on with these.
         for request in requests:

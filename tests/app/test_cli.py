@@ -3,11 +3,15 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
+import jetspec_jax
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command as cli
+from jetspec_jax.cli import generating, info
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory
@@ -112,14 +116,51 @@ def test_a_stop_string_ends_the_text(capsys, llm):
     assert out == whole.text[: whole.text.index(stop)] + "\n"
 
 
+def test_several_prompts_decode_together_under_headings(capsys, llm, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    prompts = [PROMPT, "import os\n"]
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    arguments = ("generate", "--budget", "16", "--max-tokens", "8", "--prompt-file", str(path))
+    expected = [completion.text for completion in llm.generate(prompts, SamplingParams(max_tokens=8))]
+    code, out, err = run(capsys, *arguments, "--stats")
+    assert code == 0
+    assert out == "".join(f"==> {path}:{i} <==\n{text}\n" for i, text in enumerate(expected, start=1))
+    assert "16 tokens for 2 prompts in " in err
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert [json.loads(line)["text"] for line in out.splitlines()] == expected
+
+
+def test_a_chat_is_answered_by_its_template(capsys, llm):
+    code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "8", "--chat", "--json", PROMPT)
+    [expected] = llm.chat([{"role": "user", "content": PROMPT}], SamplingParams(max_tokens=8))
+    assert code == 0
+    assert json.loads(out)["token_ids"] == expected.token_ids
+
+
+def test_a_target_without_a_tokenizer_takes_and_gives_token_ids(capsys, llm, tmp_path):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        if (DEMO_TARGET / name).exists():
+            (tmp_path / name).symlink_to(DEMO_TARGET / name)
+    pair = ("--target", str(tmp_path), "--draft-head", str(DEMO_DRAFT_HEAD), "--budget", "16")
+    ids = llm.encode(PROMPT)
+    given = ("--token-ids", ",".join(map(str, ids)), "--max-tokens", "8")
+    code, out, _ = run(capsys, "generate", *pair, *given)
+    assert code == 0
+    [expected] = llm.generate([ids], SamplingParams(max_tokens=8))
+    assert out == ",".join(map(str, expected.token_ids)) + "\n"
+    code, _, err = run(capsys, "generate", *pair, PROMPT)
+    assert code == 2
+    assert "the target has no tokenizer" in err
+
+
 def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
     def altered(*arguments, **settings):
         [completion] = real(*arguments, **settings)
         completion.token_ids[5] = 77
         return [completion]
 
-    real = cli.generate
-    monkeypatch.setattr(cli, "generate", altered)
+    real = generating.generate
+    monkeypatch.setattr(generating, "generate", altered)
     code, _, err = run(capsys, "generate", "--check", "--budget", "16", "--max-tokens", "12", PROMPT)
     assert code == 1
     assert "token 5 is" in err
@@ -161,6 +202,36 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("so"), TypeError("so"), OSError("so"), RuntimeError("so"), ImportError("so"), MemoryError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_goes_wrong_is_one_sentence_and_exit_code_2(capsys, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(info, "describe", fail)
+    code, out, err = run(capsys, "info", "demo")
+    assert (code, out) == (2, "")
+    assert err == f"jetspec-jax: {'MemoryError' if isinstance(error, MemoryError) else 'so'}\n"
+
+
+def test_the_module_is_the_command():
+    command = [sys.executable, "-m", "jetspec_jax", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(f"jetspec-jax {jetspec_jax.__version__} (JAX ")
+    assert ran.stderr == ""
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, "-m", "jetspec_jax", "info", "demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 @pytest.mark.skipif(gpu_problem() is None, reason="it can run here")

@@ -11,7 +11,7 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command as cli
-from jetspec_jax.cli import options
+from jetspec_jax.cli import settings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.view.data import trace_data
@@ -261,7 +261,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_models_are_loaded(
     capsys, tmp_path, monkeypatch, name, reason
 ):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(options, "LLM", lambda *_, **__: pytest.fail("models were loaded"))
+    monkeypatch.setattr(settings, "LLM", lambda *_, **__: pytest.fail("models were loaded"))
     code, out, err = run(capsys, "--html", str(tmp_path / name), PROMPT)
     assert (code, out) == (2, "")
     assert err.startswith(f"jetspec-jax: cannot write {tmp_path / name}")
