@@ -10,13 +10,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity lint clean
+.PHONY: help demo test test-all parity soak lint clean
 
 help:
 	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
 	@echo "make test      lint, types and tests"
 	@echo "make test-all  the same with the wide sweeps"
 	@echo "make parity    live comparisons with transformers (installs PyTorch)"
+	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make clean     remove the virtual environment and everything built"
 
@@ -32,6 +33,11 @@ test-all: lint
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
+
+MINUTES ?= 15
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.soak --minutes $(MINUTES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """`LLM`: text and chats in, completions out."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +16,12 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS, slots_for
+from jetspec_jax.engine.stream import Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 
@@ -32,9 +33,6 @@ _log = logging.getLogger("jetspec_jax")
 PLAIN_NOTICE = (
     "decoding plainly, which is the fastest on a CPU; for trees name a budget: budget=128 or --budget 128"
 )
-
-# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
-STREAM_ROUNDS = 2
 
 
 class LLM:
@@ -213,7 +211,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         routing: Hints | None = None,
-    ) -> "Stream":
+    ) -> Stream:
         """Completes one prompt piece by piece; the arguments are those of `generate`.
 
         Raises:
@@ -223,8 +221,7 @@ class LLM:
         self._tokenizer()
         plan, [request] = self._plan([self.encode(prompt)], sampling_params, routing)
         with self.target.keeper.lock:
-            engine = self._engine(plan)
-            return Stream(self.target, engine, engine.admit(request))
+            return Stream(self.target, self._engine(plan), request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
@@ -263,59 +260,3 @@ class LLM:
 
     def _engine(self, plan: EnginePlan) -> Engine:
         return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)
-
-
-class Stream(Iterator[str]):
-    """Pieces of text as they are accepted; what overshoots the end is discarded.
-
-    A stream that is closed, left as a context, or dropped before its end frees its slot.
-
-    Attributes:
-        completion: The whole completion once the stream has ended, None before.
-    """
-
-    def __init__(self, target: Target, engine: Engine, request: Request):
-        """Wraps a request that waits in the target's engine."""
-        self.completion: Completion | None = None
-        self._lock, self._request = target.keeper.lock, request
-        self._engine: Engine | None = engine
-        self._output, self._sent, self._closed = Output(request, target.tokenizer), 0, False
-
-    def __enter__(self) -> "Stream":
-        """The stream itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the request."""
-        self.close()
-
-    def __del__(self) -> None:
-        """Marks the request; the engine's next batch takes it out. No device work in a finaliser."""
-        self._request.abandoned = True
-
-    def __next__(self) -> str:
-        """The next piece of text, which is never empty."""
-        while self.completion is None and not self._closed:
-            with self._lock:
-                # Others who decode with this engine serve the stream too.
-                self._output.update()
-                if self._output.finish_reason is None and self._engine is not None:
-                    self._engine.step(STREAM_ROUNDS)
-                    self._output.update()
-            text = self._output.settled_text
-            piece = text[self._sent :]
-            self._sent = len(text)
-            if self._output.finish_reason is not None:
-                self.completion = self._output.completion()
-                self.close()
-            if piece:
-                return piece
-        raise StopIteration
-
-    def close(self) -> None:
-        """Ends the request; its slot and pages are free again."""
-        with self._lock:
-            self._closed = True
-            if self._engine is not None:
-                self._engine.cancel(self._request)
-            self._engine = None  # its stores are the target's to keep or to free

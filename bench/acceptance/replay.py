@@ -80,7 +80,10 @@ def write_texts(pair: Pair, work: Workload, *, batch: int, implementation: str |
         ValueError: A prompt leaves no room for its answer and the depth of a tree after it.
     """
     depth, ends = pair.head.config.depth, set(pair.target.eos_token_ids)
-    longer = [replace(own, max_tokens=own.max_tokens + depth, ignore_eos=True) for own in work.params]
+    longer = [
+        replace(own, max_tokens=own.max_tokens + depth, ignore_eos=True, stop_token_ids=None)
+        for own in work.params
+    ]
     completions = generate(pair.target, work.ids, longer, max_slots=batch, implementation=implementation)
     texts = []
     for ids, own, hints, completion in zip(work.ids, work.params, work.routing, completions, strict=True):

@@ -36,3 +36,4 @@ def keep_libraries_quiet() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     # The library of Orbax and JAX, which gives its logger a level of its own.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("jetspec_jax").propagate = False

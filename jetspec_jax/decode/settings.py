@@ -18,6 +18,7 @@ from jetspec_jax.tree import (
     check_breadth,
     check_traceable,
 )
+from pallas_kernels.tree_attention import check_implementation
 
 #: Nodes of a tree where nobody says how many.
 DEFAULT_BUDGET = 128
@@ -88,7 +89,9 @@ def make_decoder(
 
     Raises:
         ValueError: The head does not fit, or a setting is out of its range.
+        NotImplementedError: The named implementation cannot run on the device.
     """
+    check_implementation(implementation)
     if head is not None:
         if proposer is not None:
             raise ValueError("give a draft head or another proposer, not both")

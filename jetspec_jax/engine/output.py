@@ -1,5 +1,6 @@
 """What a request got, as tokens and as text."""
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,18 +53,30 @@ class Output:
             tokenizer: A transformers tokenizer, or None.
         """
         self.request = request
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self.text = ""
+        request.reader = weakref.ref(self)
         self._stop = tuple(request.params.stop or ())
         # The library's own tokenizer decodes token by token, holding back incomplete characters.
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._begin()
+
+    def _begin(self) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.text = ""
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._whole = True
 
     def update(self) -> None:
-        """Takes what the request has got since the last time."""
+        """Takes what the request has got since the last time; after an interrupted update all of it anew."""
+        if not self._whole:
+            self._begin()
+        self._whole = False
+        self._take(self.request.tokens[len(self.token_ids) :])
+        self._whole = True
+
+    def _take(self, tokens: list[int]) -> None:
         request = self.request
-        for token in request.tokens[len(self.token_ids) :]:
+        for token in tokens:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)

@@ -1,7 +1,9 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far. No text."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,8 @@ class Request:
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
         finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
-        abandoned: Nobody waits for it any more; the next batch takes it out.
+        abandoned: It was cancelled, or its engine was lost.
+        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
         slot: Where it decodes; -1 while it waits.
         pages: What it holds while it decodes.
     """
@@ -41,8 +44,15 @@ class Request:
     tree_sizes: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     abandoned: bool = False
+    reader: "weakref.ref[Any] | None" = None
     slot: int = -1
     pages: Sequence[int] = ()
+
+    @property
+    def open(self) -> bool:
+        """Whether somebody waits for more of it. If not, its slot and pages are free."""
+        read = self.reader is None or self.reader() is not None
+        return self.finish_reason is None and not self.abandoned and read
 
     @property
     def num_pages(self) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,22 @@ _COSTS: dict[tuple[object, ...], RoundCosts] = {}
 _PROMPT = 0
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
+
+
+class Flight(NamedTuple):
+    """A batch on its way.
+
+    Attributes:
+        batch: What was launched.
+        first_tokens: Of the prompts that end in it, on the device.
+        records: Of its rounds, on the device.
+        started: When its rounds began, by `time.perf_counter`; None where they are not timed.
+    """
+
+    batch: Batch
+    first_tokens: list[jax.Array]
+    records: RoundRecord
+    started: float | None
 
 
 class Runner:
@@ -51,8 +68,8 @@ class Runner:
         self.weights, self.size, self.dtype = weights, size, dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
-        # Launched and not collected: the batch, its first tokens, its records, when its rounds began.
-        self._flying: tuple[Batch, list[jax.Array], RoundRecord, float | None] | None = None
+        #: What was launched and not collected; None is nothing.
+        self.in_flight: Flight | None = None
         self._compiled: set[int] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None) -> None:
@@ -88,7 +105,7 @@ class Runner:
         run = decode or decoder.decode
         with self._compiling(batch.bucket):
             self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
-        self._flying = batch, first_tokens, records, started
+        self.in_flight = Flight(batch, first_tokens, records, started)
 
     def collect(self) -> BatchRecord:
         """Waits for the batch that was launched; may be repeated until `forget`.
@@ -96,9 +113,9 @@ class Runner:
         Raises:
             RuntimeError: No batch was launched.
         """
-        if self._flying is None:
+        if self.in_flight is None:
             raise RuntimeError("no batch was launched")
-        batch, tokens, records, started = self._flying
+        batch, tokens, records, started = self.in_flight
         with waiting("decoding"):
             tokens, records = jax.device_get((tokens, records))
         seconds = None if started is None else time.perf_counter() - started
@@ -111,12 +128,12 @@ class Runner:
 
     def forget(self) -> None:
         """The batch that was launched has been collected."""
-        self._flying = None
+        self.in_flight = None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a batch was launched and not collected."""
-        return self._flying is not None
+    def free(self) -> None:
+        """Frees the stores, whoever still names them; the runner is of no use afterwards."""
+        for array in jax.tree.leaves(self.state):
+            array.delete()
 
     def round_costs(self) -> RoundCosts:
         """What rounds of every bucket cost here: measured once for each kind of engine in a process.

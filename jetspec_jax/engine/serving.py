@@ -1,5 +1,6 @@
 """Requests served to their ends by the one engine that a target keeps."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,19 @@ from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 
 
+class Bar(tqdm):
+    """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
+
+
+Bar.set_lock(threading.RLock())
+
+
 def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
     """The target's engine if it serves the plan, or another in its place; called under the keeper's lock.
 
-    A target keeps one engine, so that two sets of stores do not coexist: an idle one that does not serve goes
-    before the next is made. While open streams hold the engine, those whom it can serve share it, and others
-    get an engine of their own for as long as they keep it.
+    A target keeps one engine, so that two sets of stores do not coexist: one that is broken, or idle and not
+    fit to serve, goes before the next is made. While open streams hold the engine, those whom it can serve
+    share it, and others get an engine of their own for as long as they keep it.
 
     Args:
         target: The target.
@@ -33,10 +41,13 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     if kept is not None and kept.busy and not kept.broken:
         same = kept.plan.decoder == plan.decoder and kept.weights.proposer is weights.proposer
         return kept if same and kept.plan.size.capacity >= plan.size.capacity else Engine(plan, weights)
-    fits = kept is not None and not kept.broken and kept.plan.serves(plan)
-    if kept is None or not fits or kept.weights.proposer is not weights.proposer:
-        target.keeper.engine = kept = None  # its stores go before others are made
-        target.keeper.engine = kept = Engine(plan, weights)
+    if kept is not None:
+        fits = kept.plan.serves(plan) and kept.weights.proposer is weights.proposer
+        if fits and not kept.broken:
+            return kept
+        kept.close()
+    target.keeper.engine = kept = None  # its stores go before others are made
+    target.keeper.engine = kept = Engine(plan, weights)
     return kept
 
 
@@ -47,34 +58,32 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
         engine: The engine; it may serve others at the same time.
         requests: The requests.
         tokenizer: A transformers tokenizer, or None.
+
+    Raises:
+        RuntimeError: The engine was closed meanwhile.
     """
-    outputs = {request: Output(request, tokenizer) for request in requests}
+    outputs = [Output(request, tokenizer) for request in requests]
     try:
         for request in requests:
             engine.admit(request)
-        left = len(requests)
         # A bar of prompts that counts tokens beside them, so that a single long one is seen to go on.
-        with tqdm(total=left, unit=" prompts", delay=2, miniters=0, disable=None, leave=False) as bar:
+        with Bar(total=len(requests), unit=" prompts", delay=2, miniters=0, disable=None, leave=False) as bar:
+            left = outputs
             while left:
-                ended = 0
-                for request in engine.step():
-                    output = outputs.get(request)
-                    if output is None:
-                        continue
+                engine.step()
+                for output in left:
                     output.update()
                     if output.finish_reason is not None:
-                        engine.cancel(request)  # a stop string is nothing that the engine knows of
-                        ended += 1
-                left -= ended
-                tokens = sum(len(output.token_ids) for output in outputs.values())
-                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
-                bar.update(ended)
-    except BaseException:
-        # Also an interrupt: the next call must not go on with these.
+                        engine.cancel(output.request)  # a stop string is nothing that the engine knows of
+                going_on = [output for output in left if output.finish_reason is None]
+                bar.set_postfix_str(f"{sum(len(each.token_ids) for each in outputs)} tokens", refresh=False)
+                bar.update(len(left) - len(going_on))
+                left = going_on
+    finally:
+        # After an interrupt the next call must not go on with these.
         for request in requests:
-            request.abandoned = True
-        raise
-    return [output.completion() for output in outputs.values()]
+            engine.cancel(request)
+    return [output.completion() for output in outputs]
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
@@ -92,6 +101,7 @@ def give_back(target: Target, engine: Engine) -> None:
     # Also called while a dropped trace is finalised, which must wait for nobody.
     if target.keeper.lock.acquire(blocking=False):
         try:
-            target.keeper.engine = target.keeper.engine or engine
+            if not engine.broken:
+                target.keeper.engine = target.keeper.engine or engine
         finally:
             target.keeper.lock.release()

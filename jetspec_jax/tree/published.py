@@ -237,7 +237,7 @@ class TopNodes(AccumLogp):
     """The most probable nodes that the budget holds, child by child: the optimum for the given scores."""
 
     one_by_one: ClassVar[bool] = True
-    usual_candidates: ClassVar[int] = 16
+    usual_candidates: ClassVar[int] = 32
 
 
 def _full(candidates: Candidates) -> Int32[Array, "B D"]:

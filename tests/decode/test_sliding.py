@@ -133,7 +133,7 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages, waves):
         free = [dataclasses.replace(own, max_tokens=own.max_tokens + ORACLE.depth + 1) for own in params]
         truth = [generate(target, [p], own)[0].token_ids for p, own in zip(prompts, free, strict=True)]
         sequences = [[] for _ in range(4)]
-        for slot, prompt, tokens in zip(list(made.scheduler._free_slots), prompts, truth, strict=False):
+        for slot, prompt, tokens in zip(made.scheduler.free_slots, prompts, truth, strict=False):
             sequences[slot] = prompt + tokens
         runner.weights = runner.weights._replace(proposer=plant(sequences, LIMIT))
         with compilations() as seen:

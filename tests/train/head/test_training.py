@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, load_target
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.cli import main
+from jetspec_jax.cli.command import main
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
