@@ -70,6 +70,7 @@ def test_json_is_one_object_with_the_figures(capsys, llm):
     assert report["tokens_per_second"] == pytest.approx(len(expected.token_ids) / report["seconds"])
 
 
+@pytest.mark.wide
 def test_an_algorithm_and_the_task(capsys, llm):
     """The trees change, the text does not."""
     [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
@@ -116,6 +117,7 @@ def test_a_stop_string_ends_the_text(capsys, llm):
     assert out == whole.text[: whole.text.index(stop)] + "\n"
 
 
+@pytest.mark.wide
 def test_several_prompts_decode_together_under_headings(capsys, llm, tmp_path):
     path = tmp_path / "prompts.jsonl"
     prompts = [PROMPT, "import os\n"]

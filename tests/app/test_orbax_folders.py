@@ -28,6 +28,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
+@pytest.mark.wide
 def test_generate_gives_the_same_tokens(capsys, pair):
     usual = ("generate", "--json", "--budget", "16", "--max-tokens", "8", PROMPT)
     expected = json.loads(run(capsys, *usual)[1])

@@ -198,6 +198,7 @@ def test_the_command_draws_a_round_and_writes_the_page(capsys, tmp_path, llm, tr
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.wide
 def test_the_drawing_of_the_readme_is_what_its_command_draws(capsys):
     readme = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
     shown = re.search(r"\n(jetspec-jax tree [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
@@ -220,6 +221,7 @@ def test_json_is_one_object_with_all_rounds_or_one(capsys, llm, traced):
     assert json.loads(out)["rounds"] == whole["rounds"][1:2]
 
 
+@pytest.mark.wide
 def test_the_object_says_how_the_trees_were_built(capsys):
     given = ("beta=0.5", "g_0=2.0")
     more = [part for option in given for part in ("--algorithm-option", option)]
