@@ -1,6 +1,8 @@
 """Requests served to their ends by the one engine that a target keeps."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -40,19 +42,27 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     return kept
 
 
-def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> list[Completion]:
-    """Serves requests to their ends, with a progress bar on a terminal if it takes a while.
+#: A progress bar on a terminal, if it takes a while.
+BAR = functools.partial(tqdm, delay=2, disable=None, leave=False)
+
+
+def complete(
+    engine: Engine, requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None = BAR
+) -> list[Completion]:
+    """Serves requests to their ends.
 
     Args:
         engine: The engine; it may serve others at the same time.
         requests: The requests.
         tokenizer: A transformers tokenizer, or None.
+        bar: What makes a progress bar, called as tqdm is; None for no bar.
     """
     outputs = {request: Output(request, tokenizer) for request in requests}
     try:
         for request in requests:
             engine.admit(request)
-        with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
+        made = None if bar is None else bar(total=len(requests), unit=" completions")
+        with contextlib.nullcontext() if made is None else contextlib.closing(made):
             left = len(requests)
             while left:
                 for request in engine.step():
@@ -63,7 +73,8 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
                     if output.finish_reason is not None:
                         engine.cancel(request)  # a stop string is nothing that the engine knows of
                         left -= 1
-                        bar.update()
+                        if made is not None:
+                            made.update(1)
     except BaseException:
         # Also an interrupt: the next call must not go on with these.
         for request in requests:

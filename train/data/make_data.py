@@ -202,7 +202,7 @@ def _prompts(
         room = context - len(ids)
         if room > 0:
             tokens.append(ids)
-            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens)))
+            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
         elif not skip:
             raise ValueError(
                 f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
