@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.planning import plan_requests
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.serving import complete, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
@@ -14,7 +16,7 @@ from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
 
 def generate(
     target: Target,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     max_slots: int = MAX_SLOTS,
@@ -24,12 +26,16 @@ def generate(
 
     Args:
         target: The target.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
         max_slots: Most prompts that decode at the same time.
         implementation: Of tree attention; None picks the best.
 
+    Returns:
+        The completions in the order of the prompts, as many in a row for each as its parameters' ``n``.
+
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: A request cannot be served; nothing has been generated then.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
@@ -39,7 +45,7 @@ def generate(
 def generate_tree(
     target: Target,
     draft_head: Head,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     budget: int = DEFAULT_BUDGET,
@@ -56,7 +62,7 @@ def generate_tree(
     Args:
         target: The target.
         draft_head: A draft head made for it.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
         width: Most children of a node; None is all candidates.
@@ -71,12 +77,12 @@ def generate_tree(
         implementation: Of tree attention; None picks the best.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: A setting is out of its range, the head does not fit the target, or a request cannot be
             served; nothing has been generated then.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
-    if not isinstance(draft_head, Head):
-        raise ValueError(f"expected a Head, as its loader returns it, not {type(draft_head).__name__}")
+    check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     settings = TreeSettings(budget, width, depth, algorithm, candidates)
     return _run(target, draft_head, settings, prompts, sampling_params, routing, max_slots, implementation)
 
@@ -85,7 +91,7 @@ def _run(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     routing: Hints | Sequence[Hints | None] | None,
     max_slots: int,

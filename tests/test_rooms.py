@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 #: each other.
 ROOMS = {
     "jetspec_jax": [
+        ("arguments",),
         ("config", "sampling", "tree", "demo", "progress"),
         ("models",),
         ("device",),

@@ -47,13 +47,13 @@ class Text(NamedTuple):
     Attributes:
         prompt: Tokens of the prompt.
         tokens: The target's own, beyond the request's end by the depth of a tree: a round may overshoot.
-        count: Of these, the request's.
+        length: Of these, the request's.
         routing: What is known of the prompt.
     """
 
     prompt: list[int]
     tokens: list[int]
-    count: int
+    length: int
     routing: Hints | None
 
 
@@ -80,24 +80,26 @@ def write_texts(pair: Pair, work: Workload, *, batch: int, implementation: str |
         ValueError: A prompt leaves no room for its answer and the depth of a tree after it.
     """
     depth, ends = pair.head.config.depth, set(pair.target.eos_token_ids)
+    most = [own.max_tokens or 0 for own in work.params]
     longer = [
-        replace(own, max_tokens=own.max_tokens + depth, ignore_eos=True, stop_token_ids=None)
-        for own in work.params
+        replace(own, max_tokens=count + depth, ignore_eos=True, stop_token_ids=None)
+        for own, count in zip(work.params, most, strict=True)
     ]
     completions = generate(pair.target, work.ids, longer, max_slots=batch, implementation=implementation)
     texts = []
-    for ids, own, hints, completion in zip(work.ids, work.params, work.routing, completions, strict=True):
+    columns = work.ids, work.params, most, work.routing, completions
+    for ids, own, count, hints, completion in zip(*columns, strict=True):
         tokens = list(completion.token_ids)
         stops = {*(own.stop_token_ids or ()), *(() if own.ignore_eos else ends)}
         end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-        texts.append(Text(list(ids), tokens, min(end, own.max_tokens), hints))
+        texts.append(Text(list(ids), tokens, min(end, count), hints))
     return texts
 
 
 def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation: str | None) -> Drafts:
     """The best ``count`` draft tokens of every row, below every token of the texts but their prompts'."""
     proposer = DraftHeadProposer(pair.head.config, implementation)
-    depth, most = proposer.depth, max(text.count for text in texts)
+    depth, most = proposer.depth, max(text.length for text in texts)
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
     found, following = [], []
     for text in texts:
@@ -114,11 +116,11 @@ def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation
             count=count,
             implementation=implementation,
         )
-        found.append(jax.tree.map(lambda rows, own=text.count: np.asarray(rows)[:own], drafts))
-        places = len(text.prompt) + np.arange(text.count)[:, None] + 1 + np.arange(depth)[None, :]
+        found.append(jax.tree.map(lambda rows, own=text.length: np.asarray(rows)[:own], drafts))
+        places = len(text.prompt) + np.arange(text.length)[:, None] + 1 + np.arange(depth)[None, :]
         following.append(ids[places])
-    counts = [text.count for text in texts]
-    hints = [text.routing for text in texts for _ in range(text.count)]
+    counts = [text.length for text in texts]
+    hints = [text.routing for text in texts for _ in range(text.length)]
     candidates = jax.tree.map(lambda *own: np.concatenate(own), *found)
     return Drafts(candidates, np.concatenate(following), Routing.of(hints, len(hints)), counts)
 

@@ -40,6 +40,11 @@ class Target:
         """Of the weights."""
         return self.weights["embed_tokens"].dtype
 
+    def __repr__(self) -> str:
+        """Its family and its size."""
+        has = "a" if self.tokenizer is not None else "no"
+        return f"Target({self.config.model_type}, {_size(self.config)}, {self.dtype}, with {has} tokenizer)"
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -52,6 +57,16 @@ class Head:
 
     config: DraftHeadConfig
     weights: Weights
+
+    def __repr__(self) -> str:
+        """Its size and what it drafts."""
+        attention = "causal" if self.config.causal else "bidirectional"
+        return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
+
+
+def _size(config: ModelConfig) -> str:
+    layers = f"{config.num_layers} layer{'s' * (config.num_layers != 1)}"
+    return f"{layers} of {config.hidden_size}, vocabulary of {config.vocab_size:,}"
 
 
 def load_target(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.hub import CONFIG_PATTERNS, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
@@ -82,8 +83,10 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
     """The dtype that a user's word stands for.
 
     Raises:
+        TypeError: It is no word.
         ValueError: The word is none of "auto", "float32", "bfloat16".
     """
+    check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
         # On CPUs bf16 is several times slower than float32.
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"

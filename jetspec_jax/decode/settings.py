@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import jax
-import numpy as np
 
+from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
@@ -49,21 +49,21 @@ class TreeSettings:
         return breadth_of(self.algorithm, self.width, self.candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
-        """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
+        """Checks each setting, by name; no head, no bound on the depth.
+
+        Raises:
+            TypeError: One is of a wrong type.
+            ValueError: One is out of its range.
+        """
         algorithm_of(self.algorithm)
+        bucket_for(check_integer("budget", self.budget))
         for name, value, most in (
-            ("budget", self.budget, None),
             ("width", self.width, target.vocab_size),
             ("candidates", self.candidates, target.vocab_size),
             ("depth", self.depth, max_depth),
         ):
-            if value is None and name != "budget":
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
-            if most is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} must lie in 1..{most}, not {value}")
-        bucket_for(self.budget)
+            if value is not None:
+                check_integer(name, value, 1, most)
         check_breadth(self.breadth, target.vocab_size)
         if max_depth is not None:
             check_traceable(self.algorithm, depth=max_depth, width=self.breadth.width)
@@ -88,9 +88,11 @@ def make_decoder(
     """The decoder of an engine: its static settings, checked.
 
     Raises:
+        TypeError: A setting is of a wrong type.
         ValueError: The head does not fit, or a setting is out of its range.
         NotImplementedError: The named implementation cannot run on the device.
     """
+    check_type("implementation", implementation, str | None, "a name or None")
     check_implementation(implementation)
     if head is not None:
         if proposer is not None:

@@ -1,7 +1,9 @@
 """Requests served to their ends by the one engine that a target keeps."""
 
+import contextlib
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -51,13 +53,20 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     return kept
 
 
-def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> list[Completion]:
-    """Serves requests to their ends, with a progress bar on a terminal if it takes a while.
+#: A progress bar on a terminal, if it takes a while.
+BAR = functools.partial(Bar, delay=2, miniters=0, disable=None, leave=False)
+
+
+def complete(
+    engine: Engine, requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None = BAR
+) -> list[Completion]:
+    """Serves requests to their ends.
 
     Args:
         engine: The engine; it may serve others at the same time.
         requests: The requests.
         tokenizer: A transformers tokenizer, or None.
+        bar: What makes a progress bar, called as tqdm is; None for no bar.
 
     Raises:
         RuntimeError: The engine was closed meanwhile.
@@ -66,8 +75,8 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
     try:
         for request in requests:
             engine.admit(request)
-        # A bar of prompts that counts tokens beside them, so that a single long one is seen to go on.
-        with Bar(total=len(requests), unit=" prompts", delay=2, miniters=0, disable=None, leave=False) as bar:
+        made = None if bar is None else bar(total=len(requests), unit=" completions")
+        with contextlib.nullcontext() if made is None else contextlib.closing(made):
             left = outputs
             while left:
                 engine.step()
@@ -76,8 +85,11 @@ def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> lis
                     if output.finish_reason is not None:
                         engine.cancel(output.request)  # a stop string is nothing that the engine knows of
                 going_on = [output for output in left if output.finish_reason is None]
-                bar.set_postfix_str(f"{sum(len(each.token_ids) for each in outputs)} tokens", refresh=False)
-                bar.update(len(left) - len(going_on))
+                if isinstance(made, Bar):  # so that a single long one is seen to go on
+                    tokens = sum(len(each.token_ids) for each in outputs)
+                    made.set_postfix_str(f"{tokens} tokens", refresh=False)
+                if made is not None:
+                    made.update(len(left) - len(going_on))
                 left = going_on
     finally:
         # After an interrupt the next call must not go on with these.

@@ -22,7 +22,8 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.planning import plan_requests, read_single
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
@@ -86,7 +87,7 @@ class Trace(Iterator[RoundTrace]):
 def trace_rounds(
     target: Target,
     head: Head | None,
-    prompt: TokenIds,
+    prompt: Prompt,
     params: SamplingParams | None = None,
     settings: TreeSettings = PLAIN,
     *,
@@ -103,7 +104,7 @@ def trace_rounds(
     Args:
         target: The target.
         head: A draft head made for it; None decodes plainly unless a proposer is given.
-        prompt: The prompt's tokens.
+        prompt: The prompt, in any form that `jetspec_jax.generate` takes.
         params: How it is sampled and when it stops.
         settings: The trees.
         routing: What is known of the prompt, for algorithms that look at that.
@@ -123,7 +124,7 @@ def trace_rounds(
         target,
         head,
         settings,
-        [prompt],
+        [read_single(target, prompt, params)],
         params,
         routing,
         proposer=proposer,

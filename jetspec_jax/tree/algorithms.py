@@ -106,9 +106,9 @@ def algorithm_names() -> tuple[str, ...]:
 
 
 def check_algorithm(name: str) -> None:
-    """Raises ValueError, listing the known names, unless ``name`` is one of them."""
+    """Raises ValueError, listing the known names, unless ``name`` is one; TypeError if it is no name."""
     if not isinstance(name, str):
-        raise ValueError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
+        raise TypeError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
     if name not in _KNOWN:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 

@@ -75,7 +75,7 @@ class TestChatsThatCannotBe:
 
     def test_arguments_that_are_not_the_template_s(self, llm):
         with pytest.raises(ValueError, match="return_dict, tokenize cannot be template arguments"):
-            llm.chat(MESSAGES, tokenize=False, return_dict=True)
+            llm.chat(MESSAGES, chat_template_kwargs={"tokenize": False, "return_dict": True})
 
 
 @pytest.mark.wide

@@ -237,7 +237,7 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("diagnose", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets"),
         ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
         ("profile", ["--budget", "257"], "--budget must be in 2..256"),
-        ("diagnose", ["--temperature", "nan"], "temperature must be a finite number of at least 0, not nan"),
+        ("diagnose", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
     ],
 )
 def test_bad_settings_are_one_line(refusal, monkeypatch, command, arguments, message):

@@ -62,7 +62,7 @@ def test_signatures_that_users_rely_on():
 
     assert names(jj.SamplingParams) == [
         *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
-        "ignore_eos",
+        *("ignore_eos", "n", "include_stop_str_in_output", "skip_special_tokens"),
     ]
     assert jj.SamplingParams(0.5, 3).top_k == 3
     assert names(jj.generate)[:3] == ["target", "prompts", "sampling_params"]

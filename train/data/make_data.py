@@ -169,8 +169,9 @@ def make_data(
         if not finished:
             deadline.check(writer.progress)
             loaded = read_target(source)
-            drafts = head_source is not None and tree.budget > 1
-            head = read_draft_head(head_source, loaded) if drafts else None
+            head = None
+            if head_source is not None and tree.budget > 1:
+                head = read_draft_head(head_source, loaded)
             regenerate(writer, loaded, requests, head=head, tree=tree, slots=slots, deadline=deadline)
     return _made(out, len(keys) - len(set(keys)), skipped, finished)
 
@@ -207,7 +208,7 @@ def _prompts(
         room = context - len(ids)
         if room > 0:
             tokens.append(ids)
-            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens)))
+            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
         elif not skip:
             raise ValueError(
                 f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
