@@ -280,6 +280,7 @@ def accepted_paths(weights, slot, position, settings, chunk=64):
             width=settings.width,
             budget=settings.budget,
             depth=settings.depth,
+            algorithm=settings.algorithm,
         )
         choices = jnp.take_along_axis(choices_at, tree.depths, axis=1)
         paths.append(np.asarray(_accept(tree, choices).path)[: chunk - pad[1]])
