@@ -24,7 +24,7 @@ const place = shown => {
   placeLanes(shown);
   return placeBoxes(shown, {height: 38, gap: 30, space: 10, upright});
 };
-const fitting = most ?? mostThatFit(nodes, {width: panel[0], height: panel[1]}, place);
+const fitting = most ?? mostThatFit(nodes, {width: panel[0], height: panel[1]}, 1, place);
 const shown = fold(nodes, fitting, open), size = place(shown);
 const kept = shown.map(({index, kind, depth, x, y, width, tail, below, lane, score, parent}) =>
   ({index, kind, depth, x, y, width, tail, below, lane, score, parent: parent?.index}));
@@ -96,10 +96,22 @@ def test_a_tree_fits_with_its_accepted_path_in_one_line(data, number, panel, upr
     assert len({box[line] for box in path}) == 1
     assert [box[along] for box in path] == sorted(box[along] for box in path)
     assert {box["lane"] for box in path} == {0}
-    # A path that is itself longer than the panel is scrolled.
-    if len(path) < len(shown):
-        assert made["size"][0] <= panel[0]
-        assert made["size"][1] <= panel[1]
+    assert made["size"][0] <= panel[0]
+    assert made["size"][1] <= panel[1]
+
+
+def test_where_the_path_is_too_long_the_others_are_as_small():
+    depth, names = 12, ("tokens", "ranks", "target_log_probs", "choices")
+    # Every node of the path has three children, of which the first is the next.
+    parents = [-1, *(max(0, 3 * d - 2) for d in range(depth) for _ in range(3))]
+    path = [0, *(3 * d + 1 for d in range(depth))]
+    one = {name: [9] * len(parents) for name in names} | {"parents": parents, "path": path}
+    one["scores"] = [-float(i) for i in range(len(parents))]
+    width, height = lay_out(one, most=0)["size"]
+    panel = (width / 2, 3 * height)
+    made = lay_out(one, panel)
+    assert len(made["shown"]) == len(parents) + 1
+    assert min(np.divide(panel, made["size"])) >= 0.5
 
 
 def test_folded_and_shown_nodes_are_all_nodes_and_the_likeliest_are_shown(data):

@@ -92,13 +92,15 @@ function strips(shown, key, width, tail, gap) {
   return found;
 }
 
-// How many of the likeliest nodes a panel of this size holds if all have their places.
-function mostThatFit(nodes, panel, place) {
-  const steps = [Infinity, 96, 64, 48, 40, 32, 26, 20, 15, 11, 8, 5, 3];
-  return steps.find(most => {
+// How many of the likeliest nodes a panel of this size holds, boxes drawn at `least` of their size. Where the
+// accepted path alone is too long for that, the others may be as small as it must be.
+function mostThatFit(nodes, panel, least, place) {
+  const scaleOf = most => {
     const [width, height] = place(fold(nodes, most, new Set()));
-    return width <= panel.width && height <= panel.height;
-  }) ?? 0;
+    return Math.min(panel.width / width, panel.height / height);
+  };
+  const wanted = Math.min(least, scaleOf(0));
+  return [Infinity, 96, 64, 48, 40, 32, 26, 20, 15, 11, 8, 5, 3].find(most => scaleOf(most) >= wanted) ?? 0;
 }
 
 // Tokens generated after a number of rounds, and after as many passes of plain decoding. Both begin with the

@@ -3,8 +3,6 @@
 const SECONDS = 1.6; // that a round is shown while playing
 let current = 1, playing = null;
 
-const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
-
 function drawText(id, end, marks) {
   const prompt = data.prompt_token_ids.length, from = prompt + end - marks.reduce((sum, [, count]) => sum + count, 0);
   const add = (className, pieces, marked) => {
@@ -57,9 +55,11 @@ function show(number) {
 
 function showNothing() {
   $("where").textContent = "no round: the only token came with the prompt";
-  document.querySelectorAll("button, input").forEach(control => { control.disabled = true; });
-  drawText("tree-text", data.token_ids.length, []);
-  drawText("plain-text", data.token_ids.length, []);
+  document.querySelectorAll("nav :not(output), main > section").forEach(part => { part.hidden = true; });
+  for (const kind of ["tree", "plain"]) {
+    $(`${kind}-count`).textContent = many(data.token_ids.length, "token");
+    drawText(`${kind}-text`, data.token_ids.length, []);
+  }
 }
 
 // Plays from the round that is shown, or from the first if that is the last.

@@ -4,11 +4,14 @@ const PAD = 8, LONGEST = 16, CHIP = 28;
 const LEAST = 0.85; // boxes are drawn no smaller than this before nodes are folded
 const NARROW = 640; // a window of at most this width has the likeliest nodes' tree upright
 // Boxes have two lines, and one where all nodes are shown.
-const FOLDED = {height: 38, gap: 30, space: 10}, WHOLE = {height: 20, gap: 24, space: 4};
+const FOLDED = {height: 38, gap: 30, space: 10, upright: false};
+const UPRIGHT = {height: 38, gap: 18, space: 10, upright: true};
+const WHOLE = {height: 20, gap: 24, space: 4, upright: false};
 const pen = document.createElement("canvas").getContext("2d");
 const drawn = {round: null, opened: new Set(), all: false, scale: 1, width: 1, height: 1};
 
 const $ = id => document.getElementById(id);
+const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 const label = token => data.labels[token];
 const short = text => [...text].length > LONGEST ? [...text].slice(0, LONGEST - 1).join("") + "…" : text;
 const nats = logProb => logProb === null ? "−∞" : logProb.toFixed(2).replace("-", "−");
@@ -56,15 +59,13 @@ function drawTree(round) {
   if (round !== drawn.round) Object.assign(drawn, {round, opened: new Set()});
   hideTip();
   $("tree").classList.toggle("whole", drawn.all);
-  const nodes = treeOf(round), panel = room();
-  const sizes = {...drawn.all ? WHOLE : FOLDED, upright: innerWidth <= NARROW && !drawn.all};
+  const nodes = treeOf(round), sizes = drawn.all ? WHOLE : innerWidth <= NARROW ? UPRIGHT : FOLDED;
   const place = shown => {
     shown.forEach(measure);
     placeLanes(shown);
     return placeBoxes(shown, sizes);
   };
-  const legible = {width: panel.width / LEAST, height: panel.height / LEAST};
-  const shown = fold(nodes, drawn.all ? Infinity : mostThatFit(nodes, legible, place), drawn.opened);
+  const shown = fold(nodes, drawn.all ? Infinity : mostThatFit(nodes, room(), LEAST, place), drawn.opened);
   const [width, height] = place(shown);
   const picture = svg("svg", {
     role: "group", viewBox: `-3 -3 ${width + 6} ${height + 6}`,
@@ -79,7 +80,7 @@ function drawTree(round) {
   shown.filter(node => node.chip).forEach(node => picture.append(chipOf(node)));
   Object.assign(drawn, {width: width + 6, height: height + 6});
   $("tree").replaceChildren(picture);
-  $("fold").textContent = drawn.all ? "likeliest nodes" : `all ${round.tokens.length} nodes`;
+  $("fold").textContent = drawn.all ? "likeliest nodes" : `all ${many(round.tokens.length, "node")}`;
   $("fold").disabled = !drawn.all && !shown.some(node => node.below);
   fit();
 }
