@@ -82,9 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     notes = [*notes_of(rows), *profile_notes(report)]
     publish(arguments.json, report, tables_of(title, rows, entries), notes)
-    from bench.exactness.plot import plot_ledger
+    from bench.common.picture import write_picture
+    from bench.exactness.plot import draw_ledger
 
-    plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
+    write_picture(arguments.plot, draw_ledger(report))
     return 1 if any(row["mistakes"] for row in rows) else 0
 
 
