@@ -65,8 +65,8 @@ class LLM:
             width: Most children of a node.
             depth: Largest depth of a tree; None is all that the head drafts.
             algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one.
-            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
-                theirs.
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
+                models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the type of random weights, and how programs on them are compiled and recorded."""
     add = parser.add_argument
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--profile",
         action=argparse.BooleanOptionalAction,

@@ -106,7 +106,7 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=int, default=64, help="of the trees (default: 64)")
     add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
     add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
 
 
 def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:

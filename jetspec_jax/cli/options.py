@@ -52,7 +52,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     add("--top-k", type=int, help="keep the k likeliest tokens")
     add("--stop", action="append", default=[], help="string that ends the text; may recur")
     add("--seed", type=int, help="seed of the sampling noise (default: drawn)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     add("--implementation", help=f"of tree attention: {' or '.join(implementations())} (default: the best)")
     add(
         "--compilation-cache",
