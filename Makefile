@@ -10,15 +10,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity lint clean
+.PHONY: help demo test test-all parity wheel-check lint clean
 
 help:
-	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
-	@echo "make test      lint, types and tests"
-	@echo "make test-all  the same with the wide sweeps"
-	@echo "make parity    live comparisons with transformers (installs PyTorch)"
-	@echo "make lint      ruff and pyright alone"
-	@echo "make clean     remove the virtual environment and everything built"
+	@echo "make demo         generate text with the embedded model pair and check it against plain decoding"
+	@echo "make test         lint, types and tests"
+	@echo "make test-all     the same with the wide sweeps"
+	@echo "make parity       live comparisons with transformers (installs PyTorch)"
+	@echo "make wheel-check  build the wheel, and run the README's lines with it from another folder"
+	@echo "make lint         ruff and pyright alone"
+	@echo "make clean        remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/jetspec-jax generate --check --stats "def read_lines(path):"
@@ -32,6 +33,9 @@ test-all: lint
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
+
+wheel-check: | $(BIN)/python
+	$(BIN)/python tests/packaging/check_wheel.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
