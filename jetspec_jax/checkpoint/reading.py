@@ -223,10 +223,22 @@ def _read(
         value = np.empty(parameter.shape, own_dtype)
         for key in keys:
             try:
-                key.from_file(value, *(files[name].get_tensor(name) for name in key.names))
+                with np.errstate(over="ignore"):
+                    key.from_file(value, *(files[name].get_tensor(name) for name in key.names))
             except ValueError as error:
                 raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
+            if own_dtype == np.float16 and headers.tensors[key.name].dtype != "F16":
+                _check_float16(f"{folder}: {key.name}", value[key.part])
         yield parameter.path, value
+
+
+def _check_float16(where: str, values: np.ndarray) -> None:
+    """Refuses what was finite in a type of a wider range."""
+    if not np.isfinite(values).all():
+        largest = float(jnp.finfo(jnp.float16).max)
+        raise ValueError(
+            f"{where} holds values beyond {largest:g}, the largest in float16; load it in bfloat16 or float32"
+        )
 
 
 def _equal(name: str, other: str, files: Mapping[str, Any], shape: tuple[int, ...]) -> bool:

@@ -20,6 +20,9 @@ from jetspec_jax.config import (
     read_json,
 )
 
+#: The words for the type of all weights.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -31,7 +34,7 @@ class Source:
     Attributes:
         path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
             Orbax, or a hub id such as ``Qwen/Qwen3-8B``.
-        dtype: Of the weights: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
     """
 
@@ -84,12 +87,12 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
 
     Raises:
         TypeError: It is no word.
-        ValueError: The word is none of "auto", "float32", "bfloat16".
+        ValueError: The word is none of `DTYPES`.
     """
     check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
         # On CPUs bf16 is several times slower than float32.
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
     return jnp.dtype(dtype)
