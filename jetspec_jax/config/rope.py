@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -182,7 +182,7 @@ def _scaling(own: Fields, kind: str) -> Scaling:
     factor = own.positive("factor")
     if kind == "linear":
         return Linear(factor)
-    original = own.integer("original_max_position_embeddings")
+    original = own.integer("original_max_position_embeddings", most=MAX_TOKENS)
     if kind == "llama3":
         return Llama3(factor, own.positive("low_freq_factor"), own.positive("high_freq_factor"), original)
     # Source of the usual attention factor: YaRN, section 3.4, as all its implementations have it.
