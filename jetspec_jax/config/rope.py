@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -133,7 +133,7 @@ def context_of(fields: Fields, rope: Rope | None) -> int:
         ValueError: There is no number, or the original context is beyond it.
     """
     key = "max_position_embeddings"
-    limit = fields.integer(key)
+    limit = fields.integer(key, most=MAX_TOKENS)
     if rope is None or not isinstance(rope.scaling, Yarn):
         return limit
     if (original := rope.scaling.original_context) > limit:
@@ -202,7 +202,7 @@ def _scaling(own: Fields, kind: str, theta: float) -> Scaling:
     factor = own.positive("factor")
     if kind == "linear":
         return Linear(factor)
-    original = own.integer("original_max_position_embeddings")
+    original = own.integer("original_max_position_embeddings", most=MAX_TOKENS)
     if kind == "llama3":
         return Llama3(factor, own.positive("low_freq_factor"), own.positive("high_freq_factor"), original)
     fast, slow = own.optional("beta_fast") or 32.0, own.optional("beta_slow") or 1.0
