@@ -219,7 +219,9 @@ def write_picture(path: Path, figure: Figure) -> None:
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
     # Texts stay texts: they can be searched, and files are small. Without the salt, names differ each time.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}):
-        with replacing(path.with_suffix(".svg")) as partial:
-            figure.savefig(partial, format="svg", metadata={"Date": None})
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(path.with_suffix(".svg")) as partial,
+    ):
+        figure.savefig(partial, format="svg", metadata={"Date": None})
     print(f"wrote {path} and {path.with_suffix('.svg').name}")
