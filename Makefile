@@ -10,13 +10,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity lint clean
+.PHONY: help demo test test-all parity fuzz lint clean
 
 help:
 	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
 	@echo "make test      lint, types and tests"
 	@echo "make test-all  the same with the wide sweeps"
 	@echo "make parity    live comparisons with transformers (installs PyTorch)"
+	@echo "make fuzz      hostile checkpoints and requests; CASES=5000 or MINUTES=30"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make clean     remove the virtual environment and everything built"
 
@@ -32,6 +33,9 @@ test-all: lint
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES))
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

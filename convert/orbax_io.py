@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from convert.folders import MANIFEST, Checkpoint, locate
 from jetspec_jax import __version__
+from jetspec_jax.checkpoint.content import CheckpointError, read_object
 from jetspec_jax.checkpoint.files import new_folder, write_files
+from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights
 
 FORMAT = "jetspec-jax orbax"
@@ -73,8 +75,9 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: It is no Orbax folder, or one of another version, or its parameters are not its config's
-            (all that differ are listed), or they cannot be read.
+        CheckpointError: It is no whole Orbax folder, or one of another version, or its parameters are not its
+            config's (all that differ are listed), or not finite, or they cannot be read.
+        ValueError: It is a Hugging Face folder.
     """
     checkpoint = locate(folder)
     folder = checkpoint.folder
@@ -83,15 +86,17 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
     check_manifest(checkpoint)
     place = (checkpoint.folder / WEIGHTS).absolute()
     if not place.is_dir():
-        raise ValueError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
     # Arrays of a mesh are read side by side, so there is nothing to count.
     count = len(expected_parameters(checkpoint.config)) if shardings is None else None
     with _bar(f"loading {checkpoint.folder.name}", count) as bar, _checkpointer(bar) as checkpointer:
         with _reading(place):
             metadata = checkpointer.metadata(place)
         if metadata.item_metadata is None:
-            raise ValueError(f"{place} cannot be read: what it holds is not listed")
-        item = _abstract(_stored(metadata), checkpoint.config, where=str(folder))
+            raise CheckpointError(f"{place} cannot be read: what it holds is not listed")
+        with _reading(place):
+            stored = _stored(metadata)
+        item = _abstract(stored, checkpoint.config, where=str(folder))
         if shardings is None:
             restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         else:
@@ -101,26 +106,30 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
                 shardings,
             )
         with _reading(place):
-            return checkpointer.restore(place, args=ocp.args.PyTreeRestore(item=item, restore_args=restore))
+            arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore)
+            weights = checkpointer.restore(place, args=arguments)
+    if not checkpoint.allow_nonfinite:
+        _check_finite(weights, where=str(folder))
+    return weights
 
 
 def check_manifest(checkpoint: Checkpoint) -> None:
     """Checks that an Orbax folder is of the version that is read here, and of the kind of its config.
 
     Raises:
-        ValueError: It is not.
+        CheckpointError: It is not.
     """
     path = checkpoint.folder / MANIFEST
-    manifest = read_json(path)
+    manifest = read_object(path)
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: the format is {manifest.get('format')!r}, not {FORMAT!r}")
+        raise CheckpointError(f"{path}: the format is {manifest.get('format')!r}, not {FORMAT!r}")
     if manifest.get("version") != VERSION:
-        raise ValueError(
+        raise CheckpointError(
             f"{path}: version {manifest.get('version')!r} of the format, written by jetspec_jax "
             f"{manifest.get('jetspec_jax')}; this is {__version__}, which reads version {VERSION}"
         )
     if manifest.get("kind") != checkpoint.kind:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} says that this is a {manifest.get('kind')}, config.json that it is a {checkpoint.kind}"
         )
 
@@ -137,11 +146,23 @@ def _abstract(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, 
         if dtype not in FILE_DTYPES.values():
             wrong.append(f"unsupported type: {name} is {dtype}")
     if wrong:
-        raise ValueError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
+        raise CheckpointError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
     weights: Weights = {}
     for name, parameter in wanted.items():
         put(weights, parameter.path, jax.ShapeDtypeStruct(parameter.shape, stored[name].dtype))
     return weights
+
+
+def _check_finite(weights: Weights, where: str) -> None:
+    """Names the parameters that are not finite; of a mesh's arrays each process looks at its own parts."""
+    wrong = []
+    for path, value in nnx.traversals.flatten_mapping(weights).items():
+        on_mesh = isinstance(value, jax.Array)
+        parts = [shard.data for shard in value.addressable_shards] if on_mesh else [value]
+        if not all(is_finite(np.asarray(part)) for part in parts):
+            wrong.append(".".join(map(str, path)))
+    if wrong:
+        raise CheckpointError(f"{where}/{WEIGHTS}: values that are not finite, in {wrong}")
 
 
 def _stored(metadata: Any) -> dict[str, Any]:
@@ -209,8 +230,8 @@ def _reading(place: Path) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (OSError, LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{place} cannot be read: {_first_line(error)}") from error
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{place} cannot be read: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """`LLM`: text and chats in, completions out."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -53,6 +54,7 @@ class LLM:
         max_slots: int = MAX_SLOTS,
         implementation: str | None = None,
         ignore_config_keys: Collection[str] = (),
+        allow_nonfinite: bool = False,
         compilation_cache: str | Path = "auto",
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
@@ -73,21 +75,24 @@ class LLM:
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
                 no effect; one that is understood cannot be ignored.
+            allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
-            ValueError: A checkpoint or a setting is not valid.
+            CheckpointError: A file of a checkpoint does not hold what it should.
+            ValueError: A setting is not valid.
             DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
         """
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        ours = target if isinstance(target, Target) else Source(target, dtype, ignore_config_keys)
+        reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
+        ours = target if isinstance(target, Target) else replace(reading, path_or_id=target)
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
-            head = draft_head if loaded else Source(draft_head, dtype, ignore_config_keys)
+            head = draft_head if loaded else replace(reading, path_or_id=draft_head)
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(ours, Target):

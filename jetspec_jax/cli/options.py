@@ -61,6 +61,14 @@ def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     add_ignore_option(parser)
+    add_allow_option(parser)
+
+
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that every command has which reads weights for a person to look at."""
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="read weights that are NaN or infinite all the same"
+    )
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +116,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
         dtype=arguments.dtype,
         implementation=arguments.implementation,
         ignore_config_keys=arguments.ignore_config_key,
+        allow_nonfinite=arguments.allow_nonfinite,
         compilation_cache=arguments.compilation_cache,
     )
     if llm.draft_head is None:
