@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
@@ -193,11 +194,14 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _is_inside(folder: Path, name: str) -> bool:
-    """Whether a relative name stays in a folder, on any system; what it names may be a link."""
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if path.anchor or ".." in path.parts:
-            return False
-    return Path(os.path.realpath((folder / name).parent)).is_relative_to(os.path.realpath(folder))
+    """Whether a name stays in a folder; what it names may be a link, but not lie in a linked folder."""
+    if not is_inside(name):
+        return False
+    try:
+        place = Path(os.path.realpath((folder / name).parent))
+    except ValueError:  # no system has such a name
+        return False
+    return place.is_relative_to(os.path.realpath(folder))
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -184,6 +184,7 @@ MODELS = Group(
             metavar="KEY",
             recurs=True,
         ),
+        Option("allow_nonfinite", "read weights that are NaN or infinite all the same"),
         Option(
             "compilation_cache",
             "where compiled programs are kept; auto is the user's cache folder, on a GPU",
@@ -246,6 +247,11 @@ GROUPS = (PROMPT, SAMPLING, MODELS, ALGORITHM, ROUTING)
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option that every command has which reads the config of a checkpoint."""
     MODELS.add(parser, ["ignore_config_keys"], ignore_config_keys=[])
+
+
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that every command has which reads weights for a person to look at."""
+    MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
 
 
 def parse_option(text: str, name: str = "--algorithm-option", form: str = "NAME=VALUE") -> tuple[str, Any]:
