@@ -52,7 +52,8 @@ AB, IDS = ([0, 1], "ab"), ([5, 6], None)
         ([], []),
         ((), []),
     ],
-    ids=shown,
+    # An iterator has an address in its name.
+    ids=lambda value: shown(value).partition(" at 0x")[0],
 )
 def test_forms(target, prompts, expected):
     read = read_prompts(target, prompts)
