@@ -10,16 +10,17 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity soak lint clean
+.PHONY: help demo test test-all parity wheel-check soak lint clean
 
 help:
-	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
-	@echo "make test      lint, types and tests"
-	@echo "make test-all  the same with the wide sweeps"
-	@echo "make parity    live comparisons with transformers (installs PyTorch)"
+	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
+	@echo "make test             lint, types and tests"
+	@echo "make test-all         the same with the wide sweeps"
+	@echo "make parity           live comparisons with transformers (installs PyTorch)"
+	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
-	@echo "make lint      ruff and pyright alone"
-	@echo "make clean     remove the virtual environment and everything built"
+	@echo "make lint             ruff and pyright alone"
+	@echo "make clean            remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/jetspec-jax generate --budget 128 --check --stats "def read_lines(path):"
@@ -33,6 +34,9 @@ test-all: lint
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
+
+wheel-check: | $(BIN)/python
+	$(BIN)/python tests/packaging/check_wheel.py
 
 MINUTES ?= 15
 

@@ -78,8 +78,8 @@ class LLM:
                 None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
             candidates: Tokens of a draft row that are looked at; None is the width, or without one the
                 algorithm's own number.
-            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
-                theirs.
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
+                models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.

@@ -27,6 +27,7 @@ ROOMS = {
         ("common",),
         ("acceptance", "decode", "exactness", "experts", "round", "train_step"),
         ("kernel",),
+        ("plots",),
         ("__main__",),
     ],
 }

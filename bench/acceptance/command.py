@@ -85,9 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"{report['device']}, JAX {report['jax']}"
     )
     publish(arguments.json, report, _tables(rows, title), profile_notes(report))
-    from bench.acceptance.plot import plot_acceptance
+    from bench.acceptance.plot import draw_acceptance
+    from bench.common.picture import write_picture
 
-    plot_acceptance(rows, title, arguments.plot)
+    write_picture(arguments.plot, draw_acceptance(report))
     return 0
 
 

@@ -81,14 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
-    from bench.acceptance.plot import plot_diagnosis
+    from bench.acceptance.plot import draw_diagnosis
+    from bench.common.picture import write_picture
 
     tables = [
         (heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]]),
         (f"Share of rounds ({name}) that accept a node of a depth, by its rank", share),
     ]
     publish(arguments.json, report, tables, notes)
-    plot_diagnosis(report, title, FAITHFUL, arguments.plot)
+    write_picture(arguments.plot, draw_diagnosis(report))
     return 0
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="all methods take turns of a few prompts, with the stores of all on the device",
     )
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_report_arguments(parser, "decode")
     add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
     add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
@@ -120,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from bench.decode.plot import plot_decode
+    from bench.common.picture import write_picture
+    from bench.decode.plot import draw_decode
 
     rows = report["rows"]
     budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
@@ -134,4 +135,4 @@ def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     for table in tables:
         show(*table)
     show(heading, last, report["notes"])
-    plot_decode(rows, title, budget, arguments.plot)
+    write_picture(arguments.plot, draw_decode(report, budget))

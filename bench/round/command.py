@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         "ceilings": ceilings.entry(),
         "rows": rows,
     }
-    from bench.round.plot import plot_rounds
+    from bench.common.picture import write_picture
+    from bench.round.plot import draw_rounds
 
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
-    plot_rounds(rows, title, arguments.plot)
+    write_picture(arguments.plot, draw_rounds(report))
     return 0
 
 

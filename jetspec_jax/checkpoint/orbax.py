@@ -9,9 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jetspec_jax
+from jetspec_jax.checkpoint.content import CheckpointError
+from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
 from jetspec_jax.models import Weights
@@ -57,13 +60,24 @@ def read_orbax(folder: Path, config: ModelConfig | DraftHeadConfig, shardings: A
     return _arrays(folder).restore(_place(folder, config), config, shardings)
 
 
-def read_orbax_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
-    """The parameters of an Orbax folder on the device, all of one type; raises what `read_orbax` does."""
+def read_orbax_weights(
+    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, *, allow_nonfinite: bool = False
+) -> Weights:
+    """The parameters of an Orbax folder on the device, all of one type.
+
+    Raises:
+        CheckpointError: Values are not finite, and not allowed to be; and what `read_orbax` raises.
+    """
     flat = nnx.traversals.flatten_mapping(read_orbax(folder, config))
     weights: Weights = {}
     # One by one, so that only one is there twice.
     for path in list(flat):
-        put(weights, path, jnp.asarray(flat.pop(path).astype(dtype, copy=False)))
+        with np.errstate(over="ignore"):  # what overflows is not finite
+            value = flat.pop(path).astype(dtype, copy=False)
+        if not (allow_nonfinite or is_finite(value)):
+            name = ".".join(map(str, path))
+            raise CheckpointError(f"{folder}: {name} holds values that are not finite in {dtype}")
+        put(weights, path, jnp.asarray(value))
     return weights
 
 
@@ -72,7 +86,7 @@ def check_orbax(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
 
     Raises:
         ImportError: As for `read_orbax`.
-        ValueError: Likewise.
+        CheckpointError: Likewise.
     """
     place = _place(folder, config)
     _arrays(folder).check_stored(place, config)
@@ -84,20 +98,20 @@ def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
     path = folder / MANIFEST
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: the format is {manifest.get('format')!r}, not {FORMAT!r}")
+        raise CheckpointError(f"{path}: the format is {manifest.get('format')!r}, not {FORMAT!r}")
     if manifest.get("version") != VERSION:
-        raise ValueError(
+        raise CheckpointError(
             f"{path}: version {manifest.get('version')!r} of the format, written by jetspec_jax "
             f"{manifest.get('jetspec_jax')}; this is {jetspec_jax.__version__}, which reads version {VERSION}"
         )
     kind = "draft head" if isinstance(config, DraftHeadConfig) else "target"
     if manifest.get("kind") != kind:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} says that this is a {manifest.get('kind')}, config.json that it is a {kind}"
         )
     place = (folder / WEIGHTS).absolute()
     if not place.is_dir():
-        raise ValueError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
     return place
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.llm import LLM
@@ -201,7 +202,7 @@ MODELS = Group(
             unset=DEFAULT_ALGORITHM,
             words=algorithm_names(),
         ),
-        Option("dtype", "auto, float32 or bfloat16", metavar="TYPE", words=["auto", "float32", "bfloat16"]),
+        Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
         Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
         Option("max_slots", "most prompts that decode at the same time", int, metavar="N"),
         Option(

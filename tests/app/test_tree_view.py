@@ -1,4 +1,4 @@
-"""Trees for people: the drawing, the JSON object, the page, and the command that makes them."""
+"""Trees for people: the drawing, the JSON object, and the command that makes them."""
 
 import io
 import json
@@ -15,7 +15,6 @@ from jetspec_jax.cli import settings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.view.data import trace_data
-from jetspec_jax.view.page import TEMPLATE, page_of
 from jetspec_jax.view.terminal import ASCII, draw_round, headline
 from jetspec_jax.view.tokens import columns, cut, pieces, token_label, visible
 
@@ -134,7 +133,7 @@ def test_pieces_join_to_the_text_also_where_tokens_split_characters(llm):
     assert "".join(made) == text
 
 
-# The object and the page
+# The object
 
 
 def test_the_object_holds_the_rounds(llm, traced):
@@ -159,20 +158,6 @@ def test_what_has_no_probability_is_null():
     data = trace_data([1, 2, 3], [hand_made()], completion, None, {})
     assert data["rounds"][0]["target_log_probs"][3] is None
     assert data["rounds"][0]["ranks"] == [-1, 0, 1, 0, 1, 0]
-
-
-def test_hostile_tokens_stay_data():
-    words = {**WORDS, 7: "</script><script>alert(1)</script>", 8: "<!--<script>", 9: "&lt;\u2028"}
-    completion = Completion("", [5, 7, 8, 9], "length", [3], [6])
-    data = trace_data([1, 2, 3], [hand_made()], completion, None, {"target": "</script>", "seed": 2**63})
-    data["labels"] = {str(token): text for token, text in words.items()}
-    page = page_of(data)
-    template = TEMPLATE.read_text(encoding="utf-8")
-    for tag in ("<script", "</script", "<!--"):
-        assert page.count(tag) == template.count(tag)
-    embedded = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
-    # Settings are texts in a page: a seed of 64 bits is no number of JavaScript's.
-    assert json.loads(embedded[1]) == {**data, "settings": {"target": "</script>", "seed": str(2**63)}}
 
 
 # The command
