@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any
 
 from jetspec_jax.arguments import check_flag, check_integer, check_type, shown
-from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats, render_chat
+from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -19,7 +19,7 @@ from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests, read_single
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_text, naming, read_prompt
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, complete, engine_for
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
@@ -220,15 +220,11 @@ class LLM:
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
         check_template_arguments(arguments)
-        tokenizer = self._tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the target's tokenizer has no chat template; use generate")
+        templated(self.target)
         prompts, chats = [], read_chats(messages)
         for number, chat in enumerate(chats):
             with naming(f"messages[{number}]" if len(chats) > 1 else ""):
-                text = render_chat(tokenizer, chat, arguments, tokenize=False, add_generation_prompt=begins)
-                # The template has written the special tokens.
-                prompts.append(encode_text(self.target, text, add_special_tokens=False))
+                prompts.append(encode_chat(self.target, chat, arguments, add_generation_prompt=begins))
         return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def stream(

@@ -55,7 +55,7 @@ def choose_algorithms(
         check_algorithm(name)
     given: dict[str, dict[str, Any]] = {}
     for option in options:
-        path, value = parse_option(option, form="[ALGORITHM.]NAME=VALUE")
+        path, value = parse_option(option, "[ALGORITHM.]NAME=VALUE")
         owner, _, name = path.rpartition(".")
         if not owner and len(names) > 1:
             raise ValueError(

@@ -12,7 +12,7 @@ from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING
+from jetspec_jax.cli.options import ALGORITHM, MODELS
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -38,8 +38,8 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     best = "xla" if gpu_problem() else "pallas_triton"
     usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
     MODELS.add(parser, [*usual, "draft_head", "ignore_config_keys"], **usual, ignore_config_keys=[])
-    SAMPLING.add(parser, ["max_tokens"], max_tokens=max_tokens)
     add = parser.add_argument
+    add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
     add(
         "--prompts",
         default=DEMO,

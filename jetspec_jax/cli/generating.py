@@ -1,7 +1,6 @@
 """``jetspec-jax generate``: completes prompts, and compares what came out with plain decoding."""
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.generate import generate
 from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.llm import LLM
@@ -32,11 +32,25 @@ def add_generate_command(commands: Any) -> None:
     parser.add_argument("--stats", action="store_true", help="print figures of the run to standard error")
 
 
-class _Run(NamedTuple):
-    """Requests and what came of them.
+class _Asked(NamedTuple):
+    """One completion that was asked for.
 
     Attributes:
-        completions: Of each prompt.
+        name: What a heading calls it.
+        ids: Its prompt.
+        params: Its own, with its own seed.
+    """
+
+    name: str
+    ids: list[int]
+    params: SamplingParams
+
+
+class _Run(NamedTuple):
+    """What came of all that was asked for.
+
+    Attributes:
+        completions: In order.
         seconds: For all of them.
         warm: Whether everything was compiled before.
     """
@@ -47,39 +61,55 @@ class _Run(NamedTuple):
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    """Completes prompts; the text of a single one appears as it is accepted."""
+    """Completes prompts; the text of a single completion appears as it is accepted."""
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     llm = load_llm(arguments)
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
     hints = [routing_hints(arguments, prompt) for prompt in prompts]
-    alone = len(ids) == 1 and params.n == 1 and llm.target.tokenizer is not None
-    if warm := alone and (arguments.json or arguments.stats):
-        # Begin once before the clock runs, so that the figures are those of decoding, not of compiling.
-        with llm.stream(ids[0], params, routing=hints[0]) as warm_up:
-            next(warm_up, None)
+    asked = list(_each(prompts, ids, params))
+    alone = len(asked) == 1 and llm.target.tokenizer is not None
+    warm = (arguments.json or arguments.stats) and _warm_up(llm, ids, params, hints, alone=alone)
     started = time.perf_counter()
     if alone and not arguments.json:
         completions = [_stream(llm, ids[0], params, hints[0])]
     else:
         completions = llm.generate(ids, params, routing=hints)
-    if params.n > 1:
-        prompts = [prompt.numbered(index) for prompt in prompts for index in range(params.n)]
     run = _Run(completions, time.perf_counter() - started, warm)
     if arguments.json:
-        for prompt, completion, own in zip(prompts, completions, [*params.each()] * len(ids), strict=True):
-            print(json.dumps({"prompt": prompt.name, **_report(completion, run), "seed": own.seed}))
+        for own, completion in zip(asked, completions, strict=True):
+            print(json.dumps({"prompt": own.name, **_report(completion, run), "seed": own.params.seed}))
     elif not alone:
-        print("\n".join(_texts(prompts, completions)))
+        print("\n".join(_texts(asked, completions)))
     if arguments.stats:
         print(_stats(run), file=sys.stderr)
     if not arguments.check:
         return 0
-    asked = itertools.product(ids, params.each())
     checks = [
-        _check(llm, prompt, own, completion, arguments.implementation)
-        for (prompt, own), completion in zip(asked, completions, strict=True)
+        _check(llm, own, completion, arguments.implementation)
+        for own, completion in zip(asked, completions, strict=True)
     ]
     return max(checks)
+
+
+def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingParams) -> Iterator[_Asked]:
+    """The completions of all prompts, in the order in which they come."""
+    for prompt, own in zip(prompts, ids, strict=True):
+        for number, child in enumerate(params.each(), start=1):
+            several = f", {number} of {params.n}" if params.n > 1 else ""
+            yield _Asked(f"{prompt.name}{several}", own, child)
+
+
+def _warm_up(
+    llm: LLM, ids: list[list[int]], params: SamplingParams, hints: list[Hints], *, alone: bool
+) -> bool:
+    """Compiles before the clock runs, so that the figures are those of decoding; False if that needs more."""
+    if alone:
+        # Begun once, which compiles for a long prompt too.
+        with llm.stream(ids[0], params, routing=hints[0]) as begun:
+            next(begun, None)
+        return True
+    llm.warm_up(len(ids) * params.n)
+    return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
 
 
 def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints) -> Completion:
@@ -92,18 +122,17 @@ def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints) -> C
     return stream.completion
 
 
-def _texts(prompts: list[GivenPrompt], completions: list[Completion]) -> Iterator[str]:
+def _texts(asked: list[_Asked], completions: list[Completion]) -> Iterator[str]:
     """What is printed of several completions; token ids where the target has no tokenizer."""
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if len(prompts) > 1:
-            yield f"==> {prompt.name} <=="
+    for own, completion in zip(asked, completions, strict=True):
+        if len(asked) > 1:
+            yield f"==> {own.name} <=="
         yield ",".join(map(str, completion.token_ids)) if completion.text is None else completion.text
 
 
-def _check(
-    llm: LLM, ids: list[int], params: SamplingParams, completion: Completion, implementation: str | None
-) -> int:
+def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str | None) -> int:
     """Decodes plainly with the same seed; exit code 1 and the first difference if there is one."""
+    _, ids, params = asked
     [plain] = generate(llm.target, [ids], params, implementation=implementation)
     with waiting("looking at the first difference"):
         difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
@@ -151,11 +180,17 @@ def _stats(run: _Run) -> str:
     count, rounds = _count(run), sum(completion.rounds for completion in run.completions)
     committed = sum(sum(completion.accept_lengths) for completion in run.completions)
     nodes = sum(sum(completion.tree_sizes) for completion in run.completions)
-    several = f" for {len(run.completions)} prompts" if len(run.completions) > 1 else ""
+    several = f" in {len(run.completions)} completions" if len(run.completions) > 1 else ""
+    if nodes == rounds:
+        steps = f"{rounds} plain steps"
+    else:
+        steps = (
+            f"{rounds} rounds, {committed / rounds:.2f} tokens per round from trees of "
+            f"{nodes / rounds:.0f} nodes"
+        )
     reasons = ", ".join(sorted({completion.finish_reason for completion in run.completions}))
     return (
-        f"{count} tokens{several} in {rounds} rounds, {committed / max(rounds, 1):.2f} tokens per round from "
-        f"trees of {nodes / max(rounds, 1):.0f} nodes; {run.seconds:.2f} s "
+        f"{count} tokens{several} in {steps}; {run.seconds:.2f} s "
         f"{'after warm-up' if run.warm else 'with compiling'} ({count / run.seconds:.1f} tokens/s); finished "
         f"by {reasons}"
     )

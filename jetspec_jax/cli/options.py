@@ -32,6 +32,39 @@ def comma_separated(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+class Open:
+    """Python's None on a command line, where nothing given stands for nothing said."""
+
+
+def integer_or_none(text: str) -> int | type[Open]:
+    """An integer, or the word ``none``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is neither.
+    """
+    if text == "none":
+        return Open
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer or none, not {text!r}") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The mapping of a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no JSON object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text!r}")
+    return value
+
+
 @dataclass(frozen=True)
 class Option:
     """One option.
@@ -108,7 +141,7 @@ class Group:
             else:
                 settings |= {"type": option.type, "metavar": option.metavar}
                 settings["action"] = "append" if option.recurs else "store"
-                shown = next((own for own in (default, usual, option.unset) if own is not None), None)
+                shown = next(own for own in (default, usual, option.unset) if own not in (None, ...))
                 if shown not in ("", (), []):
                     settings["help"] += f" (default: {shown})"
             section.add_argument(option.name, **settings)
@@ -116,7 +149,8 @@ class Group:
     def given(self, arguments: argparse.Namespace) -> dict[str, Any]:
         """The values that were given, by field."""
         values = {option.field: getattr(arguments, option.dest, None) for option in self.options}
-        return {field: value for field, value in values.items() if value is not None}
+        said = {field: value for field, value in values.items() if value is not None}
+        return {field: None if value is Open else value for field, value in said.items()}
 
 
 SAMPLING = Group(
@@ -128,13 +162,13 @@ SAMPLING = Group(
         Option("top_p", "keep the likeliest tokens up to this probability", float, metavar="P"),
         Option("min_p", "keep tokens at least P times as likely as the likeliest", float, metavar="P"),
         Option("seed", "seed of the sampling noise", int, unset="drawn"),
-        Option("max_tokens", "most tokens to generate", int, metavar="N"),
+        Option("max_tokens", "most tokens; none goes on to the context's end", integer_or_none, metavar="N"),
+        Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
         Option("stop", "string that ends the text; may recur", metavar="TEXT", recurs=True),
         Option("stop_token_ids", "tokens that end the output, as in 1,2,3", comma_separated, metavar="IDS"),
         Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
-        Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
-        Option("include_stop_str_in_output", "keep the stop string in the text", flag="--include-stop"),
-        Option("skip_special_tokens", "keep special tokens in the text", flag="--keep-special-tokens"),
+        Option("include_stop_str_in_output", "keep in the text what stopped it"),
+        Option("skip_special_tokens", "write special tokens too", flag="--no-skip-special-tokens"),
     ),
 )
 
@@ -142,7 +176,8 @@ MODELS = Group(
     "models and trees",
     LLM,
     (
-        Option("target", "folder or hub id; the demo is embedded", metavar="PATH_OR_ID", words=["demo"]),
+        Option("target", "folder or hub id", metavar="PATH_OR_ID", unset="the embedded demo"),
+        Option("model", "another name of --target", metavar="PATH_OR_ID"),
         Option("draft_head", "likewise", metavar="PATH_OR_ID", unset="the demo's; else plain decoding"),
         Option(
             "budget",
@@ -230,18 +265,30 @@ PROMPT = Group(
         ),
         Option("token_ids", "token ids of the prompt, as in 1,2,3", comma_separated, metavar="IDS"),
         Option("chat", "take the prompt for what a user says, and answer it", is_flag=True),
+    ),
+)
+
+CHAT = Group(
+    "chats",
+    LLM.chat,
+    (
         Option(
-            "template_argument",
-            "argument of the chat template, its value in JSON, as enable_thinking=false; may recur",
-            metavar="NAME=VALUE",
-            recurs=True,
+            "chat_template_kwargs",
+            "told to the chat template, as '{\"enable_thinking\": false}'",
+            json_object,
+            metavar="JSON",
+        ),
+        Option(
+            "add_generation_prompt",
+            "go on with the last message instead of answering it",
+            flag="--no-add-generation-prompt",
         ),
     ),
 )
 
 
 #: What a command that decodes is told.
-GROUPS = (PROMPT, SAMPLING, MODELS, ALGORITHM, ROUTING)
+GROUPS = (PROMPT, CHAT, SAMPLING, MODELS, ALGORITHM, ROUTING)
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
@@ -254,21 +301,20 @@ def add_allow_option(parser: argparse.ArgumentParser) -> None:
     MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
 
 
-def parse_option(text: str, name: str = "--algorithm-option", form: str = "NAME=VALUE") -> tuple[str, Any]:
-    """Name and value of an option such as ``--algorithm-option``.
+def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
+    """Name and value of an ``--algorithm-option``.
 
     Args:
         text: What was given.
-        name: Of the option.
         form: What errors say it must look like.
 
     Raises:
         ValueError: It has no name, or its value is no JSON.
     """
-    key, _, value = text.partition("=")
+    name, _, value = text.partition("=")
     try:
-        if not key:
+        if not name:
             raise ValueError("no name")
-        return key, json.loads(value)
+        return name, json.loads(value)
     except ValueError as error:
-        raise ValueError(f"{name} takes {form} with a JSON value, not {text!r}") from error
+        raise ValueError(f"--algorithm-option takes {form} with a JSON value, not {text!r}") from error

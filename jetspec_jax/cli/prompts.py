@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
-from jetspec_jax.cli.options import parse_option
+from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats
+from jetspec_jax.cli.options import CHAT
+from jetspec_jax.engine.prompts import encode_chat, naming
 from jetspec_jax.llm import LLM
 from jetspec_jax.tree import Hints
 
@@ -30,7 +30,7 @@ class GivenPrompt:
     name: str
     text: str | None = None
     token_ids: Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Chat | None = None
 
     @property
     def last_words(self) -> str | None:
@@ -39,10 +39,6 @@ class GivenPrompt:
             return self.text
         said = self.messages[-1].get("content")
         return said if isinstance(said, str) else None
-
-    def numbered(self, index: int) -> "GivenPrompt":
-        """The same under the heading of one of its completions."""
-        return replace(self, name=f"{self.name}, {index + 1}")
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
@@ -60,45 +56,40 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise ValueError(f"give one of {', '.join(given)}, not {' and '.join(named)}")
-    if arguments.template_argument and not (arguments.chat or arguments.prompt_file):
-        raise ValueError("--template-argument is about chats; give --chat too")
     if arguments.token_ids is not None:
         prompts = [GivenPrompt("prompt", token_ids=arguments.token_ids)]
     elif arguments.prompt_file is not None:
         prompts = [prompt for path in arguments.prompt_file for prompt in _read_file(path)]
+        if not prompts:
+            raise ValueError(f"there are no prompts in {', '.join(map(str, arguments.prompt_file))}")
     elif arguments.prompt is not None:
         prompts = [GivenPrompt("prompt", arguments.prompt)]
     else:
         prompts = [GivenPrompt("standard input", _decode(sys.stdin.buffer.read(), "standard input"))]
-    if not arguments.chat:
-        return prompts
-    return [_as_chat(prompt) for prompt in prompts]
+    if arguments.chat:
+        prompts = [_as_chat(prompt) for prompt in prompts]
+    if CHAT.given(arguments) and not any(prompt.messages for prompt in prompts):
+        names = " and ".join(option.name for option in CHAT.options)
+        raise ValueError(f"{names} are about chats; give --chat")
+    return prompts
 
 
 def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list[int]:
     """Token ids of a prompt.
 
     Raises:
+        TypeError: A message is of a wrong type.
         ValueError: The target has no tokenizer or no chat template, or the template refuses the conversation.
     """
-    if prompt.messages is None:
+    with naming("" if prompt.name == "prompt" else prompt.name):
+        if prompt.messages is not None:
+            [chat], given = read_chats(prompt.messages), CHAT.given(arguments)
+            settings = given.pop("chat_template_kwargs", {})
+            check_template_arguments(settings)
+            return encode_chat(llm.target, chat, settings, **given).ids.tolist()
         plain = prompt.text if prompt.token_ids is None else prompt.token_ids
         assert plain is not None, "a prompt has one of its three forms"
         return llm.encode(plain)
-    settings = dict(parse_option(text, "--template-argument") for text in arguments.template_argument or ())
-    check_template_arguments(settings)
-    tokenizer = llm.target.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the target has no chat template; give its prompts as text, without --chat")
-    return render_chat(
-        tokenizer,
-        prompt.messages,
-        settings,
-        where=prompt.name,
-        tokenize=True,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
 
 
 def routing_hints(arguments: argparse.Namespace, prompt: GivenPrompt) -> Hints:
@@ -113,7 +104,8 @@ def _read_file(path: Path) -> Iterator[GivenPrompt]:
     if path.suffix != ".jsonl":
         yield GivenPrompt(str(path), text)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Only these end a line: a JSON string may hold what `splitlines` would split at.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield _parse_line(line, f"{path}:{number}")
 

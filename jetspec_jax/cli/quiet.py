@@ -21,7 +21,9 @@ _TO_STDERR = _ToStderr()
 
 def show_own_log() -> None:
     """Has this package's log on standard error, under the command's name; a second call changes nothing."""
-    logging.getLogger("jetspec_jax").addHandler(_TO_STDERR)
+    own = logging.getLogger("jetspec_jax")
+    own.addHandler(_TO_STDERR)
+    own.setLevel(logging.WARNING)  # whatever the level of other libraries
 
 
 def keep_libraries_quiet() -> None:

@@ -117,7 +117,7 @@ def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Na
     sampling: dict[str, Any] = dict.fromkeys(option.field for option in SAMPLING.options)
     sampling |= SAMPLING.given(arguments)
     return {
-        "target": str(arguments.target or "demo"),
+        "target": str(arguments.target or arguments.model or "demo"),
         "draft_head": said.get("draft_head"),
         "budget": tree.budget,
         **tree.breadth._asdict(),

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Int32
 
 from jetspec_jax.arguments import check_text, check_type, is_integer, shown
+from jetspec_jax.checkpoint.chat_template import Chat, render_chat
 from jetspec_jax.checkpoint.loading import Target
 
 #: A prompt as token ids: a list of them, or an array.
@@ -94,6 +95,44 @@ def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
     if not ids.size:
         raise ValueError("the prompt is empty; it needs at least one token")
     return EncodedPrompt(ids, text)
+
+
+def encode_chat(
+    target: Target, chat: Chat, arguments: Mapping[str, Any], *, add_generation_prompt: bool = True
+) -> EncodedPrompt:
+    """A conversation as the tokens of its chat template.
+
+    Args:
+        target: The target.
+        chat: One of `read_chats`.
+        arguments: Passed to the template; see `check_template_arguments`.
+        add_generation_prompt: Whether the prompt ends with what begins an answer.
+
+    Raises:
+        ValueError: There is no tokenizer or no template, or the template refuses the conversation.
+    """
+    text = render_chat(
+        templated(target),
+        chat,
+        arguments,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+    )
+    # The template has written the special tokens.
+    return encode_text(target, text, add_special_tokens=False)
+
+
+def templated(target: Target) -> Any:
+    """The target's tokenizer, which has a chat template.
+
+    Raises:
+        ValueError: There is no tokenizer, or it has none.
+    """
+    if target.tokenizer is None:
+        raise ValueError("the target has no tokenizer; pass token ids to generate")
+    if not getattr(target.tokenizer, "chat_template", None):
+        raise ValueError("the target's tokenizer has no chat template; use generate")
+    return target.tokenizer
 
 
 def check_ids(ids: Any, name: str, vocab_size: int) -> Int32[np.ndarray, "T"]:

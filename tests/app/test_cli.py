@@ -127,9 +127,23 @@ def test_several_prompts_decode_together_under_headings(capsys, llm, tmp_path):
     code, out, err = run(capsys, *arguments, "--stats")
     assert code == 0
     assert out == "".join(f"==> {path}:{i} <==\n{text}\n" for i, text in enumerate(expected, start=1))
-    assert "16 tokens for 2 prompts in " in err
+    assert "16 tokens in 2 completions in " in err
     code, out, _ = run(capsys, *arguments, "--json")
     assert [json.loads(line)["text"] for line in out.splitlines()] == expected
+
+
+@pytest.mark.wide
+def test_each_of_n_completions_has_a_seed_and_is_checked(capsys, llm):
+    sampled = ("--temperature", "1", "--seed", "4", "-n", "2", "--max-tokens", "8")
+    code, out, err = run(capsys, "generate", "--budget", "16", *sampled, "--json", "--check", PROMPT)
+    params = SamplingParams(temperature=1.0, seed=4, n=2, max_tokens=8)
+    expected = llm.generate([PROMPT], params)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [own["token_ids"] for own in found] == [own.token_ids for own in expected]
+    assert [own["prompt"] for own in found] == ["prompt, 1 of 2", "prompt, 2 of 2"]
+    assert found[0]["seed"] == 4 != found[1]["seed"]
+    assert err.count("equal plain decoding's") == 2
 
 
 def test_a_chat_is_answered_by_its_template(capsys, llm):

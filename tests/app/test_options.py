@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command, settings
-from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING, Group, Option
+from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, SAMPLING, Group, Option
 from jetspec_jax.cli.prompts import GivenPrompt, read_prompts
 from jetspec_jax.tree import get_algorithm
 
@@ -42,7 +42,8 @@ class TestTable:
             parse(
                 *("--temperature", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--seed", "7"),
                 *("--max-tokens", "9", "--stop", "a", "--stop", "b"),
-                *("--stop-token-ids", "1, 2", "--ignore-eos"),
+                *("--stop-token-ids", "1, 2", "--ignore-eos", "-n", "3"),
+                *("--include-stop-str-in-output", "--no-skip-special-tokens"),
             )
         )
         assert params == SamplingParams(
@@ -55,7 +56,20 @@ class TestTable:
             stop=("a", "b"),
             stop_token_ids=(1, 2),
             ignore_eos=True,
+            n=3,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
         )
+
+    def test_none_is_the_word_for_no_limit(self):
+        assert settings.sampling_params(parse("--max-tokens", "none")).max_tokens is None
+
+    def test_options_of_chats_are_those_of_the_call(self):
+        asked = set(inspect.signature(LLM.chat).parameters)
+        others = {"self", "messages", "sampling_params", "routing", "use_tqdm", "unknown"}
+        assert {option.field for option in CHAT.options} == asked - others
+        given = CHAT.given(parse("--chat-template-kwargs", '{"a": [1]}', "--no-add-generation-prompt"))
+        assert given == {"chat_template_kwargs": {"a": [1]}, "add_generation_prompt": False}
 
     def test_every_model_option_arrives(self, monkeypatch):
         def llm(**given):
@@ -66,6 +80,7 @@ class TestTable:
         monkeypatch.setattr(settings, "LLM", llm)
         words = {
             "target": "t",
+            "model": "m",
             "draft_head": "h",
             "budget": 5,
             "width": 6,
@@ -135,7 +150,7 @@ class TestPrompts:
         [
             (["text", "--token-ids", "1"], "not PROMPT and --token-ids"),
             (["--token-ids", "1", "--chat"], "--chat needs words"),
-            (["text", "--template-argument", "a=1"], "give --chat too"),
+            (["text", "--chat-template-kwargs", "{}"], "give --chat"),
         ],
     )
     def test_what_does_not_go_together(self, words, complaint):
@@ -169,7 +184,8 @@ class TestPrompts:
 
 class TestCommandLine:
     @pytest.mark.parametrize(
-        "words", [["generate", "--token-ids", "1;2"], ["generate", "--budget", "x"], ["frob"], []]
+        "words",
+        [["generate", "--token-ids", "1;2"], ["generate", "--chat-template-kwargs", "[]"], ["frob"], []],
     )
     def test_a_wrong_one_is_one_sentence(self, capsys, words):
         with pytest.raises(SystemExit) as ended:
