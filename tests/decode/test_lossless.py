@@ -123,9 +123,14 @@ def run_draw(seed, shape, tokenizer):
         "tree": generate_tree(
             target, head, prompts, params, max_slots=shape.slots, **dataclasses.asdict(settings)
         ),
-        "oracle": run_oracle(target, prompts, params, free, settings, shape.slots, seed),
+        "oracle": run_oracle(target, prompts, params, free, scattering(settings), shape.slots, seed),
     }
     return Draw(seed, shape, target, prompts, params, settings, free, outputs)
+
+
+def scattering(settings):
+    """The same, but with all children of a node side by side, so that few paths are the first nodes."""
+    return dataclasses.replace(settings, algorithm="accum_logp")
 
 
 def run_oracle(target, prompts, params, free, settings, slots, seed):
@@ -258,7 +263,7 @@ def test_oracle_paths_are_deep_and_scattered(draws, ties):
             lengths += output.accept_lengths
         # Of as many slots for every shape, so that one program makes the rows of all.
         weights = planted(draw.prompts, draw.free, MOST_SLOTS, draw.seed)
-        path = accepted_paths(weights, np.array(slot), np.array(position), draw.settings)
+        path = accepted_paths(weights, np.array(slot), np.array(position), scattering(draw.settings))
         assert ((path >= 0).sum(1) == lengths).all(), f"draw {draw.seed}"
         accepted += lengths
         scattered += ((path != np.arange(path.shape[1])) & (path >= 0)).any(1).tolist()
