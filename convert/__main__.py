@@ -10,7 +10,7 @@ from convert.folders import Checkpoint, locate
 from convert.verification import Verification, check_target, verify
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
-from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.cli.options import add_allow_option, add_ignore_option
 
 # Names that are shown of the tensors left out for one reason; the rest are counted.
 MAX_NAMES = 3
@@ -54,12 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"largest safetensors file, as in 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
     )
     add_ignore_option(parser)
+    add_allow_option(parser)
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
     def found(place: str) -> Checkpoint:
-        return locate(place, ignore_config_keys=arguments.ignore_config_key)
+        ignored, nonfinite = arguments.ignore_config_key, arguments.allow_nonfinite
+        return locate(place, ignore_config_keys=ignored, allow_nonfinite=nonfinite)
 
     destination, target = arguments.destination, None
     # All that can be said before the weights are read is said now.

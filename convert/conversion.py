@@ -11,7 +11,8 @@ from flax import nnx
 from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import read_orbax, write_orbax
 from jetspec_jax.checkpoint.files import refuse_existing
-from jetspec_jax.checkpoint.reading import put, read_headers, read_parameters
+from jetspec_jax.checkpoint.finite import is_finite
+from jetspec_jax.checkpoint.reading import put, read_headers
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.models import Weights
@@ -48,7 +49,8 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     """Converts a Hugging Face checkpoint, a target or a draft head, to an Orbax folder.
 
     Args:
-        source: A folder or a hub id; or what `locate` found, which may have ignored unknown config keys.
+        source: A folder or a hub id; or what `locate` found, which may have ignored unknown config keys or
+            allowed values that are not finite.
         destination: The folder to write; it must not exist.
         dtype: "stored", or the type to give to all parameters. ``config.json`` stays as it is in any case,
             but for MXFP4, which is widened and so no longer named there.
@@ -56,8 +58,10 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: The source cannot be found or fetched.
-        ValueError: It is no Hugging Face checkpoint, its tensors are not its config's, those of one parameter
-            are of different types and none is named, or a value has no counterpart in the type that is.
+        CheckpointError: Its tensors are not its config's, or a file is damaged, or values are not finite, as
+            they are stored or in the type that is named.
+        ValueError: It is no Hugging Face checkpoint, or those of one parameter are of different types and
+            none is named.
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
@@ -65,11 +69,8 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     to = parse_dtype(dtype)
     left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
     weights: Weights = {}
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is said below, by name
-        for path, value in read_parameters(checkpoint.folder, checkpoint.config, to):
-            put(weights, path, value)
-    if to is not None:
-        _refuse_lost(weights, dtype)
+    for path, value in checkpoint.parameters(to):
+        put(weights, path, value)
     write_orbax(destination, checkpoint.kind, converted_files(checkpoint.folder), weights)
     return _conversion(checkpoint, destination, "orbax", weights, left_out)
 
@@ -92,8 +93,8 @@ def to_huggingface(
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: There is no such folder.
-        ValueError: It is no Orbax folder, or one of another version, its parameters are not its config's, or
-            a value has no counterpart in the type that is named.
+        CheckpointError: As for `read_orbax`.
+        ValueError: It is no Orbax folder, or a value has no counterpart in the type that is named.
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
@@ -102,7 +103,8 @@ def to_huggingface(
     weights = read_orbax(checkpoint)
     if to is not None:
         cast_in_place(weights, to)
-        _refuse_lost(weights, dtype)
+        if not checkpoint.allow_nonfinite:
+            _refuse_lost(weights, dtype)
     save_checkpoint(
         destination,
         checkpoint.raw,
@@ -152,7 +154,7 @@ def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
 
 def _refuse_lost(weights: Weights, dtype: str) -> None:
     """Raises ValueError where a type could not hold a value."""
-    names = [name for name, value in named(weights).items() if not np.isfinite(value).all()]
+    names = [name for name, value in named(weights).items() if not is_finite(value)]
     if names:
         raise ValueError(f"values that are not finite in {dtype}, in {names}")
 

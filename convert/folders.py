@@ -2,14 +2,20 @@
 
 import fnmatch
 import json
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+import numpy as np
+
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.checkpoint.hub import HUB_PATTERNS, local_path, resolve
 from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config, read_json
+from jetspec_jax.checkpoint.reading import read_parameters
+from jetspec_jax.checkpoint.tensor_plan import ParameterPath
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
@@ -30,40 +36,53 @@ class Checkpoint:
         layout: How its weights are stored.
         raw: Its ``config.json``.
         config: What that says.
+        allow_nonfinite: Whether its weights may be NaN or infinite.
     """
 
     folder: Path
     layout: Layout
     raw: dict[str, Any]
     config: ModelConfig | DraftHeadConfig
+    allow_nonfinite: bool = False
 
     @property
     def kind(self) -> str:
         """What it is: "target" or "draft head"."""
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
+    def parameters(self, dtype: np.dtype | None = None) -> Iterator[tuple[ParameterPath, np.ndarray]]:
+        """The parameters of a Hugging Face folder, one by one: see `read_parameters`."""
+        return read_parameters(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
 
-def locate(path_or_id: str | Path | Checkpoint, *, ignore_config_keys: Collection[str] = ()) -> Checkpoint:
+
+def locate(
+    path_or_id: str | Path | Checkpoint,
+    *,
+    ignore_config_keys: Collection[str] = (),
+    allow_nonfinite: bool = False,
+) -> Checkpoint:
     """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
 
     Args:
         path_or_id: The folder or the hub id; what has been found already is returned as it is.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
+        allow_nonfinite: Whether weights may be NaN or infinite, which is refused when they are read.
 
     Raises:
         FileNotFoundError: There is no such folder and no such hub id.
-        ValueError: The folder is neither layout or both, or its config is not a supported one.
+        CheckpointError: The folder is neither layout or both, or its config is not a supported one.
     """
     if isinstance(path_or_id, Checkpoint):
         return path_or_id
-    folder = Path(path_or_id).expanduser()
-    if not folder.is_dir():
+    folder = local_path(path_or_id)
+    if not os.path.isdir(folder):
         folder = resolve(path_or_id)
     layout = _layout(folder)
     path = folder / "config.json"
-    raw = read_json(path)
-    config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
-    return Checkpoint(folder, layout, raw, config)
+    raw = read_object(path)
+    with content_of(path):
+        config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
+    return Checkpoint(folder, layout, raw, config, allow_nonfinite)
 
 
 def kept_files(folder: Path) -> dict[str, bytes]:
@@ -94,6 +113,8 @@ def converted_files(folder: Path) -> dict[str, bytes]:
 
 
 def _layout(folder: Path) -> Layout:
+    check_regular(folder / "config.json")
+    check_regular(folder / MANIFEST)
     has_config = (folder / "config.json").is_file()
     weights = [path.name for pattern in ("*.safetensors", *PICKLED) for path in folder.glob(pattern)]
     if is_orbax(folder) and has_config:
@@ -102,7 +123,7 @@ def _layout(folder: Path) -> Layout:
         return "huggingface"
     found = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
-    raise ValueError(
+    raise CheckpointError(
         f"{folder} is no checkpoint: a Hugging Face folder holds config.json and *.safetensors, an Orbax "
         f"folder config.json, {MANIFEST} and weights/; this one holds {shown or 'nothing'}"
     )

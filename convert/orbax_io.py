@@ -63,10 +63,12 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: It is no Orbax folder, or one of another version, or its parameters are not its config's
-            (all that differ are listed), or they cannot be read.
+        CheckpointError: It is no whole Orbax folder, or one of another version, or its parameters are not its
+            config's (all that differ are listed), or not finite, or they cannot be read.
+        ValueError: It is a Hugging Face folder.
     """
     checkpoint = locate(folder)
     if checkpoint.layout != "orbax":
         raise ValueError(f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}")
-    return folders.read_orbax(checkpoint.folder, checkpoint.config, shardings)
+    settings = checkpoint.config, shardings
+    return folders.read_orbax(checkpoint.folder, *settings, allow_nonfinite=checkpoint.allow_nonfinite)

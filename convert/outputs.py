@@ -19,7 +19,7 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import Store, empty_stores
-from jetspec_jax.checkpoint.reading import put, read_parameters
+from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
@@ -35,7 +35,7 @@ def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weig
     if checkpoint.layout == "orbax":
         return read_orbax(checkpoint)
     weights: Weights = {}
-    for path, value in read_parameters(checkpoint.folder, checkpoint.config, dtype):
+    for path, value in checkpoint.parameters(dtype):
         put(weights, path, value)
     return weights
 

@@ -18,7 +18,6 @@ from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
-from jetspec_jax.checkpoint.reading import read_parameters
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
 from jetspec_jax.config import DraftHeadConfig, check_head_fits
 from jetspec_jax.models import Weights
@@ -101,7 +100,7 @@ def verify(
         held = read_orbax(orbax)
         # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
         exact = jnp.dtype(jnp.float32) if to is not None and before is huggingface else None
-        parameters = read_parameters(huggingface.folder, huggingface.config, exact)
+        parameters = huggingface.parameters(exact)
         names, differing = _compare(held, parameters, source_is_held=before is orbax, to=to)
         first = outputs(held)
         del held

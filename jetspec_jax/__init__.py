@@ -1,6 +1,7 @@
 """JetSpec in JAX: a draft head proposes a token tree, the target verifies it, the text stays its own."""
 
 from jetspec_jax import tree
+from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, load_target
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
@@ -15,6 +16,7 @@ from jetspec_jax.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",
+    "CheckpointError",
     "Completion",
     "DecodeState",
     "DecodeWeights",
@@ -38,4 +40,4 @@ __all__ = [
     "tree_logits",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

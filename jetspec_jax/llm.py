@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -59,6 +59,7 @@ class LLM:
         max_slots: int = MAX_SLOTS,
         implementation: str | None = None,
         ignore_config_keys: Collection[str] = (),
+        allow_nonfinite: bool = False,
         compilation_cache: str | Path = "auto",
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
@@ -78,21 +79,23 @@ class LLM:
                 None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
             candidates: Tokens of a draft row that are looked at; None is the width, or without one the
                 algorithm's own number.
-            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
-                theirs.
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
+                models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
                 no effect; one that is understood cannot be ignored.
+            allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
             TypeError: A setting is of a wrong type.
-            ValueError: A checkpoint or a setting is not valid.
+            CheckpointError: A file of a checkpoint does not hold what it should.
+            ValueError: A setting is not valid.
             DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
         """
         target = _target_of(target, model)
@@ -102,11 +105,12 @@ class LLM:
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
-        ours = target if isinstance(target, Target) else Source(target, dtype, ignore_config_keys)
+        reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
+        ours = target if isinstance(target, Target) else replace(reading, path_or_id=target)
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
-            head = draft_head if loaded else Source(draft_head, dtype, ignore_config_keys)
+            head = draft_head if loaded else replace(reading, path_or_id=draft_head)
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(ours, Target):

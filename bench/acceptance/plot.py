@@ -50,7 +50,8 @@ def draw_acceptance(report: Report) -> Figure:
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.set_xlabel("nodes of a tree")
         axis.set_ylabel("tokens per round")
-        axis.set_ylim(bottom=0)
+        temperature = own[0]["temperature"]
+        axis.set_ylim(0, 1.05 * max(row["tau"] for row in rows if row["temperature"] == temperature))
     legend_below(figure, axes[0])
     without_frame(*axes)
     return figure

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="all methods take turns of a few prompts, with the stores of all on the device",
     )
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_report_arguments(parser, "decode")
     add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
     add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")

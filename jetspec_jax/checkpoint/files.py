@@ -6,8 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a folder cannot be locked
+    fcntl = None
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
@@ -77,21 +82,33 @@ def refuse_existing(folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to write into, which gets its name when all is written and is removed otherwise.
 
+    A process that is killed leaves it there; the next one that writes the same folder removes what it holds.
+
     Raises:
-        FileExistsError: The folder exists.
+        FileExistsError: The folder exists, or another process is writing it.
     """
     refuse_existing(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)  # it was made the owner's alone
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(folder)  # a full disk is reported without a name
-        raise
+    partial = folder.with_name(f".{folder.name}.partial")
+    with _held(partial, folder):
+        try:
+            for leftover in partial.iterdir():
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield partial
+            refuse_existing(folder)
+            partial.chmod(0o755)  # it was made the owner's alone
+            partial.rename(folder)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = str(folder)  # a full disk is reported without a name
+            raise
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name, with folders or without, stays in the folder that it is relative to, on any system."""
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    return not any(path.anchor or ".." in path.parts for path in paths)
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
@@ -107,3 +124,35 @@ def _place(path: Path) -> Path:
     if path.exists() and not path.is_file():
         raise OSError(f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
     return path.resolve()
+
+
+@contextmanager
+def _held(partial: Path, folder: Path) -> Iterator[None]:
+    """Holds a folder, which is made if there is none, against other processes; the system frees it with ours.
+
+    Raises:
+        FileExistsError: Another process holds it, or may hold it where the system cannot tell.
+    """
+    while True:
+        made = not partial.exists()
+        partial.mkdir(mode=0o700, exist_ok=True)
+        if fcntl is None:
+            if not made:
+                raise FileExistsError(f"{partial} is there: remove it unless another process writes {folder}")
+            yield
+            return
+        try:
+            handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # its writer has just finished
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FileExistsError(f"another process is writing {folder}") from None
+            # Its writer may have finished in between, and what is held be gone or have its name.
+            if partial.exists() and os.path.samestat(os.fstat(handle), partial.stat()):
+                yield
+                return
+        finally:
+            os.close(handle)

@@ -1,11 +1,13 @@
 """Where a checkpoint's files are: a local folder, or the Hugging Face hub, from which they are fetched."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.checkpoint.content import check_regular
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
@@ -26,9 +28,11 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
 
     Raises:
         FileNotFoundError: Neither a folder with a ``config.json`` nor a hub id that can be fetched.
+        CheckpointError: The ``config.json`` is no file.
     """
-    folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    folder = local_path(path_or_id)
+    if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
+        check_regular(folder / "config.json")
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
         return folder
@@ -44,6 +48,11 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
         )
 
 
+def local_path(path_or_id: str | Path) -> Path:
+    """The path that a user's word is if it is one; "~" is the home of those who have one."""
+    return Path(os.path.expanduser(path_or_id))
+
+
 def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
     """What the headers of a checkpoint's files say; where the files are not here, only headers are fetched.
 
@@ -53,9 +62,9 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
 
     Raises:
         FileNotFoundError: There are no weights, or the hub cannot be reached.
-        ValueError: A file is corrupt; or the weights are pickled.
+        CheckpointError: A file is corrupt; or the weights are pickled.
     """
-    if folder == Path(path_or_id).expanduser() or has_weights(folder):
+    if folder == local_path(path_or_id) or has_weights(folder):
         return read_headers(folder)
     import huggingface_hub
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits, read_eos_token_ids
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
 from jetspec_jax.models import Weights
@@ -70,16 +71,22 @@ def _size(config: ModelConfig) -> str:
 
 
 def load_target(
-    path_or_id: str | Path, *, dtype: str = "auto", ignore_config_keys: Collection[str] = ()
+    path_or_id: str | Path,
+    *,
+    dtype: str = "auto",
+    ignore_config_keys: Collection[str] = (),
+    allow_nonfinite: bool = False,
 ) -> Target:
     """Loads a target from a local folder or from the Hugging Face hub; the arguments are `Source`'s.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
-        ValueError: The config or the tensors are not what a supported family has; all problems are listed.
+        CheckpointError: A file is not what a supported family has, is damaged, or holds NaN or infinities.
+            Wrong tensors are all listed.
+        ValueError: An argument is out of its range; a TypeError where it is of another type.
         DeviceMemoryError: The device cannot hold the weights.
     """
-    return read_target(Source(path_or_id, dtype, ignore_config_keys))
+    return read_target(Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite))
 
 
 def load_draft_head(
@@ -88,6 +95,7 @@ def load_draft_head(
     dtype: str = "auto",
     target: Target | None = None,
     ignore_config_keys: Collection[str] = (),
+    allow_nonfinite: bool = False,
 ) -> Head:
     """Loads a draft head from a local folder or from the Hugging Face hub.
 
@@ -96,13 +104,17 @@ def load_draft_head(
         dtype: As in `Source`.
         target: When given, a head that does not fit it is refused before its weights are read.
         ignore_config_keys: As in `Source`.
+        allow_nonfinite: As in `Source`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
-        ValueError: The config or the tensors are not those of a supported head, or it does not fit.
+        CheckpointError: A file is not what a supported head has, is damaged, or holds NaN or infinities.
+        ValueError: The head does not fit; or as for `load_target`.
         DeviceMemoryError: The device cannot hold the weights.
     """
-    return read_draft_head(Source(path_or_id, dtype, ignore_config_keys), target)
+    if target is not None and not isinstance(target, Target):
+        raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
+    return read_draft_head(Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite), target)
 
 
 def read_target(source: Source) -> Target:
@@ -112,10 +124,10 @@ def read_target(source: Source) -> Target:
     folder = source.folder
     eos = read_eos_token_ids(folder)
     if beyond := [token for token in eos if token >= config.vocab_size]:
-        raise ValueError(
+        raise CheckpointError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    return Target(config, _read(folder, config, dtype), eos, load_tokenizer(folder))
+    return Target(config, _read(source, config), eos, load_tokenizer(folder))
 
 
 def read_draft_head(source: Source, target: Target | None = None) -> Head:
@@ -125,9 +137,10 @@ def read_draft_head(source: Source, target: Target | None = None) -> Head:
         check_head_fits(config, target.config)
     dtype = source.weights_dtype
     check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype)})
-    return Head(config, _read(source.folder, config, dtype))
+    return Head(config, _read(source, config))
 
 
-def _read(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
+def _read(source: Source, config: ModelConfig | DraftHeadConfig) -> Weights:
     """The weights of a folder of either layout."""
-    return (read_orbax_weights if is_orbax(folder) else read_weights)(folder, config, dtype)
+    read = read_orbax_weights if is_orbax(source.folder) else read_weights
+    return read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tqdm import tqdm
 
+from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -103,7 +104,7 @@ def _stored_in(checkpointer: ocp.Checkpointer, place: Path) -> dict[str, Any]:
     with _reading(place):
         metadata = checkpointer.metadata(place)
     if metadata.item_metadata is None:
-        raise ValueError(f"{place} cannot be read: what it holds is not listed")
+        raise CheckpointError(f"{place} cannot be read: what it holds is not listed")
     return stored_arrays(metadata)
 
 
@@ -119,7 +120,7 @@ def _abstract(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, 
         if dtype not in FILE_DTYPES.values():
             wrong.append(f"unsupported type: {name} is {dtype}")
     if wrong:
-        raise ValueError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
+        raise CheckpointError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
     weights: Weights = {}
     for name, parameter in wanted.items():
         put(weights, parameter.path, jax.ShapeDtypeStruct(parameter.shape, stored[name].dtype))
@@ -170,5 +171,5 @@ def _reading(place: Path) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except (OSError, LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{place} cannot be read: {first_line(error)}") from error
+    except (OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{place} cannot be read: {first_line(error)}") from error

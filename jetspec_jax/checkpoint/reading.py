@@ -6,26 +6,32 @@ parameters go one by one from the file to the device, so that the host holds no 
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.checkpoint.files import is_inside
+from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
     ParameterPath,
     Stored,
+    StoredParameter,
     TensorPlan,
     make_plan,
     stored_dtypes,
     untied,
 )
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, read_json
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.config.fields import shown
 from jetspec_jax.models import Weights
 
 INDEX = "model.safetensors.index.json"
@@ -36,8 +42,19 @@ _COMPARED_BYTES = 64 * 2**20
 _log = logging.getLogger("jetspec_jax")
 
 
+class Shard(NamedTuple):
+    """An open file of a checkpoint."""
+
+    path: Path
+    file: Any
+
+
 def read_weights(
-    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+    folder: Path,
+    config: ModelConfig | DraftHeadConfig,
+    dtype: jnp.dtype | None = None,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Weights:
     """Reads the parameters of a config's module from a folder of safetensors.
 
@@ -47,12 +64,13 @@ def read_weights(
         folder: The checkpoint.
         config: Its config.
         dtype: The type of all parameters; None leaves each in the type that it is stored in.
+        allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
-        ValueError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain float
-            (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
+        CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain
+            float (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
             parameter is made of tensors of different types; or the head that a config ties to the embedding
-            is stored too and differs from it.
+            is stored too and differs from it; or values are not finite.
         FileNotFoundError: There are no weights.
     """
     weights: Weights = {}
@@ -63,23 +81,27 @@ def read_weights(
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        for path, value in _read(folder, files, headers, plan, dtype):
+        for path, value in _read(folder, files, headers, plan, dtype, allow_nonfinite):
             put(weights, path, jnp.asarray(value))
     return weights
 
 
 def read_parameters(
-    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype | None = None
+    folder: Path,
+    config: ModelConfig | DraftHeadConfig,
+    dtype: jnp.dtype | None = None,
+    *,
+    allow_nonfinite: bool = False,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """Reads parameters one by one, each with its place in the weights, without touching a device.
 
     Raises:
-        ValueError: As for `read_weights`; before the first parameter.
+        CheckpointError: As for `read_weights`; before the first parameter, but for values.
         FileNotFoundError: Likewise.
     """
     with contextlib.ExitStack() as stack:
         files, headers = _open(folder, stack)
-        yield from _read(folder, files, headers, headers.plan(config), dtype)
+        yield from _read(folder, files, headers, headers.plan(config), dtype, allow_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -102,16 +124,17 @@ class Headers:
         """How the tensors make up a config's parameters.
 
         Raises:
-            ValueError: As for `read_weights`.
+            CheckpointError: As for `read_weights`.
         """
-        return make_plan(self.tensors, config, self.where, self.wrong)
+        with content_of(self.where):
+            return make_plan(self.tensors, config, self.where, self.wrong)
 
 
 def read_headers(folder: Path) -> Headers:
     """The headers of a folder's safetensors.
 
     Raises:
-        ValueError: A file is corrupt; or the weights are pickled.
+        CheckpointError: A file is corrupt; or the weights are pickled.
         FileNotFoundError: There are no weights.
     """
     with contextlib.ExitStack() as stack:
@@ -153,28 +176,44 @@ def put(weights: Any, path: ParameterPath, value: Any) -> None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which shard holds which tensor, by the folder's index; empty without one."""
+    """Which shard holds which tensor, by the folder's index; empty without one.
+
+    The index may come from anybody: no name of it leads out of the folder. The shards themselves may be
+    links, as they are in the hub's cache.
+    """
     listing = folder / INDEX
     if not listing.exists():
         return {}
-    weight_map = read_json(listing).get("weight_map")
+    weight_map = read_object(listing).get("weight_map")
     named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
     if not weight_map or not named:
-        raise ValueError(f"{listing} has no weight_map from tensors to files")
+        raise CheckpointError(f"{listing} has no weight_map from tensors to files")
+    if outside := sorted(name for name in set(weight_map.values()) if not _is_inside(folder, name)):
+        raise CheckpointError(f"{listing} names shards outside the checkpoint's folder: {shown(outside)}")
     return weight_map
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Whether a name stays in a folder; what it names may be a link, but not lie in a linked folder."""
+    if not is_inside(name):
+        return False
+    try:
+        place = Path(os.path.realpath((folder / name).parent))
+    except ValueError:  # no system has such a name
+        return False
+    return place.is_relative_to(os.path.realpath(folder))
 
 
 def _shards(folder: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint."""
     paths = sorted({folder / file for file in _weight_map(folder).values()})
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent:
-        raise ValueError(f"{folder}: the index names shards that are not there: {absent}")
+    if absent := [path.name for path in paths if not os.path.isfile(path)]:
+        raise CheckpointError(f"{folder / INDEX}: the index names shards that are not there: {shown(absent)}")
     paths = paths or sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         if pickled:
-            raise ValueError(
+            raise CheckpointError(
                 f"{folder} holds pickled weights {pickled}, which can run code when they are read; "
                 "convert them to safetensors"
             )
@@ -182,58 +221,85 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Any], Headers]:
+def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Shard], Headers]:
     """Opens all shards: the file that holds each stored tensor, by the tensor's name, and all headers."""
     paths = _shards(folder)
     opened = [_open_file(path, stack) for path in paths]
     tensors, wrong = merge_shards([stored for _, stored in opened], _weight_map(folder))
-    files = {name: file for file, stored in opened for name in stored}
+    files = {name: shard for shard, stored in opened for name in stored}
     return files, Headers(str(folder), tensors, wrong, sum(path.stat().st_size for path in paths))
 
 
-def _open_file(path: Path, stack: contextlib.ExitStack) -> tuple[Any, dict[str, Stored]]:
+def _open_file(path: Path, stack: contextlib.ExitStack) -> tuple[Shard, dict[str, Stored]]:
+    check_regular(path)
     try:
         file = stack.enter_context(safe_open(path, framework="numpy"))
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    return file, {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+    return Shard(path, file), {
+        name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
+    }
 
 
 def _read(
     folder: Path,
-    files: Mapping[str, Any],
+    files: Mapping[str, Shard],
     headers: Headers,
     plan: TensorPlan,
     dtype: jnp.dtype | None,
+    allow_nonfinite: bool,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """The parameters of a plan, one by one, once its copies are known to be copies."""
     if dtype is None:
-        dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
+        with content_of(folder):
+            dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
     else:
         dtypes = [dtype] * len(plan.sources)
     for name, embedding in plan.copies:
         if not _equal(name, embedding, files, headers.tensors[name].shape):
-            raise ValueError(f"{folder}: {untied(name, embedding)}")
+            raise CheckpointError(f"{folder}: {untied(name, embedding)} ({files[name].path.name})")
     # Small checkpoints are there before a bar could be read.
     bar = tqdm(
         plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, disable=None, leave=False
     )
-    for (parameter, keys), own_dtype in zip(bar, dtypes, strict=True):
-        value = np.empty(parameter.shape, own_dtype)
-        for key in keys:
+    for source, own_dtype in zip(bar, dtypes, strict=True):
+        value = np.empty(source.parameter.shape, own_dtype)
+        for key in source.keys:
             try:
-                key.from_file(value, *(files[name].get_tensor(name) for name in key.names))
-            except ValueError as error:
-                raise ValueError(f"{folder}: {', '.join(key.names)}: {error}") from error
-        yield parameter.path, value
+                with np.errstate(over="ignore"):  # what overflows is not finite, and is named below
+                    key.from_file(value, *(files[name].file.get_tensor(name) for name in key.names))
+            except (ValueError, SafetensorError) as error:
+                where = files[key.name].path.name
+                raise CheckpointError(f"{folder}: {', '.join(key.names)}: {error} ({where})") from error
+        if not (allow_nonfinite or is_finite(value)):
+            raise CheckpointError(_nonfinite(source, value, files))
+        yield source.parameter.path, value
 
 
-def _equal(name: str, other: str, files: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+def _nonfinite(source: StoredParameter, value: np.ndarray, files: Mapping[str, Shard]) -> str:
+    """What to say of a parameter that is not finite: which of its tensors is not, as stored or as read."""
+    for key in source.keys:
+        path, file = files[key.name]
+        if not key.scales and not is_finite(file.get_tensor(key.name)):
+            return f"{path}: {key.name} holds values that are not finite"
+        alone = np.zeros(value.shape, value.dtype)
+        with np.errstate(over="ignore"):
+            key.from_file(alone, *(files[name].file.get_tensor(name) for name in key.names))
+        if not is_finite(alone):
+            largest = float(jnp.finfo(value.dtype).max)
+            return (
+                f"{path}: {key.name} holds values beyond {largest:g}, the largest in {value.dtype}; "
+                "load it in bfloat16 or float32"
+            )
+    raise AssertionError(f"{source.parameter.name} is made of finite values only")
+
+
+def _equal(name: str, other: str, files: Mapping[str, Shard], shape: tuple[int, ...]) -> bool:
     """Whether two matrices of a shape hold the same values, of whatever types; some rows at a time."""
     count, width = shape
     step = max(1, _COMPARED_BYTES // (4 * width))
-    slices = [files[own].get_slice(own) for own in (name, other)]
+    slices = [files[own].file.get_slice(own) for own in (name, other)]
     bar = tqdm(
         range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False
     )

@@ -1,15 +1,17 @@
 """A checkpoint's source: where it is and how it is read, as one value."""
 
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jetspec_jax.arguments import check_type
+from jetspec_jax.checkpoint.content import content_of, read_object
 from jetspec_jax.checkpoint.hub import CONFIG_PATTERNS, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
@@ -17,8 +19,11 @@ from jetspec_jax.config import (
     parse_config,
     parse_draft_head_config,
     parse_model_config,
-    read_json,
 )
+
+#: The words for the type of all weights.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,18 +31,37 @@ class Source:
     """Where a checkpoint is and how it is read.
 
     Files are fetched and the config is parsed at first use, once. Properties that need files raise
-    FileNotFoundError where there are none; those that need the config raise ValueError where it is not valid.
+    FileNotFoundError where there are none; those that need the config raise CheckpointError where it is not
+    valid.
 
     Attributes:
         path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
             Orbax, or a hub id such as ``Qwen/Qwen3-8B``.
-        dtype: Of the weights: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
+        allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
+
+    Raises:
+        TypeError: One of them is of another type.
     """
 
     path_or_id: str | Path
     dtype: str = "auto"
     ignore_config_keys: Collection[str] = ()
+    allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks types."""
+        path, dtype, keys = self.path_or_id, self.dtype, self.ignore_config_keys
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a checkpoint is a folder or a hub id, not {type(path).__name__}")
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype must be a string, not {type(dtype).__name__}")
+        listed = isinstance(keys, Collection) and not isinstance(keys, str | bytes)
+        if not listed or not all(isinstance(key, str) for key in keys):
+            raise TypeError(f"ignore_config_keys must be a list of strings, not {keys!r}")
+        if not isinstance(self.allow_nonfinite, bool):
+            raise TypeError(f"allow_nonfinite must be true or false, not {self.allow_nonfinite!r}")
 
     @property
     def weights_dtype(self) -> jnp.dtype:
@@ -57,26 +81,27 @@ class Source:
     @cached_property
     def raw_config(self) -> dict[str, Any]:
         """What ``config.json`` holds."""
-        return read_json(self.config_path)
+        return read_object(self.config_path)
 
     @cached_property
     def config(self) -> ModelConfig | DraftHeadConfig:
         """The config of a target or of a draft head, whichever it is."""
-        return parse_config(self.raw_config, **self._parsing)
+        return self._parsed(parse_config)
 
     @cached_property
     def target_config(self) -> ModelConfig:
         """The config of a target; that of a head is refused."""
-        return parse_model_config(self.raw_config, **self._parsing)
+        return self._parsed(parse_model_config)
 
     @cached_property
     def head_config(self) -> DraftHeadConfig:
         """The config of a draft head; that of a target is refused."""
-        return parse_draft_head_config(self.raw_config, **self._parsing)
+        return self._parsed(parse_draft_head_config)
 
-    @property
-    def _parsing(self) -> dict[str, Any]:
-        return {"ignore_config_keys": self.ignore_config_keys, "where": str(self.config_path)}
+    def _parsed(self, parse: Callable[..., T]) -> T:
+        raw, where = self.raw_config, str(self.config_path)
+        with content_of(where):
+            return parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
 
 
 def resolve_dtype(dtype: str) -> jnp.dtype:
@@ -84,12 +109,12 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
 
     Raises:
         TypeError: It is no word.
-        ValueError: The word is none of "auto", "float32", "bfloat16".
+        ValueError: The word is none of `DTYPES`.
     """
     check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
         # On CPUs bf16 is several times slower than float32.
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
     return jnp.dtype(dtype)

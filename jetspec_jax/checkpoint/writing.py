@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.files import new_folder, refuse_existing, write_files
+from jetspec_jax.checkpoint.files import is_inside, new_folder, refuse_existing, write_files
 from jetspec_jax.checkpoint.reading import INDEX
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
@@ -53,10 +53,13 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: The folder exists.
-        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored.
+        ValueError: The config is not valid, or the parameters are not its, or of a type that is not stored,
+            or a further file would lie outside the folder.
+        TypeError: An argument is of another type.
         OSError: The disk is full, or cannot be written.
     """
-    folder = Path(folder)
+    folder, extra_files = Path(folder), extra_files or {}
+    _check_types(raw_config, weights, dtype, extra_files, max_shard_bytes)
     refuse_existing(folder)
     plan = expected_parameters(parse_config(raw_config) if config is None else config)
     leaves = nnx.traversals.flatten_mapping(weights)
@@ -64,7 +67,7 @@ def save_checkpoint(
     differing = sorted(
         ".".join(map(str, path))
         for path in wanted.keys() | leaves.keys()
-        if path not in leaves or wanted.get(path) != leaves[path].shape
+        if path not in leaves or wanted.get(path) != getattr(leaves[path], "shape", None)
     )
     if differing:
         raise ValueError(f"these parameters are not those of the config: {differing}")
@@ -91,7 +94,27 @@ def save_checkpoint(
             except SafetensorError as error:  # a full disk, say
                 raise OSError(f"{folder} cannot be written: {error}") from error
             (partial / file).chmod(0o644)  # the library makes it the owner's alone
-        write_files(partial, {**files, **(extra_files or {})})
+        write_files(partial, {**files, **extra_files})
+
+
+def _check_types(raw_config: Any, weights: Any, dtype: Any, extra_files: Any, max_shard_bytes: Any) -> None:
+    """Raises TypeError for what is of another type, and ValueError for what is out of its range."""
+    for name, value in (("raw_config", raw_config), ("weights", weights), ("extra_files", extra_files)):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a mapping, not {type(value).__name__}")
+    if not isinstance(dtype, str | None):
+        raise TypeError(f"dtype must be a string or None, not {type(dtype).__name__}")
+    if dtype is not None and dtype not in (words := [str(own) for own in FILE_DTYPES.values()]):
+        raise ValueError(f"dtype must be one of {', '.join(words)}, or None, not {dtype!r}")
+    if not isinstance(max_shard_bytes, int) or isinstance(max_shard_bytes, bool):
+        raise TypeError(f"max_shard_bytes must be an integer, not {max_shard_bytes!r}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
+    for name in extra_files:
+        if not isinstance(name, str):
+            raise TypeError(f"extra_files must be named by strings, not {name!r}")
+        if not is_inside(name):
+            raise ValueError(f"extra_files: {name!r} lies outside the folder")
 
 
 @dataclass(frozen=True)

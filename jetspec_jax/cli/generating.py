@@ -1,6 +1,7 @@
 """``jetspec-jax generate``: completes prompts, and compares what came out with plain decoding."""
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -51,7 +52,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     llm = load_llm(arguments)
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
     hints = [routing_hints(arguments, prompt) for prompt in prompts]
-    alone = len(ids) == 1 and llm.target.tokenizer is not None
+    alone = len(ids) == 1 and params.n == 1 and llm.target.tokenizer is not None
     if warm := alone and (arguments.json or arguments.stats):
         # Begin once before the clock runs, so that the figures are those of decoding, not of compiling.
         with llm.stream(ids[0], params, routing=hints[0]) as warm_up:
@@ -61,19 +62,22 @@ def _generate(arguments: argparse.Namespace) -> int:
         completions = [_stream(llm, ids[0], params, hints[0])]
     else:
         completions = llm.generate(ids, params, routing=hints)
+    if params.n > 1:
+        prompts = [prompt.numbered(index) for prompt in prompts for index in range(params.n)]
     run = _Run(completions, time.perf_counter() - started, warm)
     if arguments.json:
-        for prompt, completion in zip(prompts, completions, strict=True):
-            print(json.dumps({"prompt": prompt.name, **_report(completion, run), "seed": params.seed}))
+        for prompt, completion, own in zip(prompts, completions, [*params.each()] * len(ids), strict=True):
+            print(json.dumps({"prompt": prompt.name, **_report(completion, run), "seed": own.seed}))
     elif not alone:
         print("\n".join(_texts(prompts, completions)))
     if arguments.stats:
         print(_stats(run), file=sys.stderr)
     if not arguments.check:
         return 0
+    asked = itertools.product(ids, params.each())
     checks = [
-        _check(llm, own, params, completion, arguments.implementation)
-        for own, completion in zip(ids, completions, strict=True)
+        _check(llm, prompt, own, completion, arguments.implementation)
+        for (prompt, own), completion in zip(asked, completions, strict=True)
     ]
     return max(checks)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.llm import LLM
@@ -131,6 +132,9 @@ SAMPLING = Group(
         Option("stop", "string that ends the text; may recur", metavar="TEXT", recurs=True),
         Option("stop_token_ids", "tokens that end the output, as in 1,2,3", comma_separated, metavar="IDS"),
         Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
+        Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
+        Option("include_stop_str_in_output", "keep the stop string in the text", flag="--include-stop"),
+        Option("skip_special_tokens", "keep special tokens in the text", flag="--keep-special-tokens"),
     ),
 )
 
@@ -163,7 +167,7 @@ MODELS = Group(
             unset=DEFAULT_ALGORITHM,
             words=algorithm_names(),
         ),
-        Option("dtype", "auto, float32 or bfloat16", metavar="TYPE", words=["auto", "float32", "bfloat16"]),
+        Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
         Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
         Option("max_slots", "most prompts that decode at the same time", int, metavar="N"),
         Option(
@@ -180,6 +184,7 @@ MODELS = Group(
             metavar="KEY",
             recurs=True,
         ),
+        Option("allow_nonfinite", "read weights that are NaN or infinite all the same"),
         Option(
             "compilation_cache",
             "where compiled programs are kept; auto is the user's cache folder, on a GPU",
@@ -242,6 +247,11 @@ GROUPS = (PROMPT, SAMPLING, MODELS, ALGORITHM, ROUTING)
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option that every command has which reads the config of a checkpoint."""
     MODELS.add(parser, ["ignore_config_keys"], ignore_config_keys=[])
+
+
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that every command has which reads weights for a person to look at."""
+    MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
 
 
 def parse_option(text: str, name: str = "--algorithm-option", form: str = "NAME=VALUE") -> tuple[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ class GivenPrompt:
             return self.text
         said = self.messages[-1].get("content")
         return said if isinstance(said, str) else None
+
+    def numbered(self, index: int) -> "GivenPrompt":
+        """The same under the heading of one of its completions."""
+        return replace(self, name=f"{self.name}, {index + 1}")
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:

@@ -17,7 +17,6 @@ from jetspec_jax.config.target import (
     is_draft_head,
     parse_eos_token_ids,
     parse_model_config,
-    read_eos_token_ids,
 )
 
 __all__ = [
@@ -35,6 +34,5 @@ __all__ = [
     "parse_draft_head_config",
     "parse_eos_token_ids",
     "parse_model_config",
-    "read_eos_token_ids",
     "read_json",
 ]

@@ -4,9 +4,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jetspec_jax.config import qwen3
-from jetspec_jax.config.fields import Fields, is_int
+from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int, shown
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
 from jetspec_jax.config.target import is_draft_head, parse_model_config
+
+#: The most draft slots that are read; a tree of 256 nodes could be no deeper than 255.
+MAX_BLOCK = 256
 
 
 def parse_config(
@@ -31,15 +34,15 @@ def parse_draft_head_config(
         raise ValueError(f"{where} has no dflash_config: it is not a draft head; load it with load_target")
     fields = Fields(raw, where, ignore_config_keys)
     if (model_type := fields.get("model_type")) != "qwen3":
-        raise ValueError(f"{where}: unknown model_type {model_type!r} of a draft head; supported: qwen3")
+        raise ValueError(f"{where}: unknown model_type {shown(model_type)} of a draft head; supported: qwen3")
     dflash = fields.object("dflash_config")
     if dflash is None:
         raise fields.error("dflash_config", "an object", None)
     layers = qwen3.read(fields)
     if any(window is not None for window in layers.windows):
         raise ValueError(f"{where}: sliding-window layers in a draft head are not supported")
-    block_size = fields.integer("block_size", least=2)
-    num_target_layers = fields.integer("num_target_layers")
+    block_size = fields.integer("block_size", least=2, most=MAX_BLOCK)
+    num_target_layers = fields.integer("num_target_layers", most=MAX_LAYERS)
     mask_token_id = dflash.integer("mask_token_id", least=0)
     target_hidden_size = dflash.get("target_hidden_size", layers.hidden_size)
     if target_hidden_size != layers.hidden_size:

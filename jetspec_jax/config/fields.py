@@ -1,13 +1,29 @@
 """The keys of a JSON object, read one by one, so that in the end every one has been accounted for."""
 
 import json
-import math
-from collections.abc import Collection, Mapping
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 #: The option of every command that gives ``ignore_config_keys``, once for each key.
 IGNORE_OPTION = "--ignore-config-key"
+
+#: The largest numbers that are read. Published models stay far below them, and what a file claims beyond
+#: them is refused before anything is built of it.
+MAX_LAYERS = 512
+MAX_HEADS = 2**12  # heads, and elements of one
+MAX_EXPERTS = 2**10
+MAX_SIZE = 2**20  # other sizes, and vocabularies
+MAX_TOKENS = 2**30  # contexts and windows
+
+# The float32 numbers of full precision: models compute with no others.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
+
+# Values in error messages: a file may hold a megabyte where a number should be.
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxlist, _repr.maxdict = 3, 64, 16
+_repr.maxstring = _repr.maxother = _repr.maxlong = 200
 
 # Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
 INERT_KEYS = frozenset(
@@ -49,12 +65,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object, naming the file when it is not one.
 
     Raises:
-        ValueError: The file is not a JSON object.
+        ValueError: The file is not a JSON object, or gives a key two values.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except ValueError as error:  # of the JSON, or of its UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not valid JSON: it is nested too deeply") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a folder, not a JSON file") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
@@ -131,7 +151,11 @@ class Fields:
         """
         value = self.get(key, default)
         if value not in harmless:
-            said = f"{key}={value!r}" if key in self else f"{key} is absent, which means {value!r}, and that"
+            said = (
+                f"{key}={shown(value)}"
+                if key in self
+                else f"{key} is absent, which means {value!r}, and that"
+            )
             listed = f"; it cannot be ignored, as {IGNORE_OPTION} is for unknown keys"
             raise ValueError(
                 f"{self.where}: {said} changes the model and is not supported"
@@ -139,16 +163,17 @@ class Fields:
                 f"{listed if key in self.ignored else ''}"
             )
 
-    def integer(self, *keys: str, least: int = 1, default: int | None = None) -> int:
+    def integer(self, *keys: str, least: int = 1, most: int = MAX_SIZE, default: int | None = None) -> int:
         """An integer, under the first of several names that is there.
 
         Args:
             *keys: The names.
             least: The smallest that it may be.
+            most: The largest that it may be.
             default: What it is where none of them is there; None refuses that.
 
         Raises:
-            ValueError: It is none, or too small, or two names disagree.
+            ValueError: It is none, or out of its range, or two names disagree.
         """
         found = {key: value for key in keys if (value := self.get(key)) is not None}
         values = list(found.values())
@@ -157,21 +182,23 @@ class Fields:
         value = values[0] if values else default
         if not is_int(value) or value < least:
             raise self.error(self.name(*keys), f"an integer of at least {least}", value)
+        if value > most:
+            raise self.error(self.name(*keys), f"at most {most}", value)
         return value
 
     def positive(self, key: str) -> float:
-        """A positive finite number.
+        """A positive number that float32 holds.
 
         Raises:
             ValueError: It is none.
         """
         value = self.get(key)
-        if not is_number(value) or not 0 < value < math.inf:
+        if not is_number(value) or not value >= _SMALLEST:
             raise self.error(key, "a positive number", value)
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """A positive finite number; None if it is not there.
+        """A positive number that float32 holds; None if it is not there.
 
         Raises:
             ValueError: As for `positive`.
@@ -228,7 +255,7 @@ class Fields:
 
     def error(self, key: str, wanted: str, value: Any) -> ValueError:
         """What is said of a value that is not what it should be."""
-        return ValueError(f"{self.where}: {key} must be {wanted}, not {value!r}")
+        return ValueError(f"{self.where}: {key} must be {wanted}, not {shown(value)}")
 
     def unread(self) -> set[str]:
         """Keys that nobody has read and that say something."""
@@ -256,11 +283,25 @@ class Fields:
             )
 
 
+def shown(value: Any) -> str:
+    """A value of a file as error messages show it, cut where it is long."""
+    return _repr.repr(value)
+
+
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a JSON value is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a JSON value is a number in the range of float32: 1e999 and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file, which may repeat a key but not give it two values."""
+    raw: dict[str, Any] = {}
+    for key, value in pairs:
+        if raw.setdefault(key, value) != value:
+            raise ValueError(f"{shown(key)} is there twice, with two values")
+    return raw

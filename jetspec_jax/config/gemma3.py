@@ -1,8 +1,8 @@
 """The config of Gemma 3 (``model_type`` "gemma3_text"): layers that slide, and every sixth that does not."""
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig, Rope
-from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types
+from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types, read_num_layers
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes, read_older_layer_rope
 from pallas_kernels.activation import GELU_TANH
 
@@ -38,7 +38,7 @@ def read(fields: Fields) -> ModelConfig:
     )
     decoder, heads = read_decoder(fields), read_heads(fields)
     kinds, ropes = _layer_types(fields), _ropes(fields, heads["head_dim"])
-    window = fields.integer("sliding_window")
+    window = fields.integer("sliding_window", most=MAX_TOKENS)
     shared = {
         **heads,
         "attention_scale": fields.positive("query_pre_attn_scalar") ** -0.5,
@@ -61,7 +61,7 @@ def read(fields: Fields) -> ModelConfig:
 
 def _layer_types(fields: Fields) -> list[str]:
     """The list; in the older dialect, every so many-th layer is full, counted from 1."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     # Beside the list, newer files repeat the pattern under this name, whether or not the list has it.
     fields.inert("_sliding_window_pattern", "sliding_window_pattern")
     if (kinds := read_layer_types(fields, num_layers)) is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
 from jetspec_jax.config.layers import (
     check_heads,
@@ -11,6 +11,7 @@ from jetspec_jax.config.layers import (
     read_exceptions,
     read_heads,
     read_layer_types,
+    read_num_layers,
     read_window,
 )
 from jetspec_jax.config.rope import FULL, SLIDING, read_layer_ropes
@@ -83,7 +84,7 @@ def read(fields: Fields) -> ModelConfig:
 
 def _layer_types(fields: Fields) -> list[str]:
     """Of each layer whether it slides; the last one must not, and transformers runs it as if it did not."""
-    kinds = read_layer_types(fields, fields.integer("num_hidden_layers"))
+    kinds = read_layer_types(fields, read_num_layers(fields))
     if kinds is None:
         raise fields.error("layer_types", "a list", None)
     if kinds[-1] != FULL:
@@ -100,9 +101,9 @@ def _heads(fields: Fields, kinds: list[str], shares: bool) -> dict[str, dict[str
     newer = _exceptions(fields, kinds, usual) if "per_layer_config" in fields else {}
     full = dict(newer.get(FULL, usual))
     if not newer or "global_head_dim" in fields:
-        full["head_dim"] = fields.integer("global_head_dim")
+        full["head_dim"] = fields.integer("global_head_dim", most=MAX_HEADS)
     if "num_global_key_value_heads" in fields:
-        kv_heads = fields.integer("num_global_key_value_heads")
+        kv_heads = fields.integer("num_global_key_value_heads", most=MAX_HEADS)
         # Models whose layers all have values of their own may have the key, and do not heed it.
         full["num_kv_heads"] = kv_heads if shares else usual["num_kv_heads"]
     heads = {SLIDING: usual, **newer, FULL: full}
@@ -118,7 +119,7 @@ def _exceptions(fields: Fields, kinds: list[str], usual: dict[str, Any]) -> dict
     for layer, own in read_exceptions(fields, len(kinds)).items():
         for key, name in (("head_dim", "head_dim"), ("num_key_value_heads", "num_kv_heads")):
             if key in own:
-                found[layer][name] = own.integer(key)
+                found[layer][name] = own.integer(key, most=MAX_HEADS)
         own.done()
     heads = {SLIDING: usual}
     for kind in dict.fromkeys(kinds):
@@ -135,9 +136,9 @@ def _experts(fields: Fields) -> Experts | None:
         fields.inert("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
     experts = Experts(
-        count=fields.integer("num_experts"),
+        count=fields.integer("num_experts", most=MAX_EXPERTS),
         size=fields.integer("moe_intermediate_size"),
-        routing=RouterRule(fields.integer("top_k_experts")),
+        routing=RouterRule(fields.integer("top_k_experts", most=MAX_EXPERTS)),
         activation=GELU_TANH,
     )
     check_top_k(fields, experts, "top_k_experts")

@@ -1,8 +1,15 @@
 """The config of GPT-OSS (``model_type`` "gpt_oss"): experts in every layer, every other layer slides."""
 
-from jetspec_jax.config.fields import Fields
+from jetspec_jax.config.fields import MAX_EXPERTS, Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
-from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_layer_types, read_window
+from jetspec_jax.config.layers import (
+    check_top_k,
+    read_decoder,
+    read_heads,
+    read_layer_types,
+    read_num_layers,
+    read_window,
+)
 from jetspec_jax.config.rope import FULL, SLIDING, read_rope
 from pallas_kernels.activation import Activation
 from pallas_kernels.expert_choice import RouterRule
@@ -35,10 +42,10 @@ def read(fields: Fields) -> ModelConfig:
     fields.assume(swiglu_limit=7.0, swiglu_alpha=1.702)
     top_k = "num_experts_per_tok", "experts_per_token"
     experts = Experts(
-        count=fields.integer("num_local_experts", "num_experts"),
+        count=fields.integer("num_local_experts", "num_experts", most=MAX_EXPERTS),
         size=fields.integer("intermediate_size"),
         # The chosen logits' softmax is the softmax of all, renormalised.
-        routing=RouterRule(fields.integer(*top_k)),
+        routing=RouterRule(fields.integer(*top_k, most=MAX_EXPERTS)),
         activation=Activation.gpt_oss(fields.positive("swiglu_limit"), fields.positive("swiglu_alpha")),
         biases=True,
     )
@@ -48,7 +55,7 @@ def read(fields: Fields) -> ModelConfig:
         "rope": _rope(fields, heads["head_dim"]),
         "experts": experts,
     }
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     kinds = read_layer_types(fields, num_layers) or [(SLIDING, FULL)[i % 2] for i in range(num_layers)]
     window = read_window(fields, SLIDING in kinds)
     return ModelConfig(

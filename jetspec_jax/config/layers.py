@@ -2,13 +2,17 @@
 
 from typing import Any
 
-from jetspec_jax.config.fields import Fields
-from jetspec_jax.config.geometry import Experts
-from jetspec_jax.config.rope import FULL, SLIDING
+from jetspec_jax.config.fields import MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields
+from jetspec_jax.config.geometry import Experts, Rope
+from jetspec_jax.config.rope import FULL, SLIDING, context_of
 
 
-def read_decoder(fields: Fields) -> dict[str, Any]:
+def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
     """The arguments of `ModelConfig` that every family names alike, but for its layers.
+
+    Args:
+        fields: The config.
+        rope: The rotary embedding, where it may stretch the context beyond what the config says.
 
     Raises:
         ValueError: One of them is missing or out of its range.
@@ -17,7 +21,7 @@ def read_decoder(fields: Fields) -> dict[str, Any]:
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
         "rms_norm_eps": fields.positive("rms_norm_eps"),
-        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "max_position_embeddings": context_of(fields, rope),
     }
 
 
@@ -27,11 +31,20 @@ def read_heads(fields: Fields) -> dict[str, Any]:
     Raises:
         ValueError: One of them is missing or out of its range, or they do not go together.
     """
-    heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads")
-    head_dim = fields.integer("head_dim")
+    heads = fields.integer("num_attention_heads", most=MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", most=MAX_HEADS)
+    head_dim = fields.integer("head_dim", most=MAX_HEADS)
     check_heads(fields.where, heads, kv_heads, head_dim)
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def read_num_layers(fields: Fields) -> int:
+    """How many layers a decoder has.
+
+    Raises:
+        ValueError: It does not say, or the number is out of its range.
+    """
+    return fields.integer("num_hidden_layers", most=MAX_LAYERS)
 
 
 def check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -89,7 +102,7 @@ def read_window(fields: Fields, slides: bool) -> int | None:
         ValueError: Layers slide, and there is no window.
     """
     fields.inert("sliding_window")
-    return fields.integer("sliding_window") if slides else None
+    return fields.integer("sliding_window", most=MAX_TOKENS) if slides else None
 
 
 def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
@@ -104,10 +117,15 @@ def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:
     if layers is None:
         return found
     for key in layers.raw:
-        if not key.isdecimal() or int(key) >= num_layers:
-            raise ValueError(f"{layers.where}: there is no layer {key!r}")
+        if not is_index(key, num_layers):
+            raise ValueError(f"{layers.where}: there is no layer {key[:20]!r}")
         if int(key) in found:
             raise ValueError(f"{layers.where}: layer {int(key)} is there twice")
         if (own := layers.object(key)) is not None:
             found[int(key)] = own
     return found
+
+
+def is_index(text: str, count: int) -> bool:
+    """Whether a text is the number of one of ``count`` layers; Python makes no integer of very long ones."""
+    return text.isdecimal() and len(text) < 10 and int(text) < count

@@ -1,9 +1,9 @@
 """The config of Qwen3-MoE (``model_type`` "qwen3_moe"): Qwen3 with routed experts in most or all layers."""
 
-from jetspec_jax.config.fields import Fields, is_int
+from jetspec_jax.config.fields import MAX_EXPERTS, Fields, is_int
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
-from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_window
-from jetspec_jax.config.rope import read_rope
+from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_num_layers, read_window
+from jetspec_jax.config.rope import QWEN3_TYPES, read_rope
 from pallas_kernels.expert_choice import RouterRule
 
 
@@ -15,20 +15,24 @@ def read(fields: Fields) -> ModelConfig:
     """
     fields.only("hidden_act", "silu", default="silu")
     fields.inert("router_aux_loss_coef", "output_router_logits", "max_window_layers")
-    decoder, heads = read_decoder(fields), read_heads(fields)
+    heads = read_heads(fields)
+    rope = read_rope(fields, heads["head_dim"], QWEN3_TYPES)
+    decoder = read_decoder(fields, rope)
     experts = Experts(
-        count=fields.integer("num_experts", "num_local_experts"),
+        count=fields.integer("num_experts", "num_local_experts", most=MAX_EXPERTS),
         size=fields.integer("moe_intermediate_size"),
-        routing=RouterRule(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")),
+        routing=RouterRule(
+            fields.integer("num_experts_per_tok", most=MAX_EXPERTS), renormalise=fields.flag("norm_topk_prob")
+        ),
     )
     check_top_k(fields, experts, "num_experts_per_tok")
     shared = {
         **heads,
-        "rope": read_rope(fields, heads["head_dim"]),
+        "rope": rope,
         # Unlike Qwen3, all layers slide or none does.
         "window": read_window(fields, fields.flag("use_sliding_window")),
     }
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = read_num_layers(fields)
     routed = _routed_layers(fields, num_layers)
     fields.inert("intermediate_size")
     dense = fields.integer("intermediate_size") if len(routed) < num_layers else 0

@@ -5,14 +5,16 @@ The hub's lists of layers go on with those that predict further tokens, which no
 
 from dataclasses import replace
 
-from jetspec_jax.config.fields import Fields, is_number
+from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields, is_number, shown
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import (
     check_heads,
     check_top_k,
+    is_index,
     read_decoder,
     read_exceptions,
     read_layer_types,
+    read_num_layers,
     read_window,
 )
 from jetspec_jax.config.rope import FULL, SLIDING, part_of_head, read_layer_ropes, read_older_layer_rope
@@ -67,13 +69,15 @@ def read(fields: Fields) -> ModelConfig:
     fields.inert("max_seq_len", "mtp_layer_types", "mtp_mlp_layer_types")
     # Published files do not say, all readers have it.
     fields.assume(rms_norm_eps=1e-5)
-    decoder, num_layers = read_decoder(fields), fields.integer("num_hidden_layers")
-    surplus = fields.integer("num_nextn_predict_layers", "num_mtp_layers", least=0, default=0)
+    decoder, num_layers = read_decoder(fields), read_num_layers(fields)
+    surplus = fields.integer(
+        "num_nextn_predict_layers", "num_mtp_layers", least=0, most=MAX_LAYERS, default=0
+    )
     kinds = read_layer_types(fields, num_layers, surplus)
     if kinds is None:
         raise fields.error("layer_types", "a list", None)
-    head_dim = fields.integer("head_dim")
-    kv_heads = fields.integer("num_key_value_heads", "num_attention_groups")
+    head_dim = fields.integer("head_dim", most=MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", "num_attention_groups", most=MAX_HEADS)
     fields.only("query_pre_attn_scalar", head_dim, default=head_dim)
     ropes = _ropes(fields, kinds, head_dim, surplus)
     window = read_window(fields, SLIDING in kinds)
@@ -111,11 +115,11 @@ def _experts(fields: Fields) -> Experts:
     """The experts of every layer that has some, but for their bound."""
     top_k = "num_experts_per_tok", "moe_top_k"
     routing = RouterRule(
-        fields.integer(*top_k),
+        fields.integer(*top_k, most=MAX_EXPERTS),
         scores="sigmoid",
         scale=fields.positive("moe_router_scaling_factor"),
     )
-    count = fields.integer("n_routed_experts", "moe_num_experts", "num_local_experts")
+    count = fields.integer("n_routed_experts", "moe_num_experts", "num_local_experts", most=MAX_EXPERTS)
     experts = Experts(count, fields.integer("moe_intermediate_size"), routing)
     check_top_k(fields, experts, *top_k)
     return experts
@@ -123,12 +127,12 @@ def _experts(fields: Fields) -> Experts:
 
 def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> list[int]:
     """Each layer's query heads, which sliding layers may have more of; said in one to three places."""
-    full = fields.integer("num_attention_heads")
+    full = fields.integer("num_attention_heads", most=MAX_HEADS)
     sliding = full
     if "num_sliding_attention_heads" in fields:
-        sliding = fields.integer("num_sliding_attention_heads")
+        sliding = fields.integer("num_sliding_attention_heads", most=MAX_HEADS)
     if (other := fields.object("attention_other_setting")) is not None:
-        own = other.integer("num_attention_heads")
+        own = other.integer("num_attention_heads", most=MAX_HEADS)
         if "num_sliding_attention_heads" in fields and own != sliding:
             raise ValueError(f"{other.where} has {own} heads, and num_sliding_attention_heads is {sliding}")
         sliding = own
@@ -146,7 +150,7 @@ def _heads(fields: Fields, kinds: list[str], kv_heads: int, head_dim: int) -> li
         for layer, expected in enumerate(heads):
             found = full
             if (own := exceptions.get(layer)) is not None:
-                found = own.integer("num_attention_heads")
+                found = own.integer("num_attention_heads", most=MAX_HEADS)
                 own.done()
             if found != expected:
                 raise ValueError(
@@ -168,11 +172,11 @@ def _sparse(fields: Fields, num_layers: int, surplus: int) -> list[bool]:
             return newer
     listed = fields.get("moe_layers_enum")
     items = listed.split(",") if isinstance(listed, str) else listed
-    if not isinstance(items, list) or not all(str(item).strip().isdecimal() for item in items):
+    if not isinstance(items, list) or not all(is_index(str(item).strip(), MAX_TOKENS) for item in items):
         raise fields.error("moe_layers_enum", "the layers that have experts", listed)
     sparse = {int(item) for item in items}
     if beyond := [layer for layer in sparse if layer >= num_layers + surplus]:
-        raise ValueError(f"{fields.where}: moe_layers_enum has {beyond} of {num_layers} layers")
+        raise ValueError(f"{fields.where}: moe_layers_enum has {shown(beyond)} of {num_layers} layers")
     older = [layer in sparse for layer in range(num_layers)]
     fields.check_agree("mlp_layer_types", newer, older, "moe_layers_enum")
     return older

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
-from jetspec_jax.config.fields import Fields, is_int, read_json
+from jetspec_jax.config.fields import Fields, is_int, shown
 from jetspec_jax.config.geometry import ModelConfig
 
 #: Reads a family's keys.
@@ -74,19 +74,21 @@ def parse_model_config(
         where: What error messages call the file.
 
     Raises:
-        ValueError: The model type, a rope type or a key is unknown or unsupported, or a key is missing.
+        ValueError: The model type, a rope type or a key is unknown or unsupported, or a key is missing or out
+            of its range.
     """
     if is_draft_head(raw):
         raise ValueError(f"{where} describes a draft head; load it with load_draft_head")
     fields = Fields(raw, where, ignore_config_keys)
-    model_type = fields.get("model_type")
+    given = fields.get("model_type")
+    model_type = given if isinstance(given, str) else ""
     if model_type in WRAPPERS:
         config = _read_wrapped(fields, WRAPPERS[model_type])
     elif model_type in READERS:
         config = READERS[model_type](fields)
     else:
-        reason = RELATIVES.get(str(model_type).removesuffix("_text"))
-        known = f"unknown model_type {model_type!r}"
+        reason = RELATIVES.get(model_type.removesuffix("_text"))
+        known = f"unknown model_type {shown(given)}"
         if reason is not None:
             known = f"model_type {model_type!r} is not supported: {reason}"
         raise ValueError(f"{where}: {known}; supported: {', '.join(MODEL_TYPES)}")
@@ -112,16 +114,6 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
     return config
 
 
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a checkpoint's folder: see `parse_eos_token_ids`."""
-    generation = folder / "generation_config.json"
-    return parse_eos_token_ids(
-        read_json(folder / "config.json"),
-        read_json(generation) if generation.exists() else None,
-        folder=folder,
-    )
-
-
 def parse_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, folder: str | Path = ""
 ) -> tuple[int, ...]:
@@ -137,17 +129,19 @@ def parse_eos_token_ids(
     Raises:
         ValueError: An id is no token id.
     """
+    text = config.get("text_config")
     for name, raw in (
         ("generation_config.json", generation_config or {}),
         ("config.json", config),
-        ("config.json: text_config", config.get("text_config") or {}),
+        ("config.json: text_config", text if isinstance(text, Mapping) else {}),
     ):
         eos = raw.get("eos_token_id")
         if eos is not None:
             ids = eos if isinstance(eos, list) else [eos]
             if not all(is_int(token) and token >= 0 for token in ids):
+                where = Path(folder) / name
                 raise ValueError(
-                    f"{Path(folder) / name}: eos_token_id must be a token id or a list of them, not {eos!r}"
+                    f"{where}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
                 )
             return tuple(ids)
     return ()

@@ -10,6 +10,7 @@ from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, BatchRecord, Chunk
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree.routing import Routing
 
 
@@ -94,7 +95,12 @@ class Scheduler:
         )
 
     def take(self, record: BatchRecord) -> list[Request]:
-        """Hands out what a batch did. The requests that got something."""
+        """Hands out what a batch did. The requests that got something.
+
+        Raises:
+            ValueError: A request that runs met logits that are not numbers.
+        """
+        _check_choices(record, [request.slot for request in self._members if not request.abandoned])
         for request, token in zip(self._prefilled, record.first_tokens, strict=True):
             request.take([token])
         self._prefilled = []
@@ -140,6 +146,15 @@ def _pool(size: EngineSize, requests: list[Request]) -> PagePool:
 def _free_slots(size: EngineSize, requests: list[Request]) -> list[int]:
     taken = {request.slot for request in requests}
     return [slot for slot in range(size.slots) if slot not in taken]
+
+
+def _check_choices(record: BatchRecord, slots: list[int]) -> None:
+    """Refuses to hand out anything of a batch that lacks a token for one of these slots."""
+    if NO_CHOICE in record.first_tokens or (record.dispatch.tokens[:, slots] == NO_CHOICE).any():
+        raise ValueError(
+            "the target's logits are not numbers: its weights are damaged, or its hidden states outgrow "
+            "their type, as those of models that were trained in bfloat16 may in float16"
+        )
 
 
 def _chunks(request: Request) -> list[Chunk]:

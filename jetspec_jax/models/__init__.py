@@ -7,6 +7,7 @@ arrays, and a program binds them to a module again while it is traced (`bind`): 
 
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -47,7 +48,20 @@ def build(
 
 def abstract(config: ModelConfig | DraftHeadConfig) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters still name their axes."""
-    return nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0)))
+
+
+class _OneKey(nnx.Rngs):
+    """Gives one key again and again: shapes need no other, and to count keys in a trace is slow."""
+
+    def __init__(self, seed: int):
+        """Makes the key."""
+        super().__init__(seed)
+        self._key = nnx.Variable(jax.random.key(seed))
+
+    def params(self) -> jax.Array:
+        """The key."""
+        return self._key[...]
 
 
 def weights_of(module: nnx.Module) -> Weights:

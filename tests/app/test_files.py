@@ -3,11 +3,13 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from jetspec_jax.checkpoint.files import check_writable, replacing, write_json
+from jetspec_jax.checkpoint.files import check_writable, new_folder, replacing, write_json
 from jetspec_jax.checkpoint.files import write_text as write
 
 
@@ -77,3 +79,45 @@ def test_a_folder_is_made_only_if_that_is_wanted(tmp_path):
         check_writable(path)
     check_writable(path, make_folder=True)
     assert list(path.parent.iterdir()) == []
+
+
+class TestNewFolder:
+    def test_another_process_may_not_write_it_too(self, tmp_path):
+        folder = tmp_path / "new"
+        with new_folder(folder) as partial:
+            (partial / "file").write_text("ours")
+            with pytest.raises(FileExistsError, match=f"another process is writing {folder}"):
+                new_folder(folder).__enter__()
+        assert [path.name for path in tmp_path.iterdir()] == ["new"]
+        assert (folder / "file").read_text() == "ours"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+    def test_what_a_killed_process_left_is_removed(self, tmp_path):
+        code = (
+            "import os, sys, pathlib\n"
+            "from jetspec_jax.checkpoint.files import new_folder\n"
+            "with new_folder(pathlib.Path(sys.argv[1])) as partial:\n"
+            "    (partial / 'half').write_text('half')\n"
+            "    (partial / 'deep').mkdir()\n"
+            "    os.kill(os.getpid(), 9)\n"
+        )
+        folder = tmp_path / "new"
+        ran = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+        assert ran.returncode == -9
+        [left] = tmp_path.iterdir()
+        assert sorted(path.name for path in left.iterdir()) == ["deep", "half"]
+        with new_folder(folder) as partial:
+            assert list(partial.iterdir()) == []
+            (partial / "file").write_text("whole")
+        assert [path.name for path in tmp_path.iterdir()] == ["new"]
+        assert [path.name for path in folder.iterdir()] == ["file"]
+
+    def test_a_link_is_not_followed(self, tmp_path):
+        """What is removed is never what somebody's link leads to."""
+        kept = tmp_path / "kept"
+        kept.mkdir()
+        (kept / "notes").write_text("keep")
+        (tmp_path / ".new.partial").symlink_to(kept)
+        with pytest.raises(OSError, match=r"new\.partial"):
+            new_folder(tmp_path / "new").__enter__()
+        assert (kept / "notes").read_text() == "keep"

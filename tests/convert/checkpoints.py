@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
+from convert.folders import locate
 from tests.loading.published import HEAD, V4, V5, head_shapes, target_shapes, write
 
 DTYPES = {
@@ -74,6 +75,11 @@ OTHER_FILES = {
     "special_tokens_map.json": b"{ }",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
 }
+
+
+def of_any_bits(folder):
+    """A checkpoint whose values may be NaN."""
+    return locate(folder, allow_nonfinite=True)
 
 
 def read_raw(folder):

@@ -11,7 +11,16 @@ import pytest
 from convert import orbax_io, to_huggingface, to_orbax
 from convert.orbax_io import read_orbax
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
-from tests.convert.checkpoints import DRAFT, UNTIED, make, random_bits, random_values, read_raw, shapes_of
+from tests.convert.checkpoints import (
+    DRAFT,
+    UNTIED,
+    make,
+    of_any_bits,
+    random_bits,
+    random_values,
+    read_raw,
+    shapes_of,
+)
 
 WIDE = {**UNTIED, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_key_value_heads": 2}
 
@@ -23,9 +32,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from convert.folders import locate
 from convert.orbax_io import read_orbax
 
-plain = read_orbax(sys.argv[1])
+folder = locate(sys.argv[1], allow_nonfinite=True)
+plain = read_orbax(folder)
 assert len(jax.devices()) == 8
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 
@@ -41,7 +52,7 @@ def spec(leaf):
 
 
 shardings = jax.tree.map(spec, plain)
-weights = read_orbax(sys.argv[1], shardings)
+weights = read_orbax(folder, shardings)
 split = 0
 for leaf, expected, sharding in zip(*map(jax.tree.leaves, (weights, plain, shardings)), strict=True):
     assert isinstance(leaf, jax.Array)
@@ -70,8 +81,8 @@ class TestStorage:
     def test_on_a_mesh(self, tmp_path, monkeypatch):
         """Restored over eight devices, in chunks that no part coincides with: every part has its bits."""
         monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 300)
-        make(tmp_path / "source", WIDE, random_bits(shapes_of(WIDE), "bfloat16"))
-        to_orbax(tmp_path / "source", tmp_path / "orbax")
+        source = make(tmp_path / "source", WIDE, random_bits(shapes_of(WIDE), "bfloat16"))
+        to_orbax(of_any_bits(source), tmp_path / "orbax")
         command = [sys.executable, "-c", ON_A_MESH, str(tmp_path / "orbax")]
         ran = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), check=False)
         assert ran.returncode == 0, ran.stderr
@@ -79,14 +90,14 @@ class TestStorage:
 
     def test_chunks(self, tmp_path, monkeypatch):
         monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 300)
-        make(tmp_path / "source", DRAFT, random_bits(shapes_of(DRAFT), "float32"))
-        to_orbax(tmp_path / "source", tmp_path / "orbax")
+        source = make(tmp_path / "source", DRAFT, random_bits(shapes_of(DRAFT), "float32"))
+        to_orbax(of_any_bits(source), tmp_path / "orbax")
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(tmp_path / "orbax" / "weights")
         stored = stored_arrays(metadata)
         assert all(math.prod(leaf.storage.chunk_shape) * 4 <= 300 for leaf in stored.values())
         assert stored["fc"].storage.chunk_shape != stored["fc"].shape
-        to_huggingface(tmp_path / "orbax", tmp_path / "back")
+        to_huggingface(of_any_bits(tmp_path / "orbax"), tmp_path / "back")
         assert read_raw(tmp_path / "back") == read_raw(tmp_path / "source")
 
     def test_manifest(self, orbax):

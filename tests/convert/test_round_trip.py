@@ -19,6 +19,7 @@ from tests.convert.checkpoints import (
     UNTIED,
     files_of,
     make,
+    of_any_bits,
     random_bits,
     random_values,
     read_raw,
@@ -48,15 +49,15 @@ class TestThereAndBack:
     )
     def test_every_bit(self, tmp_path, raw, dtype, sharded):
         source = make(tmp_path / "source", raw, random_bits(shapes_of(raw), dtype), sharded)
-        done = to_orbax(source, tmp_path / "orbax")
-        to_huggingface(tmp_path / "orbax", tmp_path / "back")
-        to_orbax(tmp_path / "back", tmp_path / "again")
+        done = to_orbax(of_any_bits(source), tmp_path / "orbax")
+        to_huggingface(of_any_bits(tmp_path / "orbax"), tmp_path / "back")
+        to_orbax(of_any_bits(tmp_path / "back"), tmp_path / "again")
 
         assert read_raw(tmp_path / "back") == read_raw(source)
-        weights = read_orbax(tmp_path / "orbax")
+        weights = read_orbax(of_any_bits(tmp_path / "orbax"))
         assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {DTYPES[dtype]}
         assert done.nbytes == sum(len(content) for _, _, content in read_raw(source).values())
-        assert_same_bits(read_orbax(tmp_path / "again"), weights)
+        assert_same_bits(read_orbax(of_any_bits(tmp_path / "again")), weights)
 
         kept = {"config.json": (source / "config.json").read_bytes(), **OTHER_FILES}
         assert files_of(tmp_path / "back") == kept
@@ -88,8 +89,8 @@ class TestThereAndBack:
             for name, shape in shapes_of(DRAFT).items()
         }
         source = make(tmp_path / "source", DRAFT, tensors)
-        to_orbax(source, tmp_path / "orbax")
-        to_huggingface(tmp_path / "orbax", tmp_path / "back")
+        to_orbax(of_any_bits(source), tmp_path / "orbax")
+        to_huggingface(of_any_bits(tmp_path / "orbax"), tmp_path / "back")
         assert read_raw(tmp_path / "back") == read_raw(source)
 
     def test_what_no_parameter_is_made_of(self, tmp_path, capsys):

@@ -11,7 +11,16 @@ from convert import outputs, to_huggingface, to_orbax, verification, verify
 from convert.folders import locate
 from convert.orbax_io import read_orbax, write_orbax
 from jetspec_jax import draft_logits, load_draft_head, load_target, logits
-from tests.convert.checkpoints import DRAFT, TIED, UNTIED, make, random_bits, random_values, shapes_of
+from tests.convert.checkpoints import (
+    DRAFT,
+    TIED,
+    UNTIED,
+    make,
+    of_any_bits,
+    random_bits,
+    random_values,
+    shapes_of,
+)
 from tests.marks import wide
 
 
@@ -144,9 +153,9 @@ class TestWrong:
 
     def test_values_that_are_not_finite(self, tmp_path):
         """The bits are right, and yet the model does not compute: that must not pass in silence."""
-        make(tmp_path / "source", DRAFT, random_bits(shapes_of(DRAFT), "bfloat16"))
-        to_orbax(tmp_path / "source", tmp_path / "orbax")
-        found = verify(tmp_path / "source", tmp_path / "orbax")
+        source = of_any_bits(make(tmp_path / "source", DRAFT, random_bits(shapes_of(DRAFT), "bfloat16")))
+        to_orbax(source, tmp_path / "orbax")
+        found = verify(source, of_any_bits(tmp_path / "orbax"))
         assert not found.differing
         assert not found.finite
         assert not found.ok

@@ -14,6 +14,7 @@ from jetspec_jax.engine.records import BatchRecord, DispatchRecord
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
 
 BUCKET = 16
@@ -112,6 +113,32 @@ def finish(scheduler, device):
 def assert_served(own):
     assert own.tokens == text_of(own.prompt, own.params.max_tokens)
     assert own.finish_reason == "length"
+
+
+@pytest.mark.parametrize("place", ["prompt", "round"])
+def test_a_token_that_is_no_choice_is_an_error(made, place):
+    """Nothing of such a batch is handed out."""
+    scheduler, device = made()
+    own = request(5, 9)
+    scheduler.add(own)
+    record = device.run(scheduler.next_batch(1))
+    if place == "prompt":
+        record = record._replace(first_tokens=(NO_CHOICE,))
+    else:
+        record.dispatch.tokens[0, own.slot, 1] = NO_CHOICE
+    with pytest.raises(ValueError, match="the target's logits are not numbers"):
+        scheduler.take(record)
+    assert own.tokens == []
+
+
+def test_what_an_idle_slot_holds_does_not_matter(made):
+    scheduler, device = made()
+    own = request(5, 9)
+    scheduler.add(own)
+    record = device.run(scheduler.next_batch(1))
+    record.dispatch.tokens[0, 1 - own.slot] = NO_CHOICE
+    scheduler.take(record)
+    assert own.tokens == text_of(own.prompt, 1 + STEP)
 
 
 def test_a_pool_hands_out_each_page_once():

@@ -18,7 +18,9 @@ from tests.fuzz.scenes import Scene
 
 # An interrupted call must end within so many seconds, compilation included.
 LONGEST = 30
-PROGRAM = "import sys; from jetspec_jax.cli import main; sys.exit(main())"
+# A shell's background jobs ignore SIGINT, and so does what they start.
+LISTEN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+PROGRAM = f"{LISTEN}; from jetspec_jax.cli import main; sys.exit(main())"
 COMMAND = [sys.executable, "-c", PROGRAM, "generate", "--max-tokens", "40", "def f(x):"]
 
 
@@ -75,7 +77,7 @@ def interrupt_calls(scene: Scene, rng: random.Random, count: int) -> dict[str, i
 def interrupt_command(rng: random.Random, longest: float) -> str:
     """Interrupts a command at some moment of its life; how it ended, "" where that is as it should be."""
     pipe = subprocess.PIPE
-    command = subprocess.Popen(COMMAND, preexec_fn=with_interrupts, text=True, stdout=pipe, stderr=pipe)
+    command = subprocess.Popen(COMMAND, text=True, stdout=pipe, stderr=pipe)
     try:
         command.wait(rng.uniform(0.05, longest))
     except subprocess.TimeoutExpired:
@@ -87,11 +89,6 @@ def interrupt_command(rng: random.Random, longest: float) -> str:
         return "did not end"
     fine = command.returncode == 0 or (command.returncode == 130 and err.endswith("interrupted\n"))
     return "" if fine and "Traceback" not in err else f"code {command.returncode}, {err[-300:]!r}"
-
-
-def with_interrupts() -> None:
-    """A shell's background jobs ignore SIGINT, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from tests.fuzz.scenes import Scene
 # Memory is compared with the most of the first part of the time, in which it settles.
 SETTLING = 1 / 3
 MOST_GROWTH = 100 * 2**20
-# Seconds between two pauses, at most a twelfth of the time; and between two interrupts, on average.
-PAUSE, INTERRUPT = 60.0, 1.0
+# Seconds between two pauses, at most a sixth of the time; and between two interrupts, on average.
+PAUSE, INTERRUPT = 60.0, 3.0
 
 
 class Soak:
@@ -113,7 +113,7 @@ def main() -> None:
     started, memory = time.monotonic(), []
     with tqdm(total=round(seconds), unit=" s", disable=None) as bar:
         while (gone := time.monotonic() - started) < seconds and not soak.errors:
-            soak.spell(min(PAUSE, seconds / 12, seconds - gone))
+            soak.spell(min(PAUSE, seconds / 6, seconds - gone))
             memory.append((time.monotonic() - started, resident_bytes()))
             bar.update(round(min(memory[-1][0], seconds)) - bar.n)
     settled = max(size for when, size in memory if when <= max(SETTLING * seconds, memory[0][0]))

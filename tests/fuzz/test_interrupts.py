@@ -19,21 +19,21 @@ def scene():
     return Scene(0, cases=6)
 
 
-@pytest.mark.parametrize(("threads", "calls"), [(4, 4), wide(8, 20)])
+@pytest.mark.parametrize(("threads", "calls"), [(4, 3), wide(8, 20)])
 def test_threads_get_what_each_gets_alone(scene, threads, calls):
     scene.in_threads(threads, calls, 0)
     scene.check(random.Random(0))
 
 
-@pytest.mark.parametrize("count", [30, wide(400)])
+@pytest.mark.parametrize("count", [20, wide(400)])
 def test_an_exception_at_any_moment_leaves_nothing_behind(scene, monkeypatch, count):
     monkeypatch.setattr(sys, "unraisablehook", interrupts.report)
     outcomes = interrupts.run(scene, random.Random(0), count)
     assert sum(outcomes.values()) == count
-    assert outcomes["KeyboardInterrupt"] > count / 10
+    assert outcomes["KeyboardInterrupt"] >= count / 10
 
 
-@pytest.mark.parametrize("count", [3, wide(80)])
+@pytest.mark.parametrize("count", [2, wide(80)])
 def test_after_a_signal_the_next_call_works(scene, count):
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -43,10 +43,9 @@ def test_after_a_signal_the_next_call_works(scene, count):
     assert sum(outcomes.values()) == count
 
 
-PROGRAM = """
-import runpy, signal, sys
-# A shell's background jobs ignore it, and so would this.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+PROGRAM = f"""
+{signals.LISTEN}
+import runpy
 run = runpy.run_path(sys.argv[1])["run_interruptibly"]
 def main():
     print("runs", flush=True)

@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
     add_generation_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--minutes", type=float, help="begin no shard after this; run again to go on")
 
 

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jetspec_jax.checkpoint.content import read_eos_token_ids
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
-from jetspec_jax.config import ModelConfig, check_head_fits, read_eos_token_ids
+from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.sampling.params import SamplingParams
