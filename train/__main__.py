@@ -5,19 +5,32 @@ import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
+from jetspec_jax.cli.process import run_interruptibly
+from jetspec_jax.cli.quiet import keep_libraries_quiet, show_own_log
 from train.ablations import command as ablations
 from train.data import command as data
 from train.demo import command as demo
 from train.head import command as head
 from train.loop.stages import OutOfTime
 
+INTERRUPTED = "train: interrupted; the same command goes on from the last checkpoint"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code. Without ``arguments`` the whole process is the command's."""
+    if arguments is not None:
+        return run(arguments)
+    keep_libraries_quiet()
+    return run_interruptibly(run, INTERRUPTED)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
     0 is done, or cleanly ended by a time limit; 2 an error; 3 a finished head that is no better than the one
     that it began as; 130 an interrupt.
     """
+    show_own_log()
     parser = argparse.ArgumentParser(prog="python -m train", description="Training of draft heads.")
     parser.add_argument(
         "--compilation-cache",
@@ -39,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{stop}; the same command goes on")
         return 0
     except KeyboardInterrupt:
-        print("train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         print(f"train: {error}", file=sys.stderr)

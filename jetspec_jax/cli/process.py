@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 
-def run_interruptibly(main: Callable[[], int]) -> int:
+def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
     """Runs a main program in a thread, and waits for it; an interrupt ends the process with code 130.
 
     Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
@@ -15,6 +15,7 @@ def run_interruptibly(main: Callable[[], int]) -> int:
 
     Args:
         main: Returns the exit code; what it raises is raised here.
+        message: A line for standard error, said on an interrupt.
     """
     outcome: Future[int] = Future()
 
@@ -30,6 +31,6 @@ def run_interruptibly(main: Callable[[], int]) -> int:
         return outcome.result()
     except KeyboardInterrupt:
         try:
-            os.write(2, b"\njetspec-jax: interrupted\n")
+            os.write(2, f"\n{message}\n".encode())
         finally:  # also on a second interrupt
             os._exit(130)

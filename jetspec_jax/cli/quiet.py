@@ -38,4 +38,6 @@ def keep_libraries_quiet() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     # The library of Orbax and JAX, which gives its logger a level of its own.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    logging.getLogger("jetspec_jax").propagate = False
+    own = logging.getLogger("jetspec_jax")
+    own.setLevel(logging.WARNING)  # which the root logger no longer gives it
+    own.propagate = False

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from train.loop.mesh import all_agree
 
-_log = logging.getLogger("train")
+_log = logging.getLogger("jetspec_jax.train")
 
 #: Raised when files cannot be written, by the system or by Orbax's storage library.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)

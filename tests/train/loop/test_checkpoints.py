@@ -77,7 +77,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_is_read(folder, cap
         resumed = checkpoints.restore(state(0))
         assert (resumed.step, resumed.host) == (3, {"data": 3})
         same(resumed.state, state(3))
-        [line] = [record.getMessage() for record in caplog.records if record.name == "train"]
+        [line] = [record.getMessage() for record in caplog.records if record.name == "jetspec_jax.train"]
         assert line.startswith(f"{folder / 'checkpoints' / '6'} is damaged (")
         assert line.endswith("; going on with 3, the one before it")
         # Its step comes again.
