@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jetspec_jax
@@ -58,12 +59,21 @@ def read_orbax(folder: Path, config: ModelConfig | DraftHeadConfig, shardings: A
 
 
 def read_orbax_weights(folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> Weights:
-    """The parameters of an Orbax folder on the device, all of one type; raises what `read_orbax` does."""
+    """The parameters of an Orbax folder on the device, all of one type.
+
+    Raises:
+        ValueError: As for `read_orbax`, or float16 cannot hold a value.
+    """
     flat = nnx.traversals.flatten_mapping(read_orbax(folder, config))
     weights: Weights = {}
     # One by one, so that only one is there twice.
     for path in list(flat):
-        put(weights, path, jnp.asarray(flat.pop(path).astype(dtype, copy=False)))
+        with np.errstate(over="ignore"):  # what overflows is named
+            value = flat.pop(path).astype(dtype, copy=False)
+        if dtype == np.float16 and not np.isfinite(value).all():
+            name = ".".join(map(str, path))
+            raise ValueError(f"{folder}: {name} holds values that are not finite in float16")
+        put(weights, path, jnp.asarray(value))
     return weights
 
 

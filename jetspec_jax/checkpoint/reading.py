@@ -237,7 +237,8 @@ def _check_float16(where: str, values: np.ndarray) -> None:
     if not np.isfinite(values).all():
         largest = float(jnp.finfo(jnp.float16).max)
         raise ValueError(
-            f"{where} holds values beyond {largest:g}, the largest in float16; load it in bfloat16 or float32"
+            f"{where} holds values that are not finite in float16, whose largest is {largest:g}; "
+            "load it in bfloat16 or float32"
         )
 
 
