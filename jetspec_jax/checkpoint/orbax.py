@@ -99,7 +99,7 @@ def read_orbax_weights(
             value = flat.pop(path).astype(dtype, copy=False)
         if not (allow_nonfinite or is_finite(value)):
             name = ".".join(map(str, path))
-            raise CheckpointError(f"{folder}: {name} holds values beyond the range of {dtype}")
+            raise CheckpointError(f"{folder}: {name} holds values that are not finite in {dtype}")
         put(weights, path, jnp.asarray(value))
     return weights
 

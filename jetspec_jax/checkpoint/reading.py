@@ -289,7 +289,8 @@ def _nonfinite(source: StoredParameter, value: np.ndarray, files: Mapping[str, S
         if not is_finite(alone):
             largest = float(jnp.finfo(value.dtype).max)
             return (
-                f"{path}: {key.name} holds values beyond {largest:g}, the largest in {value.dtype}; "
+                f"{path}: {key.name} holds values that are not finite in {value.dtype}, whose largest is "
+                f"{largest:g}; "
                 "load it in bfloat16 or float32"
             )
     raise AssertionError(f"{source.parameter.name} is made of finite values only")

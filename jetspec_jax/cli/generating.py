@@ -152,8 +152,8 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str 
         f"{', a near-tie' if difference.is_tie else ''} (seed {params.seed})",
         file=sys.stderr,
     )
-    if str(llm.target.dtype) != "float32":
-        print("in bfloat16 rounding flips near-ties; --dtype float32 is the exact check", file=sys.stderr)
+    if (dtype := str(llm.target.dtype)) != "float32":
+        print(f"in {dtype} rounding flips near-ties; --dtype float32 is the exact check", file=sys.stderr)
     return 1
 
 

@@ -100,12 +100,12 @@ class Scheduler:
         Raises:
             ValueError: A request that runs met logits that are not numbers.
         """
-        _check_choices(record, [request.slot for request in self._members if not request.abandoned])
+        served = [request for request in self._members if not request.abandoned]
+        _check_choices(record, [request.slot for request in served])
         for request, token in zip(self._prefilled, record.first_tokens, strict=True):
             request.take([token])
         self._prefilled = []
         dispatch = record.dispatch
-        served = [request for request in self._members if not request.abandoned]
         for request in served:
             ran = dispatch.tree_sizes[:, request.slot] > 0
             own = dispatch.tokens[ran, request.slot]

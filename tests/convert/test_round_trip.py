@@ -178,9 +178,19 @@ class TestType:
         if way == "huggingface":
             to_orbax(source, tmp_path / "orbax")
             source, convert = tmp_path / "orbax", to_huggingface
-        with pytest.raises(ValueError, match=r"not finite in float16, in \['layers.0.mlp.gate_up_proj'\]"):
+        # The reader of safetensors names the tensor, and what is read from Orbax is a parameter.
+        named = {"orbax": "layers.0.mlp.up_proj.weight", "huggingface": "layers.0.mlp.gate_up_proj"}[way]
+        with pytest.raises(ValueError, match=named) as info:
             convert(source, tmp_path / "converted", dtype="float16")
+        assert "not finite in float16" in str(info.value)
         assert not (tmp_path / "converted").exists()
+
+    def test_that_cannot_hold_a_value_of_an_orbax_folder(self, tmp_path):
+        tensors = random_values(shapes_of(DRAFT))
+        tensors["layers.0.mlp.up_proj.weight"][3, 4] = 7e4
+        to_orbax(make(tmp_path / "source", DRAFT, tensors), tmp_path / "orbax")
+        with pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_up_proj holds .* not finite in float16"):
+            load_draft_head(tmp_path / "orbax", dtype="float16")
 
     @pytest.mark.parametrize("dtype", ["bf16", "int8", "float64", ""])
     def test_other_words(self, tmp_path, dtype):

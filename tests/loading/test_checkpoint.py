@@ -149,7 +149,7 @@ class TestLayout:
         assert jnp.isfinite(mlp["gate_up_proj"]).all()
         tensors[name][2, 3] = -65536
         folder = write(tmp_path / "beyond", V4, tensors)
-        complaint = rf"beyond: {name} holds values beyond 65504, the largest in float16; load it in bfloat16"
+        complaint = f"{name} holds values that are not finite in float16"
         with pytest.raises(ValueError, match=complaint):
             load_target(folder, dtype="float16")
         load_target(folder, dtype="bfloat16")
