@@ -10,19 +10,21 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity fuzz lint clean
+.PHONY: help demo test test-all parity wheel-check fuzz soak lint clean
 
 help:
-	@echo "make demo      generate text with the embedded model pair and check it against plain decoding"
-	@echo "make test      lint, types and tests"
-	@echo "make test-all  the same with the wide sweeps"
-	@echo "make parity    live comparisons with transformers (installs PyTorch)"
-	@echo "make fuzz      hostile checkpoints and requests; CASES=5000 or MINUTES=30"
-	@echo "make lint      ruff and pyright alone"
-	@echo "make clean     remove the virtual environment and everything built"
+	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
+	@echo "make test             lint, types and tests"
+	@echo "make test-all         the same with the wide sweeps"
+	@echo "make parity           live comparisons with transformers (installs PyTorch)"
+	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
+	@echo "make fuzz             hostile checkpoints and requests; CASES=5000 or MINUTES=30"
+	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
+	@echo "make lint             ruff and pyright alone"
+	@echo "make clean            remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/jetspec-jax generate --check --stats "def read_lines(path):"
+	$(BIN)/jetspec-jax generate --budget 128 --check --stats "def read_lines(path):"
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -34,8 +36,14 @@ test-all: lint
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
 
+wheel-check: | $(BIN)/python
+	$(BIN)/python tests/packaging/check_wheel.py
+
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES))
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.soak $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -24,10 +24,14 @@ class Command(NamedTuple):
 COMMANDS = {
     "decode": Command("bench.decode.command", "plain decoding, a chain, and trees"),
     "exactness": Command("bench.exactness.command", "every token where a tree and plain decoding part"),
+    "acceptance": Command(
+        "bench.acceptance.command", "tokens per round by tree algorithm, candidates and budget"
+    ),
     "profile": Command("bench.acceptance.profile", "acceptance by depth and rank, for tree algorithms"),
     "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and what is accepted"),
     "round": Command("bench.round.command", "one round, phase by phase, and its floor"),
     "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, and its floor"),
+    "plots": Command("bench.plots", "draws kept reports again, and the pictures of the README"),
     "train": Command(
         "bench.train_step",
         "one training step of a draft head, and its share of the matmul rate",

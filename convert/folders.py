@@ -12,15 +12,13 @@ import numpy as np
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, local_path, resolve
+from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax
 from jetspec_jax.checkpoint.reading import read_parameters
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
 Layout = Literal["huggingface", "orbax"]
-
-#: The file that marks an Orbax folder, with its format, version and kind.
-MANIFEST = "orbax.json"
 
 #: Weights that are read here only to say why they are not.
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -118,14 +116,8 @@ def _layout(folder: Path) -> Layout:
     check_regular(folder / "config.json")
     check_regular(folder / MANIFEST)
     has_config = (folder / "config.json").is_file()
-    is_orbax = (folder / MANIFEST).is_file()
     weights = [path.name for pattern in ("*.safetensors", *PICKLED) for path in folder.glob(pattern)]
-    if is_orbax and weights:
-        raise CheckpointError(
-            f"{folder} holds {MANIFEST}, as Orbax folders do, and {sorted(weights)}, as Hugging Face folders "
-            "do; take away those that should not be converted"
-        )
-    if has_config and is_orbax:
+    if is_orbax(folder) and has_config:
         return "orbax"
     if has_config and weights:
         return "huggingface"

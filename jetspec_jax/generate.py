@@ -2,19 +2,21 @@
 
 from collections.abc import Iterable, Sequence
 
+from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.loading import Head, Target
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.planning import plan_requests
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.serving import complete, engine_for
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
 
 
 def generate(
     target: Target,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     max_slots: int = MAX_SLOTS,
@@ -24,12 +26,16 @@ def generate(
 
     Args:
         target: The target.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
         max_slots: Most prompts that decode at the same time.
         implementation: Of tree attention; None picks the best.
 
+    Returns:
+        The completions in the order of the prompts, as many in a row for each as its parameters' ``n``.
+
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: A request cannot be served; nothing has been generated then.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
@@ -39,13 +45,14 @@ def generate(
 def generate_tree(
     target: Target,
     draft_head: Head,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
-    budget: int = 128,
-    width: int = 7,
+    budget: int = DEFAULT_BUDGET,
+    width: int | None = None,
     depth: int | None = None,
-    algorithm: str | Algorithm = "accum_logp",
+    algorithm: str | Algorithm = DEFAULT_ALGORITHM,
+    candidates: int | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     max_slots: int = MAX_SLOTS,
     implementation: str | None = None,
@@ -55,26 +62,28 @@ def generate_tree(
     Args:
         target: The target.
         draft_head: A draft head made for it.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
         budget: Most nodes of a tree, root included, 1..256; 1 is plain decoding.
-        width: Most children of a node.
+        width: Most children of a node; None is all candidates.
         depth: Largest depth of a tree, at most the head's block size less one (the default).
         algorithm: How trees are built: a name of `jetspec_jax.tree.algorithm_names`, or what
             `jetspec_jax.tree.get_algorithm` makes of a name and options.
+        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+            algorithm's own number.
         routing: What is known of the prompts, for algorithms that look at that: one mapping for all or one
             for each, with any of "task", "mode" and "text".
         max_slots: Most prompts that decode at the same time.
         implementation: Of tree attention; None picks the best.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: A setting is out of its range, the head does not fit the target, or a request cannot be
             served; nothing has been generated then.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
-    if not isinstance(draft_head, Head):
-        raise ValueError(f"expected a Head, as its loader returns it, not {type(draft_head).__name__}")
-    settings = TreeSettings(budget, width, depth, algorithm)
+    check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
+    settings = TreeSettings(budget, width, depth, algorithm, candidates)
     return _run(target, draft_head, settings, prompts, sampling_params, routing, max_slots, implementation)
 
 
@@ -82,7 +91,7 @@ def _run(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     routing: Hints | Sequence[Hints | None] | None,
     max_slots: int,

@@ -1,34 +1,37 @@
 """`LLM`: text and chats in, completions out."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import cast
+from types import EllipsisType
+from typing import Any
 
-import numpy as np
-
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
+from jetspec_jax.arguments import check_flag, check_integer, check_type, shown
+from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats, render_chat
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests, read_single
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_text, naming, read_prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete, engine_for
-from jetspec_jax.engine.size import MAX_SLOTS, slots_for
+from jetspec_jax.engine.serving import BAR, complete, engine_for
+from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
+from jetspec_jax.engine.stream import Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+_log = logging.getLogger("jetspec_jax")
 
-# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
-STREAM_ROUNDS = 2
+PLAIN_NOTICE = (
+    "decoding plainly, which is the fastest on a CPU; for trees name a budget: budget=128 or --budget 128"
+)
 
 
 class LLM:
@@ -42,13 +45,15 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | Target = "demo",
+        target: str | Path | Target | EllipsisType = ...,
         draft_head: str | Path | Head | None = None,
         *,
-        budget: int = 128,
-        width: int = 7,
+        model: str | Path | Target | EllipsisType = ...,
+        budget: int | None = None,
+        width: int | None = None,
         depth: int | None = None,
-        algorithm: str | Algorithm = "accum_logp",
+        algorithm: str | Algorithm | None = None,
+        candidates: int | None = None,
         dtype: str = "auto",
         capacity: int | None = None,
         max_slots: int = MAX_SLOTS,
@@ -59,16 +64,23 @@ class LLM:
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
 
+        Where no setting of a tree is named, from the budget to the candidates, decoding is what is fastest
+        on the device: plain on a CPU, which the log says once, and the default tree elsewhere.
+
         Args:
-            target: A folder, a hub id, a loaded target, or "demo": the small embedded pair.
+            target: A folder, a hub id, a loaded target, or "demo" (the default): the small embedded pair.
             draft_head: A folder, a hub id or a loaded head. None is the demo's own head for the demo, and
                 plain decoding for any other target.
-            budget: Most nodes of a tree, root included; 1 is plain decoding.
-            width: Most children of a node.
+            model: vLLM's name for the target.
+            budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
+            width: Most children of a node; None is all candidates.
             depth: Largest depth of a tree; None is all that the head drafts.
-            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one.
-            dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded models keep
-                theirs.
+            algorithm: How trees are built: a name, or what `jetspec_jax.tree.get_algorithm` makes of one;
+                None is `jetspec_jax.tree.DEFAULT_ALGORITHM`.
+            candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+                algorithm's own number.
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, float32 on a CPU. Loaded
+                models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
             max_slots: Most prompts that decode at the same time.
@@ -81,10 +93,16 @@ class LLM:
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
+            TypeError: A setting is of a wrong type.
             CheckpointError: A file of a checkpoint does not hold what it should.
             ValueError: A setting is not valid.
             DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
         """
+        target = _target_of(target, model)
+        check_type("draft_head", draft_head, str | Path | Head | None, "a folder, a hub id, a Head or None")
+        check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
+        if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
+            raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         if target == "demo":
             target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
@@ -105,7 +123,12 @@ class LLM:
             head_config = head.config
         elif head is not None:
             head_config = unread[HEAD_WEIGHTS] = head.head_config
-        settings = TreeSettings(budget, width, depth, algorithm)
+        tree = {"budget": budget, "width": width, "depth": depth}
+        tree |= {"algorithm": algorithm, "candidates": candidates}
+        named: dict[str, Any] = {name: value for name, value in tree.items() if value is not None}
+        settings = TreeSettings(**named) if named else fastest_settings()
+        # Said when the first request is known to be good: bad input ends with its own line alone.
+        self._notice = None if named or settings != PLAIN or head_config is None else PLAIN_NOTICE
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
         self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
@@ -125,73 +148,88 @@ class LLM:
         self.target = read_target(ours) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
 
+    def __repr__(self) -> str:
+        """The models and the trees."""
+        tree = self.settings
+        trees = f"budget={tree.budget}" if tree.budget > 1 else "plain decoding"
+        return f"LLM({self.target!r}, {self.draft_head!r}, {trees})"
+
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
         routing: Hints | Sequence[Hints | None] | None = None,
+        **unknown: object,
     ) -> list[Completion]:
         """Completes prompts, texts or token ids, in batches.
 
         Args:
-            prompts: One text, or a list of texts and token-id lists.
+            prompts: One prompt or several: each a text, a list of token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
             sampling_params: One for all prompts, or one for each.
+            use_tqdm: Whether to show a progress bar, on a terminal if it takes a while; or what to call, as
+                tqdm is called, for a bar of one's own.
             routing: What is known of the prompts, for tree algorithms that look at that: one mapping for all,
                 or one for each, with any of "task", "mode" and "text".
+            **unknown: Refused: how to sample is in ``sampling_params``.
+
+        Returns:
+            The completions in the order of the prompts, as many in a row for each as its parameters' ``n``.
 
         Raises:
+            TypeError: A prompt or a setting is of a wrong type, or unknown.
             ValueError: A request cannot be served; nothing has been generated then.
             DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
-        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        plan, requests = self._plan([self.encode(prompt) for prompt in texts], sampling_params, routing)
-        if not requests:
-            return []
-        with self.target.keeper.lock:
-            return complete(self._engine(plan), requests, self.target.tokenizer)
+        _refuse("generate", unknown)
+        return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Chat | Sequence[Chat],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         routing: Hints | Sequence[Hints | None] | None = None,
-        **template_arguments: object,
+        **unknown: object,
     ) -> list[Completion]:
         """Answers one conversation, or a list of them, in the form of the tokenizer's chat template.
 
         Args:
-            messages: Messages with "role" and "content"; or several such lists.
+            messages: Messages with "role" and "content", a text or a list of parts of type text; or several
+                such lists.
             sampling_params: One for all conversations, or one for each.
+            use_tqdm: As for `generate`.
+            add_generation_prompt: Whether the prompt ends with what begins an answer.
+            chat_template_kwargs: Passed to the template, as ``{"enable_thinking": False}``.
             routing: As for `generate`.
-            **template_arguments: Passed to the template, e.g. ``enable_thinking=False``.
+            **unknown: Refused, as by `generate`.
 
         Raises:
+            TypeError: A message or a setting is of a wrong type, or unknown.
             ValueError: The tokenizer has no chat template, the template refuses a conversation, or a request
                 cannot be served; nothing has been generated then.
+            DeviceMemoryError: As for `generate`.
         """
-        check_template_arguments(template_arguments)
+        _refuse("chat", unknown)
+        begins = check_flag("add_generation_prompt", add_generation_prompt)
+        arguments = {} if chat_template_kwargs is None else chat_template_kwargs
+        check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
+        check_template_arguments(arguments)
         tokenizer = self._tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the target's tokenizer has no chat template; use generate")
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        chats = cast("Sequence[Sequence[Message]]", messages if several else [messages])
-        if not all(chats):
-            raise ValueError("there are no messages to answer")
-        prompts = [
-            render_chat(
-                tokenizer,
-                chat,
-                template_arguments,
-                where=f"messages[{number}]" if several else "",
-                tokenize=True,
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-            for number, chat in enumerate(chats)
-        ]
-        return self.generate(prompts, sampling_params, routing=routing)
+        prompts, chats = [], read_chats(messages)
+        for number, chat in enumerate(chats):
+            with naming(f"messages[{number}]" if len(chats) > 1 else ""):
+                text = render_chat(tokenizer, chat, arguments, tokenize=False, add_generation_prompt=begins)
+                # The template has written the special tokens.
+                prompts.append(encode_text(self.target, text, add_special_tokens=False))
+        return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def stream(
         self,
@@ -199,39 +237,84 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         routing: Hints | None = None,
-    ) -> "Stream":
+        **unknown: object,
+    ) -> Stream:
         """Completes one prompt piece by piece; the arguments are those of `generate`.
 
         Raises:
-            ValueError: The request cannot be served.
+            TypeError: The prompt or a setting is of a wrong type, or unknown.
+            ValueError: The request cannot be served, or several completions are asked for.
             DeviceMemoryError: As for `generate`.
         """
+        _refuse("stream", unknown)
         self._tokenizer()
-        plan, [request] = self._plan([self.encode(prompt)], sampling_params, routing)
+        read = read_single(self.target, prompt, sampling_params)
+        plan, [request] = self._plan([read], sampling_params, routing)
         with self.target.keeper.lock:
-            engine = self._engine(plan)
-            return Stream(self.target, engine, engine.admit(request))
+            return Stream(self.target, self._engine(plan), request)
+
+    def warm_up(self, num_prompts: int | None = None) -> None:
+        """Compiles what calls need, so that they compile nothing; with a progress bar on a terminal.
+
+        Prompts that need more than the usual capacity still compile: see ``capacity``.
+
+        Args:
+            num_prompts: How many completions a call will ask for; None is any number, up to the slots that
+                there may be, each size of a batch in its turn.
+
+        Raises:
+            TypeError: It is no integer.
+            ValueError: It is less than 1.
+            DeviceMemoryError: The device cannot hold as many slots.
+        """
+        most = self._max_slots if num_prompts is None else check_integer("num_prompts", num_prompts, 1)
+        largest = slots_for(most, self._max_slots)
+        counts = (
+            [largest]
+            if num_prompts is not None
+            else sorted({slots_for(count, self._max_slots) for count in range(1, largest + 1)}, reverse=True)
+        )
+        limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
+        # The first token is the prompt's, the second a round's.
+        params = SamplingParams(max_tokens=max(1, min(2, limit - 1)), ignore_eos=True)
+        for count in BAR(counts, desc="compiling", unit=" batch sizes"):
+            self.generate([[0]] * count, params, use_tqdm=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around a text."""
-        if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt)
-        if np.ndim(prompt) != 1:
-            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r}")
-        return list(prompt)
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
+
+        Raises:
+            TypeError: It is no prompt.
+            ValueError: It is empty, cannot be encoded, or has a token outside the vocabulary.
+        """
+        return read_prompt(self.target, prompt).ids.tolist()
 
     def _tokenizer(self):
         if self.target.tokenizer is None:
             raise ValueError("the target has no tokenizer; pass token ids to generate")
         return self.target.tokenizer
 
+    def _complete(
+        self,
+        prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        routing: Hints | Sequence[Hints | None] | None,
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[Completion]:
+        bar = _bar(use_tqdm)
+        plan, requests = self._plan(prompts, sampling_params, routing)
+        if not requests:
+            return []
+        with self.target.keeper.lock:
+            return complete(self._engine(plan), requests, self.target.tokenizer, bar)
+
     def _plan(
         self,
-        prompts: list[list[int]],
+        prompts: Prompt | Iterable[Prompt | EncodedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:
-        return plan_requests(
+        planned = plan_requests(
             self.target,
             self.draft_head,
             self.settings,
@@ -242,62 +325,48 @@ class LLM:
             capacity=self._capacity,
             implementation=self._implementation,
         )
+        if self._notice is not None:
+            _log.warning(self._notice)
+            self._notice = None
+        return planned
 
     def _engine(self, plan: EnginePlan) -> Engine:
         return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)
 
 
-class Stream(Iterator[str]):
-    """Pieces of text as they are accepted; what overshoots the end is discarded.
+def _target_of(
+    target: str | Path | Target | EllipsisType, model: str | Path | Target | EllipsisType
+) -> str | Path | Target:
+    """The target that is meant by the two arguments; neither is the demo."""
+    if target is not ... and model is not ...:
+        raise ValueError("give the target once: model is another name of it")
+    given = target if model is ... else model
+    if given is ...:
+        return "demo"
+    check_type("the target", given, str | Path | Target, "a folder, a hub id or a Target")
+    return given
 
-    A stream that is closed, left as a context, or dropped before its end frees its slot.
 
-    Attributes:
-        completion: The whole completion once the stream has ended, None before.
-    """
+def _bar(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
+    """What makes a progress bar; None for none."""
+    if callable(use_tqdm):
+        return use_tqdm
+    return BAR if check_flag("use_tqdm", use_tqdm) else None
 
-    def __init__(self, target: Target, engine: Engine, request: Request):
-        """Wraps a request that waits in the target's engine."""
-        self.completion: Completion | None = None
-        self._lock, self._request = target.keeper.lock, request
-        self._engine: Engine | None = engine
-        self._output, self._sent, self._closed = Output(request, target.tokenizer), 0, False
 
-    def __enter__(self) -> "Stream":
-        """The stream itself."""
-        return self
+_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
-    def __exit__(self, *_: object) -> None:
-        """Ends the request."""
-        self.close()
 
-    def __del__(self) -> None:
-        """Marks the request; the engine's next batch takes it out. No device work in a finaliser."""
-        self._request.abandoned = True
-
-    def __next__(self) -> str:
-        """The next piece of text, which is never empty."""
-        while self.completion is None and not self._closed:
-            with self._lock:
-                # Others who decode with this engine serve the stream too.
-                self._output.update()
-                if self._output.finish_reason is None and self._engine is not None:
-                    self._engine.step(STREAM_ROUNDS)
-                    self._output.update()
-            text = self._output.settled_text
-            piece = text[self._sent :]
-            self._sent = len(text)
-            if self._output.finish_reason is not None:
-                self.completion = self._output.completion()
-                self.close()
-            if piece:
-                return piece
-        raise StopIteration
-
-    def close(self) -> None:
-        """Ends the request; its slot and pages are free again."""
-        with self._lock:
-            self._closed = True
-            if self._engine is not None:
-                self._engine.cancel(self._request)
-            self._engine = None  # its stores are the target's to keep or to free
+def _refuse(call: str, unknown: Mapping[str, object]) -> None:
+    """Raises TypeError for unknown keywords of a call, and says where they belong."""
+    if not unknown:
+        return
+    advice = ""
+    if sampling := [name for name in unknown if name in _SAMPLING]:
+        given = ", ".join(f"{name}={shown(unknown[name])}" for name in sampling)
+        advice = f"; put it into SamplingParams: {call}(…, SamplingParams({given}))"
+    elif "prompt_token_ids" in unknown:
+        advice = '; give token ids as a prompt: {"prompt_token_ids": […]}'
+    elif call == "chat":
+        advice = "; arguments of the template go into chat_template_kwargs={…}"
+    raise TypeError(f"{call} has no argument {', '.join(unknown)}{advice}")

@@ -62,6 +62,17 @@ class Operation:
         """Names that the operation's argument `implementation` accepts, the preferred first."""
         return tuple(self.table)
 
+    def check(self, name: str | None) -> None:
+        """Raises what `choose` would raise whatever the call; None passes."""
+        if name is None:
+            return
+        if name not in self.table:
+            raise ValueError(
+                f"{self.name} has no implementation {name!r}; available: {', '.join(self.table)}"
+            )
+        if self.table[name].needs_gpu and (problem := gpu_problem()):
+            raise NotImplementedError(f"{self.name}: {name} cannot run: {problem}")
+
     def choose(self, name: str | None, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The function to call: the first that supports the case, or the one called `name`.
 
@@ -75,10 +86,7 @@ class Operation:
             NotImplementedError: The named one does not support the case or the device, or, with None, none
                 does.
         """
-        if name is not None and name not in self.table:
-            raise ValueError(
-                f"{self.name} has no implementation {name!r}; available: {', '.join(self.table)}"
-            )
+        self.check(name)
         reasons = []
         for candidate in self.table if name is None else (name,):
             own = self.table[candidate]

@@ -9,6 +9,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # test processes share one GPU
+# Small programs in parts, made by many threads, cost more than whole.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the user's cache folder
 
 import hypothesis

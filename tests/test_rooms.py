@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 #: each other.
 ROOMS = {
     "jetspec_jax": [
-        ("config", "sampling", "tree", "demo"),
+        ("arguments",),
+        ("config", "sampling", "tree", "demo", "progress"),
         ("models",),
         ("device",),
         ("checkpoint", "cache"),
@@ -19,12 +20,14 @@ ROOMS = {
         ("inspect", "llm", "generate"),
         ("view",),
         ("cli",),
+        ("__main__",),
     ],
     "train": [("loss",), ("loop",), ("data",), ("head",), ("demo",), ("ablations",), ("__main__",)],
     "bench": [
         ("common",),
         ("acceptance", "decode", "exactness", "experts", "round", "train_step"),
         ("kernel",),
+        ("plots",),
         ("__main__",),
     ],
 }

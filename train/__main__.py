@@ -13,7 +13,11 @@ from train.loop.stages import OutOfTime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; 0 also when a time limit ended it cleanly."""
+    """Runs a command and returns its exit code.
+
+    0 is done, or cleanly ended by a time limit; 2 an error; 3 a finished head that is no better than the one
+    that it began as; 130 an interrupt.
+    """
     parser = argparse.ArgumentParser(prog="python -m train", description="Training of draft heads.")
     parser.add_argument(
         "--compilation-cache",

@@ -1,8 +1,8 @@
-"""Rounds of real decoding, traced, and what of their drafts the target took. Shapes: D depth, W width.
+"""Rounds of real decoding, traced, and what of their drafts the target took. Shapes: D depth, K candidates.
 
 A draft row does not depend on the path taken to its depth, so the target's tokens after an anchor give the
 rank of its choice in every row, whatever tree was grown: a node of depth d is *reached* if the first d of
-those tokens were all among the W candidates of their rows, as they would be in a tree without a budget. The
+those tokens were all among the K candidates of their rows, as they would be in a tree without a budget. The
 tree of a measurement only says at which anchors rounds began.
 """
 
@@ -20,7 +20,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.tree import Hints
 
-#: A target's choice that is none of a row's W candidates.
+#: A target's choice that is none of a row's K candidates.
 NO_RANK = -1
 
 
@@ -48,7 +48,7 @@ class Counts(NamedTuple):
         nodes: Nodes of a depth at which a choice was looked at.
     """
 
-    hits: Int[np.ndarray, "D W"]
+    hits: Int[np.ndarray, "D K"]
     nodes: Int[np.ndarray, "D"]
 
     def shares(self, least_nodes: int = 1) -> list[list[float]]:

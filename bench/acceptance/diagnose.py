@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
     pair, work, tree = begin(arguments)
     # As many nodes as the head has slots: the anchor and one for each row.
-    chain = TreeSettings(pair.head.config.block_size, arguments.width, algorithm="chain")
+    nodes = pair.head.config.block_size
+    chain = TreeSettings(nodes, arguments.width, None, "chain", arguments.candidates)
     chains, trees = (
         follow(pair, work, own, implementation=arguments.implementation) for own in (chain, tree)
     )
@@ -80,14 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
-    from bench.acceptance.plot import plot_diagnosis
+    from bench.acceptance.plot import draw_diagnosis
+    from bench.common.picture import write_picture
 
     tables = [
         (heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]]),
         (f"Share of rounds ({name}) that accept a node of a depth, by its rank", share),
     ]
     publish(arguments.json, report, tables, notes)
-    plot_diagnosis(report, title, FAITHFUL, arguments.plot)
+    write_picture(arguments.plot, draw_diagnosis(report))
     return 0
 
 

@@ -1,51 +1,98 @@
-"""Pictures of what is accepted: a profile's tables, and a diagnosis of a draft head."""
+"""Pictures of what is accepted: tokens per round, a profile's tables, and a diagnosis of a draft head."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench.common.picture import BLUE, ORANGE, empty_figure, without_frame, write_png
+from bench.acceptance.diagnose import FAITHFUL
+from bench.common.picture import (
+    BLUE,
+    COLOURS,
+    ORANGE,
+    Report,
+    empty_figure,
+    grid_of,
+    grouped,
+    legend_below,
+    measured_on,
+    without_frame,
+)
 
-GREY = "#999999"
+LIGHT = "#999999"
 
 
-def plot_profile(profile: Mapping[str, Any], title: str, path: Path) -> None:
-    """Writes a PNG with a table of shares for all rounds and for each class.
+def draw_acceptance(report: Report) -> Figure:
+    """Tokens per round by budget: a panel for each temperature and number of candidates."""
+    rows = report["rows"]
+    panels = grouped(rows, lambda row: f"T = {row['temperature']:g}, {row['candidates']} candidates")
+    given = report["arguments"]
+    figure, axes = grid_of(
+        panels,
+        "Tokens per round by the size of the trees",
+        f"{given['num_prompts']} prompts x {given['max_tokens']} tokens, {measured_on(report)}",
+        "Replayed along one text, so nothing is timed.",
+        columns=len({row["candidates"] for row in rows}),
+        width=3.2,
+        height=2.8,
+        sharey="row",
+    )
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    for axis, own in zip(axes, panels.values(), strict=True):
+        for i, name in enumerate(names):
+            points = sorted((row["budget"], row["tau"]) for row in own if row["algorithm"] == name)
+            style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5}
+            axis.plot(*zip(*points, strict=True), label=name, **style)
+        budgets = sorted({row["budget"] for row in own})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [str(budget) for budget in budgets])
+        axis.set_xlabel("nodes of a tree")
+        axis.set_ylabel("tokens per round")
+        temperature = own[0]["temperature"]
+        axis.set_ylim(0, 1.05 * max(row["tau"] for row in rows if row["temperature"] == temperature))
+    legend_below(figure, axes[0])
+    without_frame(*axes)
+    return figure
 
-    Args:
-        profile: As `jetspec_jax.tree.Profile.parse` reads it, with `meta`.
-        title: Above all panels.
-        path: Where to.
-    """
+
+def draw_profile(profile: Report) -> Figure:
+    """A table of shares for all rounds and for each class, of a profile with its `meta`."""
     meta = profile["meta"]
+    given = meta["arguments"]
     panels = {f"all {meta['rounds']:,} rounds": profile["depth_rank_accept"]}
     for name, table in profile["per_class_histograms"].items():
         panels[f"{name}: {meta['rounds_by_class'][name]:,} rounds"] = table
-    figure = empty_figure(1 + 3.6 * len(panels), 5.4, title)
+    figure = empty_figure(
+        1 + 3.6 * len(panels),
+        6,
+        "How often the target takes which draft, by depth and rank",
+        f"{meta['prompts']} prompts, {given['max_tokens']} tokens each, trees of {given['budget']} by "
+        f"{given['algorithm']}, temperature {given['temperature']:g}, {measured_on(meta)}",
+        "Shares of the nodes counted, in per cent; shades follow their square roots.",
+    )
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (name, table) in zip(axes, panels.items(), strict=True):
         _heat_map(axis, table, first_depth=0)
         axis.set_title(name, fontsize=10)
         axis.set_ylabel("depth of the node")
-    write_png(path, figure)
+    return figure
 
 
-def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path: Path) -> None:
-    """Writes a PNG with a scatter of branches, faithfulness by depth, committed tokens, and accepted ranks.
-
-    Args:
-        report: Of `bench.acceptance.diagnose`.
-        title: Above all panels.
-        faithful: Nats within which a branch is faithful.
-        path: Where to.
-    """
-    figure = empty_figure(11.5, 9, title)
+def draw_diagnosis(report: Report) -> Figure:
+    """A scatter of branches, faithfulness by depth, committed tokens, and accepted ranks, of ``diagnose``."""
+    given = report["arguments"]
+    figure = empty_figure(
+        11.5,
+        9.6,
+        "Is the draft head as sure as the target, and what is accepted?",
+        f"{given['num_prompts']} prompts, {given['max_tokens']} tokens each, temperature "
+        f"{given['temperature']:g}, {measured_on(report)}",
+    )
     (scatter, by_depth), (committed, ranks) = figure.subplots(2, 2)
-    _scatter(scatter, report["branches"], faithful)
-    _by_depth(by_depth, report["faithfulness"], faithful)
+    _scatter(scatter, report["branches"])
+    _by_depth(by_depth, report["faithfulness"])
     _committed(committed, report["committed_per_round"])
     accepted = report["accepted_by_depth_and_rank"]
     shares = np.asarray(accepted["nodes"]) / max(accepted["rounds"], 1)
@@ -53,7 +100,7 @@ def plot_diagnosis(report: Mapping[str, Any], title: str, faithful: float, path:
     ranks.set_ylabel("depth of the accepted node")
     ranks.set_title("share of rounds that accept a node, by its rank", fontsize=10)
     without_frame(scatter, by_depth, committed)
-    write_png(path, figure)
+    return figure
 
 
 def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int) -> None:
@@ -71,28 +118,28 @@ def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int
     axis.set_xlabel("rank of the head's candidate (figures in %)")
 
 
-def _scatter(axis: Axes, branches: Mapping[str, Sequence[float]], faithful: float) -> None:
+def _scatter(axis: Axes, branches: Mapping[str, Sequence[float]]) -> None:
     draft, target = np.asarray(branches["draft"]), np.asarray(branches["target"])
     low = float(min(draft.min(), target.min()))
     line = np.array([low, 0.0])
-    axis.fill_between(line, line - faithful, line + faithful, color=GREY, alpha=0.25, linewidth=0)
+    axis.fill_between(line, line - FAITHFUL, line + FAITHFUL, color=LIGHT, alpha=0.25, linewidth=0)
     axis.plot(line, line, color="black", linewidth=0.8)
     axis.scatter(draft, target, s=8, alpha=0.4, color=BLUE, linewidths=0)
     axis.set_ylim(1.02 * float(target.min()) - 1, 1)
     axis.set_xlim(1.02 * float(draft.min()) - 1, 1)
     axis.set_xlabel("head's log-probability of its rank-1 branch, nats")
     axis.set_ylabel("target's log-probability of the same tokens, nats")
-    within = np.mean(np.abs(draft - target) <= faithful)
-    axis.set_title(f"{within:.0%} of {len(draft):,} branches within {faithful:g} nats (grey)", fontsize=10)
+    within = np.mean(np.abs(draft - target) <= FAITHFUL)
+    axis.set_title(f"{within:.0%} of {len(draft):,} branches within {FAITHFUL:g} nats (grey)", fontsize=10)
 
 
-def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], faithful: float) -> None:
+def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     depths = [row["depth"] for row in rows]
     axis.plot(depths, [100 * row["faithful"] for row in rows], color=BLUE, marker="o", markersize=4)
     axis.set_ylim(0, 104)
     axis.set_xticks(depths)
     axis.set_xlabel("depth down to which the branch is scored")
-    axis.set_ylabel(f"branches within {faithful:g} nats, %")
+    axis.set_ylabel(f"branches within {FAITHFUL:g} nats, %")
     axis.set_title("faithfulness by depth", fontsize=10)
 
 

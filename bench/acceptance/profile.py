@@ -86,9 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
     show(title, table_of(counts), notes)
     write_report(arguments.json, profile)
-    from bench.acceptance.plot import plot_profile
+    from bench.acceptance.plot import draw_profile
+    from bench.common.picture import write_picture
 
-    plot_profile(profile, title, arguments.plot)
+    write_picture(arguments.plot, draw_profile(profile))
     return 0
 
 

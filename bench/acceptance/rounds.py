@@ -28,7 +28,9 @@ def begin(arguments: argparse.Namespace) -> tuple[Pair, Workload, TreeSettings]:
     check_numbers(arguments)
     check_round(arguments)
     check_report(arguments)
-    settings = TreeSettings(arguments.budget, arguments.width, algorithm=arguments.algorithm)
+    settings = TreeSettings(
+        arguments.budget, arguments.width, None, arguments.algorithm, arguments.candidates
+    )
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     pair = load_pair(arguments, arguments.dtype, [settings])

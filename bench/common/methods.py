@@ -9,7 +9,7 @@ from jetspec_jax import Head, Target
 from jetspec_jax.cli.options import parse_option
 from jetspec_jax.config import read_json
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.tree import Algorithm, Profile, algorithm_names, get_algorithm
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, algorithm_names, get_algorithm
 from jetspec_jax.tree.algorithms import check_algorithm
 
 ALL = "all"
@@ -55,7 +55,7 @@ def choose_algorithms(
         check_algorithm(name)
     given: dict[str, dict[str, Any]] = {}
     for option in options:
-        path, value = parse_option(option, "[ALGORITHM.]NAME=VALUE")
+        path, value = parse_option(option, form="[ALGORITHM.]NAME=VALUE")
         owner, _, name = path.rpartition(".")
         if not owner and len(names) > 1:
             raise ValueError(
@@ -89,7 +89,7 @@ def check_fixed_budgets(option: str, names: Sequence[str]) -> None:
     if AUTO in names:
         raise ValueError(
             f"{option} {AUTO}: it chooses budgets, and here they are given; name the algorithm of its trees, "
-            f"usually accum_logp, or measure {AUTO} with `python -m bench decode`"
+            f"usually {DEFAULT_ALGORITHM}, or measure {AUTO} with `python -m bench decode`"
         )
 
 
@@ -106,7 +106,8 @@ def choose_methods(
     head: Head,
     algorithms: Mapping[str, str | Algorithm],
     budgets: Sequence[int],
-    width: int,
+    width: int | None = None,
+    candidates: int | None = None,
 ) -> list[list[Method]]:
     """All methods but plain decoding, a list for each budget, the smallest first; the chain heads them all.
 
@@ -117,7 +118,7 @@ def choose_methods(
     chain = Method("chain", None, TreeSettings(head.config.block_size, 1))
     groups = [
         [
-            Method(f"{name} {budget}", name, TreeSettings(budget, width, None, algorithm))
+            Method(f"{name} {budget}", name, TreeSettings(budget, width, None, algorithm, candidates))
             for name, algorithm in algorithms.items()
         ]
         for budget in sorted(set(budgets))

@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Collection, Iterable
 
+from jetspec_jax.cli.options import MODELS
+
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the type of random weights, and how programs on them are compiled and recorded."""
     add = parser.add_argument
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    MODELS.add(parser, ["dtype"], dtype="auto")
     add(
         "--profile",
         action=argparse.BooleanOptionalAction,
@@ -15,6 +17,11 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         help="also record a GPU's kernels, by class",
     )
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
+
+
+def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds how broad trees are."""
+    MODELS.add(parser, ["width", "candidates"])
 
 
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:

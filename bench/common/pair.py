@@ -2,22 +2,21 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import check_least
+from bench.common.options import add_breadth_arguments, check_least
 from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import DEMO, Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.tree import BUCKETS, algorithm_names, bucket_for, get_algorithm
+from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
 
@@ -35,10 +34,12 @@ class Pair(NamedTuple):
 
 def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
     """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
+    # Named in every report, also where nobody chose one.
+    best = "xla" if gpu_problem() else "pallas_triton"
+    usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
+    MODELS.add(parser, [*usual, "draft_head", "ignore_config_keys"], **usual, ignore_config_keys=[])
+    SAMPLING.add(parser, ["max_tokens"], max_tokens=max_tokens)
     add = parser.add_argument
-    add("--target", default=DEMO, help="folder or hub id (default: the demo)")
-    add("--draft-head", help="folder or hub id (default: the demo's)")
-    add_ignore_option(parser)
     add(
         "--prompts",
         default=DEMO,
@@ -48,7 +49,6 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
     parser.set_defaults(usual_prompts=prompts)
     add("--num-prompts", type=int, help=f"how many (default: {prompts}, or fewer if there are no more)")
     add("--skip-prompts", type=int, default=0, metavar="N", help="leave out the first N (default: 0)")
-    add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
     add(
         "--enable-thinking",
         action=argparse.BooleanOptionalAction,
@@ -59,11 +59,6 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tok
         help="what algorithms that route are told of the prompts: math, code, chat, ..., or "
         f'"{TASK_OF_SET}" for what the prompt set says of each (default: nothing)',
     )
-    add("--width", type=int, default=7, help="of the trees (default: 7)")
-    # Named in every report, also where nobody chose one.
-    best = "xla" if gpu_problem() else "pallas_triton"
-    add("--implementation", default=best, help=f"of tree attention (default: here {best})")
-    add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
 
 
 def add_trees_arguments(
@@ -83,9 +78,9 @@ def add_trees_arguments(
     add(
         "--algorithms",
         nargs="+",
-        default=["accum_logp"],
+        default=[DEFAULT_ALGORITHM],
         metavar="NAME",
-        help=f'of {", ".join(algorithm_names())}, or "all" (default: accum_logp)',
+        help=f'of {", ".join(algorithm_names())}, or "all" (default: {DEFAULT_ALGORITHM})',
     )
     add(
         "--algorithm-option",
@@ -94,7 +89,7 @@ def add_trees_arguments(
         metavar="[ALGORITHM.]NAME=VALUE",
         help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
     )
-    add("--profile", type=Path, help="JSON table of measured acceptance, for the algorithms that take one")
+    ALGORITHM.add(parser, ["profile"])
     usual = " ".join(map(str, budgets))
     add("--budgets", type=int, nargs="+", default=list(budgets), help=f"of the trees (default: {usual})")
 
@@ -104,9 +99,11 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(fixed_budget_names())
     add = parser.add_argument
     add("--budget", type=int, default=64, help="of the trees (default: 64)")
-    add("--algorithm", default="accum_logp", metavar="NAME", help=f"{names} (default: accum_logp)")
+    usual = DEFAULT_ALGORITHM
+    add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
+    add_breadth_arguments(parser)
     add("--temperature", type=float, default=0.0, help="prompt i has seed i (default: 0)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    MODELS.add(parser, ["dtype"], dtype="auto")
 
 
 def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
@@ -120,7 +117,7 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
         ValueError: A number is less than 1, or less than 0 prompts are skipped.
     """
     check_least(arguments, 0, "skip_prompts")
-    check_least(arguments, 1, "num_prompts", "max_tokens", "width", *numbers)
+    check_least(arguments, 1, "num_prompts", "max_tokens", *numbers)
 
 
 def check_trees(arguments: argparse.Namespace) -> None:
@@ -139,9 +136,11 @@ def check_round(arguments: argparse.Namespace) -> None:
     """Checks what `add_round_arguments` added but for the type, before anything is loaded.
 
     Raises:
-        ValueError: The algorithm is unknown or chooses budgets, or the temperature or budget is out of its
-            range. A tree of one node drafts nothing, so there is nothing to measure.
+        ValueError: The algorithm is unknown or chooses budgets, or the temperature, the budget, the width or
+            the number of candidates is out of its range. A tree of one node drafts nothing, so there is
+            nothing to measure.
     """
+    check_least(arguments, 1, "width", "candidates")
     get_algorithm(arguments.algorithm)
     check_fixed_budgets("--algorithm", [arguments.algorithm])
     SamplingParams(temperature=arguments.temperature)

@@ -1,33 +1,96 @@
-"""What all pictures share: colours, panels, and a PNG that is written whole. Only pictures import this."""
+"""What all pictures share: titles, colours, panels, labels at lines, and files that are written whole.
 
+Only pictures import this. A picture is drawn from its report alone, so that a kept report can be drawn again.
+"""
+
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jetspec_jax.checkpoint.files import replacing
 
 Row = Mapping[str, Any]
-# Okabe and Ito's colours, which most kinds of colour vision tell apart.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, YELLOW = COLOURS = (
+Report = Mapping[str, Any]
+# Okabe and Ito's colours, which most kinds of colour vision tell apart, but for yellow: it is none on white.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
     "#0072b2",
     "#d55e00",
     "#009e73",
     "#cc79a7",
     "#e69f00",
     "#56b4e9",
-    "#f0e442",
 )
+GREY = "#666666"
+DPI = 120
+# Points of the three types: a figure's title, what it is about, and its note.
+TITLE, ABOUT, NOTE = 12, 9, 8
+_POINTS = 72  # of an inch
+_EDGE = 6  # points above and below a text, together
 
 
-def empty_figure(width: float, height: float, title: str) -> Figure:
-    """A figure of so many inches, with a title above all panels."""
+def empty_figure(width: float, height: float, title: str, about: str, note: str = "") -> Figure:
+    """A figure of so many inches, with room for its panels between the texts.
+
+    Args:
+        width: Of the figure.
+        height: Likewise.
+        title: What is to be seen, in words.
+        about: What was measured, on what; below the title, in smaller type.
+        note: What the reader must know to read it right; below all panels.
+    """
     # Without pyplot there is no global state, and no window system is asked for.
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = Figure(figsize=(width, height))
+    top = _write(figure, 1.0, title, TITLE, weight="bold")
+    top = _write(figure, top, about, ABOUT)
+    bottom = _height(figure, note, NOTE)
+    _write(figure, bottom, note, NOTE, color=GREY)
+    figure.set_layout_engine("constrained", rect=(0, bottom, 1, top - bottom))
     return figure
+
+
+def _write(figure: Figure, top: float, text: str, points: float, **style: Any) -> float:
+    """Writes lines below a height of a figure, and returns the height below them."""
+    figure.text(
+        0.1 / figure.get_figwidth(),
+        top - _EDGE / 2 / (_POINTS * figure.get_figheight()),
+        "\n".join(_lines(figure, text, points)),
+        fontsize=points,
+        va="top",
+        linespacing=1.2,
+        **style,
+    )
+    return top - _height(figure, text, points)
+
+
+def _height(figure: Figure, text: str, points: float) -> float:
+    """What the lines of a text take of a figure's height."""
+    lines = len(_lines(figure, text, points))
+    return (1.25 * points * lines + _EDGE * (lines > 0)) / (_POINTS * figure.get_figheight())
+
+
+def _lines(figure: Figure, text: str, points: float) -> list[str]:
+    # A character is about 0.55 of its height wide, on average.
+    return textwrap.wrap(text, int((figure.get_figwidth() - 0.2) * _POINTS / (0.55 * points)))
+
+
+def measured_on(report: Report) -> str:
+    """Type, device and version of a report, for the line below a title."""
+    dtype = report["dtype"]
+    types = dtype if isinstance(dtype, str) else " and ".join(dtype)
+    return f"{types}, {report['device']}, JAX {report['jax']}"
+
+
+def shape_name(report: Report) -> str:
+    """The models of a report: a published shape, or the pair's names."""
+    return report.get("shape") or " + ".join(
+        report[key] for key in ("target", "draft_head") if report.get(key)
+    )
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
@@ -39,13 +102,23 @@ def grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[Ro
 
 
 def grid_of(
-    names: Mapping[str, Any], title: str, *, columns: int, width: float, height: float, **shared: Any
+    names: Mapping[str, Any],
+    title: str,
+    about: str,
+    note: str = "",
+    *,
+    columns: int,
+    width: float,
+    height: float,
+    **shared: Any,
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a named panel for each key, in rows of at most so many.
 
     Args:
         names: The panels.
-        title: Above all of them.
+        title: Of `empty_figure`.
+        about: Likewise.
+        note: Likewise.
         columns: The most in a row.
         width: Of a panel, in inches.
         height: Likewise.
@@ -53,7 +126,7 @@ def grid_of(
     """
     columns = min(columns, len(names))
     lines = -(-len(names) // columns)
-    figure = empty_figure(2.4 + width * columns, 0.8 + height * lines, title)
+    figure = empty_figure(max(6.4, 1.2 + width * columns), 1.6 + height * lines, title, about, note)
     axes = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
     for axis, name in zip(axes, names, strict=False):
         axis.set_title(name, fontsize=10)
@@ -62,14 +135,93 @@ def grid_of(
     return figure, axes[: len(names)]
 
 
+def legend_below(figure: Figure, axis: Axes, columns: int = 6) -> None:
+    """One legend for all panels, below them, where no title is."""
+    handles, labels = axis.get_legend_handles_labels()
+    columns = min(columns, len(labels))
+    engine = figure.get_layout_engine()
+    assert engine is not None, "of empty_figure"
+    left, bottom, width, height = engine.get()["rect"]
+    taken = 1.7 * ABOUT * -(-len(labels) // columns) / (_POINTS * figure.get_figheight())
+    figure.set_layout_engine("constrained", rect=(left, bottom + taken, width, height - taken))
+    figure.legend(
+        handles,
+        labels,
+        loc="lower center",
+        bbox_to_anchor=(0.5, bottom),
+        ncols=columns,
+        frameon=False,
+        fontsize=ABOUT,
+        borderpad=0.2,
+        borderaxespad=0,
+    )
+
+
+def label_lines(axis: Axes, ends: Sequence[tuple[float, float, str, Any]], height: float) -> None:
+    """Writes each line's name beside its end, right of the panel, in its colour; none covers another.
+
+    Args:
+        axis: The panel, whose limits stay as they are.
+        ends: Of every line its last point, its name and its colour.
+        height: Of the panel, in inches, about.
+    """
+    transform = axis.transData + axis.transAxes.inverted()
+    axis.set_ylim(axis.get_ylim())
+    ordered = sorted(
+        (float(transform.transform((x, y))[1]), x, y, name, colour) for x, y, name, colour in ends
+    )
+    places = spread_out([place for place, *_ in ordered], 11 / (_POINTS * height))
+    for place, (_, x, y, name, colour) in zip(places, ordered, strict=True):
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(1.05, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=colour,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+        )
+
+
+def spread_out(wanted: Sequence[float], least: float) -> list[float]:
+    """Places at least so far apart and at most at 1, near the wanted ones and in their order, which rises."""
+    groups: list[list[float]] = []
+    for place in wanted:
+        groups.append([place])
+        while len(groups) > 1 and (
+            fmean(groups[-1]) - fmean(groups[-2]) < least * (len(groups[-1]) + len(groups[-2])) / 2
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    places = [
+        fmean(group) + least * (i - (len(group) - 1) / 2) for group in groups for i in range(len(group))
+    ]
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], places[i + 1] - least if i + 1 < len(places) else 1.0)
+    return places
+
+
 def without_frame(*axes: Axes) -> None:
     """Leaves out the lines above and to the right of panels."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
 
 
-def write_png(path: Path, figure: Figure) -> None:
-    """Writes a picture, whole or not at all."""
+def write_picture(path: Path, figure: Figure) -> None:
+    """Writes a PNG, and an SVG of the same name beside it: each whole or not at all."""
     with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=150)
-    print(f"wrote {path}")
+        figure.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
+    # Texts stay texts: they can be searched, and files are small. Without the salt, names differ each time.
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(path.with_suffix(".svg")) as partial,
+    ):
+        figure.savefig(partial, format="svg", metadata={"Date": None})
+    print(f"wrote {path} and {path.with_suffix('.svg').name}")

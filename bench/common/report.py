@@ -28,7 +28,9 @@ _RECURRING = ("algorithm_option", "ignore_config_key")
 def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds where the report and its picture go."""
     parser.add_argument("--json", type=Path, default=Path(f"results/{name}.json"), help="where to")
-    parser.add_argument("--plot", type=Path, help="PNG, where to (default: beside the JSON)")
+    parser.add_argument(
+        "--plot", type=Path, help="PNG, where to, with an SVG beside it (default: beside the JSON)"
+    )
 
 
 def check_report(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
+from bench.common.options import add_breadth_arguments
 from bench.common.pair import (
     add_pair_arguments,
     add_trees_arguments,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0], budgets=[16, 32, 64, 128])
     add = parser.add_argument
+    add_breadth_arguments(parser)
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     add(
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="all methods take turns of a few prompts, with the stores of all on the device",
     )
-    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_report_arguments(parser, "decode")
     add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
     add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         FileNotFoundError: A checkpoint, the prompts or the profile are not to be had.
         ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
     """
-    check_numbers(arguments, "repeats", "batch")
+    check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
     check_report(arguments)
     budget = arguments.plot_budget
@@ -68,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     target, head = pair = load_pair(arguments, arguments.dtype)
-    groups = choose_methods(target, head, algorithms, arguments.budgets, arguments.width)
+    groups = choose_methods(
+        target, head, algorithms, arguments.budgets, arguments.width, arguments.candidates
+    )
     works = make_workloads(arguments, target, prompts, arguments.temperatures, batch=arguments.batch)
     about = {**describe_pair(pair, works.values()), **describe_profile(arguments.profile)}
     report = begin_report(arguments, about)
@@ -116,7 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from bench.decode.plot import plot_decode
+    from bench.common.picture import write_picture
+    from bench.decode.plot import draw_decode
 
     rows = report["rows"]
     budget = arguments.plot_budget or max(row["budget"] for row in rows if row["algorithm"])
@@ -130,4 +135,4 @@ def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     for table in tables:
         show(*table)
     show(heading, last, report["notes"])
-    plot_decode(rows, title, budget, arguments.plot)
+    write_picture(arguments.plot, draw_decode(report, budget))

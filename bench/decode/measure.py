@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
-import numpy as np
 
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
@@ -18,11 +17,12 @@ from jetspec_jax import Completion, DecodeWeights, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.planning import EnginePlan, make_request, plan_engine
+from jetspec_jax.engine.planning import EnginePlan, check_request, make_request, plan_engine
+from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete
 from jetspec_jax.engine.size import default_capacity, slots_for
-from jetspec_jax.llm import STREAM_ROUNDS
+from jetspec_jax.engine.stream import STREAM_ROUNDS
 
 # Enough tokens for one round of every kind to compile.
 WARM_UP_TOKENS = 4
@@ -81,7 +81,7 @@ class Bench:
         self._slots = slots_for(max(len(work.ids) for work in works.values()), batch)
         # One for all temperatures: another capacity is another program.
         need = max(
-            len(ids) + own.max_tokens
+            check_request(target, ids, own).tokens
             for work in works.values()
             for ids, own in zip(work.ids, work.params, strict=True)
         )
@@ -176,7 +176,7 @@ class Bench:
         """Compiles all that a method runs; the most bytes that have been in use."""
         [work, *_] = next(iter(self._works.values())).parts(1)
         # A request of one token, or one that ends with its first, has no round.
-        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens))
+        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens or WARM_UP_TOKENS))
         work = replace(work, params=[replace(work.params[0], max_tokens=most, ignore_eos=True)])
         engine = self._engine(method)
         for _ in range(2):  # the second frees the slot of the first, which is a program too
@@ -189,7 +189,12 @@ class Bench:
     def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
         return [
             make_request(
-                self._target, engine.plan.decoder, method.settings, np.asarray(ids, np.int32), params, hints
+                self._target,
+                engine.plan.decoder,
+                method.settings,
+                read_prompt(self._target, ids),
+                params,
+                hints,
             )
             for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True)
         ]

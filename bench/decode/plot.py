@@ -1,46 +1,101 @@
-"""The picture of a decoding benchmark: budget against tau and speed-up, and acceptance by depth."""
+"""The pictures of a decoding benchmark: tokens a round and speed by budget, and acceptance by depth."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from bench.common.picture import COLOURS, empty_figure, without_frame, write_png
+from bench.common.picture import (
+    COLOURS,
+    GREY,
+    Report,
+    Row,
+    empty_figure,
+    label_lines,
+    measured_on,
+    without_frame,
+)
+from bench.common.timing import median
 from bench.decode.report import at_budget, temperatures_of
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
-LABELS = "tau (tokens a round)", "speed-up over plain decoding", "share of rounds"
-BASELINE = {"color": "#666666", "linestyle": "dashed", "linewidth": 1.2}
+LABELS = {"tau": "acceptance length τ (tokens a round)", "speed-up": "speed, in times plain decoding's"}
+PLAIN = "plain decoding"
+BASELINES = {"chain": ("linear chain", "dashed"), "plain": (PLAIN, "dotted")}
+# So many lines have room in a panel without names beside them.
+FEW = 6
+INCHES = 3.0
+NOTE = (
+    "Whiskers: the slowest and the fastest of {repeats} timed runs; τ is counted over all rounds, without an "
+    "interval."
+)
 
 
-def plot_decode(rows: Sequence[Mapping[str, Any]], title: str, budget: int, path: Path) -> None:
-    """Writes a PNG with a column for every temperature.
+def draw_decode(report: Report, budget: int | None = None) -> Figure:
+    """A column for every temperature of a report of ``decode``; one row more for acceptance by depth.
 
     Args:
-        rows: Of the report.
-        title: Above all panels.
-        budget: Whose acceptance by depth is drawn.
-        path: Where to.
+        report: The report.
+        budget: Whose acceptance by depth is drawn; None takes the largest.
     """
+    rows = report["rows"]
+    shown: int = budget or max(row["budget"] for row in rows if row["algorithm"])
     temperatures = temperatures_of(rows)
     names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"]))
     styles = {name: _style(i) for i, name in enumerate(names)}
-    figure = empty_figure(2.2 + 4.6 * len(temperatures), 10.2, title)
+    figure = empty_figure(
+        1.4 + 5.6 * len(temperatures), 1.2 + 3 * INCHES, "What trees give, by budget", *_about(report)
+    )
     axes = figure.subplots(3, len(temperatures), squeeze=False, sharey="row")
-    for axis, label in zip(axes[:, 0], LABELS, strict=True):
-        axis.set_ylabel(label)
     for column, temperature in zip(axes.T, temperatures, strict=True):
         own = [row for row in rows if row["temperature"] == temperature]
-        for axis, key in zip(column[:2], ("tau", "speed-up"), strict=True):
+        for axis, key in zip(column[:2], LABELS, strict=True):
             _by_budget(axis, own, key, styles)
-        column[0].set_title(f"T = {temperature:g}", fontsize=11)
-        _by_depth(column[2], at_budget(own, budget), styles)
-        column[2].set_title(f"budget {budget}", fontsize=10)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    write_png(path, figure)
+        column[0].set_title(_temperature(temperature), fontsize=10)
+        _by_depth(column[2], own, shown, styles)
+    for axis, label in zip(axes[:, 0], (*LABELS.values(), "share of rounds"), strict=True):
+        axis.set_ylabel(label)
+    # Once all of a row have their limits.
+    for column, temperature in zip(axes.T, temperatures, strict=True):
+        own = [row for row in rows if row["temperature"] == temperature]
+        for axis, key in zip(column[:2], LABELS, strict=True):
+            label_lines(axis, _ends(own, key, styles), INCHES)
+    return figure
+
+
+def draw_budgets(report: Report, algorithms: Sequence[str]) -> Figure:
+    """Two panels, tokens a round and speed by budget, of some algorithms at all temperatures."""
+    rows = report["rows"]
+    figure = empty_figure(9.6, 4.4, "Tokens a round and speed, by budget", *_about(report))
+    axes = figure.subplots(1, 2)
+    for axis, (key, label) in zip(axes, LABELS.items(), strict=True):
+        ends = []
+        for i, temperature in enumerate(temperatures_of(rows)):
+            own = [row for row in rows if row["temperature"] == temperature]
+            styles = {name: {**_style(2 * i + j)} for j, name in enumerate(algorithms)}
+            _by_budget(axis, own, key, styles, baselines=("plain",))
+            ends += [
+                (x, y, name if name == PLAIN else f"{name}, {_temperature(temperature)}", colour)
+                for x, y, name, colour in _ends(own, key, styles, baselines=("plain",))
+            ]
+        axis.set_ylabel(label)
+        label_lines(axis, list(dict.fromkeys(ends)), INCHES)
+    return figure
+
+
+def _about(report: Report) -> tuple[str, str]:
+    given = report["arguments"]
+    about = (
+        f"Pair {given['target']}: {given['num_prompts']} prompts of {given['prompts']}, "
+        f"{given['max_tokens']} tokens each, batch {given['batch']}, {measured_on(report)}"
+    )
+    return about, NOTE.format(repeats=given["repeats"])
+
+
+def _temperature(value: float) -> str:
+    return f"temperature {value:g}"
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -54,32 +109,72 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _by_budget(
-    axis: Axes, rows: Sequence[Mapping[str, Any]], key: str, styles: Mapping[str, Mapping[str, Any]]
+    axis: Axes,
+    rows: Sequence[Row],
+    key: str,
+    styles: Mapping[str, Mapping[str, Any]],
+    *,
+    baselines: Sequence[str] = tuple(BASELINES),
 ) -> None:
     for name, style in styles.items():
-        points = sorted((row["budget"], row[key]) for row in rows if row["algorithm"] == name)
-        axis.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
-    for method, label, style in (
-        ("chain", "linear chain", BASELINE),
-        ("plain", "plain decoding", {**BASELINE, "linestyle": "dotted"}),
-    ):
+        own = sorted((row for row in rows if row["algorithm"] == name), key=lambda row: row["budget"])
+        budgets = [row["budget"] for row in own]
+        axis.plot(budgets, [row[key] for row in own], **style)
+        if key == "speed-up":
+            lows, highs = zip(*map(_range, own), strict=True)
+            axis.vlines(budgets, lows, highs, colors=style["color"], linewidth=1, alpha=0.6)
+    for method in baselines:
         [level] = [row[key] for row in rows if row["method"] == method]
-        axis.axhline(level, label=label, **style)
+        axis.axhline(level, color=GREY, linestyle=BASELINES[method][1], linewidth=1.2)
     budgets = sorted({row["budget"] for row in rows if row["algorithm"]})
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [str(budget) for budget in budgets])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("budget (nodes)")
+    axis.set_xlabel("budget: the most nodes of a tree")
+    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     without_frame(axis)
 
 
-def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    for row in rows:
-        style = styles[row["algorithm"]] if row["algorithm"] else BASELINE
+def _range(row: Row) -> tuple[float, float]:
+    """The speeds of the slowest and of the fastest timed run, in times the median of plain decoding."""
+    # Older reports do not hold the tokens of each run: they were the same in all.
+    tokens = row.get("tokens") or [row["tokens/s"] * median(row["seconds"])] * len(row["seconds"])
+    speeds = [own / seconds for own, seconds in zip(tokens, row["seconds"], strict=True)]
+    return min(speeds) / row["plain tokens/s"], max(speeds) / row["plain tokens/s"]
+
+
+def _ends(
+    rows: Sequence[Row],
+    key: str,
+    styles: Mapping[str, Mapping[str, Any]],
+    *,
+    baselines: Sequence[str] = tuple(BASELINES),
+) -> list[tuple[float, float, str, Any]]:
+    """The last point, the name and the colour of every line."""
+    last = max(row["budget"] for row in rows if row["algorithm"])
+    ends = [
+        (last, row[key], row["algorithm"], styles[row["algorithm"]]["color"])
+        for row in rows
+        if row["algorithm"] in styles and row["budget"] == last
+    ]
+    named = [(BASELINES[row["method"]][0], row) for row in rows if row["method"] in baselines]
+    return [*ends, *((last, row[key], name, GREY) for name, row in named)]
+
+
+def _by_depth(axis: Axes, rows: Sequence[Row], budget: int, styles: Mapping[str, Mapping[str, Any]]) -> None:
+    """At most six curves: the chain, and the algorithms with the most tokens a round."""
+    own = sorted(at_budget(rows, budget), key=lambda row: row["tau"], reverse=True)
+    chain = [row for row in own if row["method"] == "chain"]
+    trees = [row for row in own if row["method"] != "chain"]
+    for row in trees[: FEW - 1] + chain:
+        style = styles.get(row["algorithm"] or "", {"color": GREY, "linestyle": "dashed", "linewidth": 1.2})
         depths = range(1, len(row["acceptance"]) + 1)
-        axis.plot(depths, row["acceptance"], **style)
-    axis.set_xlabel("drafted tokens accepted, at least")
-    axis.set_ylim(-0.02, 1.02)
+        axis.plot(depths, row["acceptance"], label=row["algorithm"] or "linear chain", **style)
+    axis.set_xlabel(f"drafted tokens accepted, at least; budget {budget}")
+    axis.set_ylim(0, 1.02)
+    left_out = len(trees) - (FEW - 1)
+    title = f"the {FEW - 1} longest of {len(trees)}" if left_out > 0 else None
+    axis.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
     axis.grid(alpha=0.3)
     without_frame(axis)

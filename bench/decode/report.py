@@ -55,6 +55,7 @@ class Rows:
             "method": method.name,
             "algorithm": method.algorithm,
             "budget": method.settings.budget,
+            **method.settings.breadth._asdict(),
             # tau: tokens committed per round, over all rounds, before any cut.
             "tau": sum(sum(c.accept_lengths) for c in completions) / rounds,
             # The prompts' own forwards count too: each yields a token.

@@ -3,7 +3,7 @@
 All prompts are decoded plainly and with trees, from the same seeds and in as many slots, at every type of the
 weights and every temperature. Outputs are compared up to their first difference: after it the contexts
 differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
-listed, and any other is a mistake: the exit code is 1 then. In bfloat16, where near-ties are frequent, all
+listed, and any other is a mistake: the exit code is 1 then. In 16 bits, where near-ties are frequent, all
 are listed with their gaps, and nothing is judged.
 """
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
+from bench.common.options import add_breadth_arguments
 from bench.common.pair import (
     Pair,
     add_pair_arguments,
@@ -33,27 +34,29 @@ from jetspec_jax import Completion, enable_compilation_cache, generate, generate
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.exactness import TIE_GAP
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add_pair_arguments(parser, prompts=8, max_tokens=128)
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
+    add_breadth_arguments(parser)
     add = parser.add_argument
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of weights (default: both)")
+    of_weights = "of weights (default: the first two)"
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=of_weights)
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add_report_arguments(parser, "exactness")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
-    check_numbers(arguments, "batch")
+    check_numbers(arguments, "width", "candidates", "batch")
     check_trees(arguments)
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
-        f"{name} {budget}": TreeSettings(budget, arguments.width, algorithm=algorithm)
+        f"{name} {budget}": TreeSettings(budget, arguments.width, None, algorithm, arguments.candidates)
         for name, algorithm in algorithms.items()
         for budget in dict.fromkeys(arguments.budgets)
     }
@@ -80,9 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     notes = [*notes_of(rows), *profile_notes(report)]
     publish(arguments.json, report, tables_of(title, rows, entries), notes)
-    from bench.exactness.plot import plot_ledger
+    from bench.common.picture import write_picture
+    from bench.exactness.plot import draw_ledger
 
-    plot_ledger(rows, entries, arguments.max_tokens, title, arguments.plot)
+    write_picture(arguments.plot, draw_ledger(report))
     return 1 if any(row["mistakes"] for row in rows) else 0
 
 
@@ -129,6 +133,7 @@ def _decode(
             work.params,
             budget=own.budget,
             width=own.width,
+            candidates=own.candidates,
             algorithm=own.algorithm,
             routing=work.routing,
             **served,

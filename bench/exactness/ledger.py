@@ -92,8 +92,9 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     listed = [row for row in rows if row["mistakes"] is None]
     if listed:
         count, outputs = (sum(row[key] for row in listed) for key in ("divergences", "prompts"))
+        dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in listed))
         notes.append(
-            f"bfloat16: {count} of {outputs:,} outputs part from plain decoding's; its rounding makes "
+            f"{dtypes}: {count} of {outputs:,} outputs part from plain decoding's; its rounding makes "
             "near-ties frequent, so they are listed and not judged."
         )
     return notes

@@ -1,53 +1,51 @@
 """The picture of the ledger: how many outputs still are plain decoding's, and how firm the choices were."""
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.common.picture import COLOURS, empty_figure, without_frame, write_png
+from bench.common.picture import COLOURS, Report, empty_figure, legend_below, measured_on, without_frame
 from jetspec_jax.inspect.exactness import TIE_GAP
 
 # Gaps below this are drawn in the first bin: a logarithmic axis has no place for exact ties.
 LEAST_GAP = 1e-7
 BINS_PER_DECADE = 3
+# Of the standard normal distribution, for an interval of 95 %.
+DEVIATIONS = 1.96
 
-Row = Mapping[str, Any]
 
-
-def plot_ledger(rows: Sequence[Row], entries: Sequence[Row], max_tokens: int, title: str, path: Path) -> None:
-    """Writes a PNG.
-
-    Args:
-        rows: Totals by dtype, T and method.
-        entries: The differences.
-        max_tokens: Positions of an output.
-        title: Above both panels.
-        path: Where to.
-    """
+def draw_ledger(report: Report) -> Figure:
+    """Shares of outputs that still equal plain decoding's, and gaps, of a report of ``exactness``."""
+    rows, entries, given = report["rows"], report["divergences"], report["arguments"]
     # All trees of one type and temperature are one line: methods hardly differ in this.
     cases = list(dict.fromkeys((row["dtype"], row["T"]) for row in rows))
-    figure = empty_figure(11, 4.2, title)
+    figure = empty_figure(
+        11,
+        5.2,
+        "How long outputs of trees are plain decoding's, token for token",
+        f"{given['num_prompts']} prompts, {given['max_tokens']} tokens each, batch {given['batch']}, "
+        f"attention by {given['implementation']}, {measured_on(report)}",
+        "Shaded: 95 % intervals of the shares (Wilson). Lines of shares that stay at 1 lie on each other.",
+    )
     left, right = figure.subplots(1, 2)
-    gaps, labels = [], []
+    gaps = []
     for i, case in enumerate(cases):
         own = [entry for entry in entries if (entry["dtype"], entry["T"]) == case]
         outputs = sum(row["prompts"] for row in rows if (row["dtype"], row["T"]) == case)
-        label = f"{case[0]}, T = {case[1]:g}: {len(own)} of {outputs:,} part"
-        _equal_so_far(left, [entry["position"] for entry in own], outputs, max_tokens, i, label)
+        label = f"{case[0]}, temperature {case[1]:g}: {len(own)} of {outputs:,} differ"
+        _equal_so_far(left, [entry["position"] for entry in own], outputs, given["max_tokens"], i, label)
         gaps.append([min(max(entry["gap"], LEAST_GAP), 10.0) for entry in own])
-        labels.append(label)
     left.set_xlabel("position among the generated tokens")
-    left.set_ylabel("share of outputs equal to plain decoding's so far")
-    left.set_ylim(-0.02, 1.04)
-    left.legend(frameon=False, fontsize=8, loc="lower left")
+    left.set_ylabel("share of outputs equal so far")
+    left.set_ylim(0, 1.04)
     _histogram(right, gaps)
     without_frame(left, right)
-    write_png(path, figure)
+    legend_below(figure, left, columns=2)
+    return figure
 
 
 def _equal_so_far(
@@ -55,16 +53,18 @@ def _equal_so_far(
 ) -> None:
     steps = np.arange(max_tokens + 1)
     parted = np.searchsorted(np.sort(np.asarray(positions, np.int64)), steps, side="left")
-    # Lines that stay at 1 lie on each other: the earlier is the wider.
-    width = 1.5 if positions else max(9.0 - 2.0 * i, 1.5)
-    axis.plot(
-        steps,
-        1 - parted / outputs,
-        color=COLOURS[i % len(COLOURS)],
-        linewidth=width,
-        label=label,
-        drawstyle="steps-pre",
-    )
+    share, colour = 1 - parted / outputs, COLOURS[i % len(COLOURS)]
+    low, high = wilson(share, outputs)
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0, step="pre")
+    axis.plot(steps, share, color=colour, linewidth=1.5, label=label, drawstyle="steps-pre")
+
+
+def wilson(share: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Wilson's interval of 95 % for shares of so many."""
+    square = DEVIATIONS**2 / count
+    middle = (share + square / 2) / (1 + square)
+    reach = np.sqrt(square * (share * (1 - share) + square / 4)) / (1 + square)
+    return middle - reach, middle + reach
 
 
 def _histogram(axis: Axes, gaps: Sequence[Sequence[float]]) -> None:
@@ -81,10 +81,10 @@ def _histogram(axis: Axes, gaps: Sequence[Sequence[float]]) -> None:
     axis.set_xscale("log")
     axis.set_xlim(LEAST_GAP, 10)
     axis.set_xlabel(f"gap between the two likeliest choices (at most {LEAST_GAP:.0e}: leftmost)")
-    axis.set_ylabel("outputs that part there")
+    axis.set_ylabel("outputs that differ from there on")
     if not any(gaps):
         axis.set_yticks([])
-        axis.annotate("no output parts", (0.5, 0.5), xycoords="axes fraction", ha="center", fontsize=10)
+        axis.annotate("no output differs", (0.5, 0.5), xycoords="axes fraction", ha="center", fontsize=10)
         return
     decades = round(math.log10(10 / LEAST_GAP))
     bins = np.logspace(math.log10(LEAST_GAP), 1, decades * BINS_PER_DECADE + 1)

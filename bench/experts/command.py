@@ -71,12 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
         "checks": [check._asdict() for check in checks],
         "rows": rows,
     }
-    from bench.experts.plot import plot_experts
+    from bench.common.picture import write_picture
+    from bench.experts.plot import draw_experts
 
     title = title_of(report)
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
-    plot_experts([row for row in rows if row["operation"] == "expert_mlp"], title, arguments.plot)
+    write_picture(arguments.plot, draw_experts(report))
     return 0
 
 

@@ -1,34 +1,50 @@
 """The picture of a benchmark of experts: time and floor by tokens, a panel for each shape."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench.common.picture import grid_of, grouped, without_frame, write_png
+from bench.common.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    VERMILION,
+    Report,
+    Row,
+    grid_of,
+    grouped,
+    legend_below,
+    measured_on,
+    without_frame,
+)
 
 # How lines are drawn, by what they show; what is measured comes first.
-_STYLES = (("black", "o"), ("tab:orange", "s"), ("tab:green", "^"), ("tab:red", "v"))
+_STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), (VERMILION, "v"))
 
 
-def plot_experts(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes a PNG: microseconds of a call by tokens, a panel for each shape.
-
-    Args:
-        rows: Of the report, of `expert_mlp`.
-        title: Above all panels.
-        path: Where to.
-    """
+def draw_experts(report: Report) -> Figure:
+    """Microseconds of a call of the experts by tokens, of a report of ``kernel --operation experts``."""
+    rows = [row for row in report["rows"] if row["operation"] == "expert_mlp"]
     panels = grouped(rows, lambda row: row["shape"])
-    figure, axes = grid_of(panels, title, columns=3, width=3.6, height=3.4)
+    figure, axes = grid_of(
+        panels,
+        f"The experts of one layer: {report['implementation']}, others, and the floor",
+        f"{measured_on(report)}; random weights and tokens",
+        "Floor: reading the experts that are hit once or computing, whichever takes longer. Both axes are "
+        "logarithmic. The report holds medians only, so there are no whiskers.",
+        columns=3,
+        width=3.6,
+        height=3.4,
+    )
     for axis, own in zip(axes, panels.values(), strict=True):
         _panel(axis, own)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
-    write_png(path, figure)
+    legend_below(figure, axes[0])
+    return figure
 
 
-def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _panel(axis: Axes, rows: Sequence[Row]) -> None:
     own = sorted(rows, key=lambda row: row["tokens"])
     tokens = [row["tokens"] for row in own]
     lines = {own[0]["implementation"]: [row["us"] for row in own]}
@@ -36,10 +52,11 @@ def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     for (name, values), (colour, marker) in zip(lines.items(), _STYLES, strict=False):
         axis.plot(tokens, values, color=colour, marker=marker, markersize=4, label=name)
     floors = [row["floor_us"] for row in own]
-    axis.plot(tokens, floors, color="grey", linestyle="dashed", marker=".", label="floor")
+    axis.plot(tokens, floors, color=GREY, linestyle="dashed", marker=".", label="floor")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(tokens, [str(count) for count in tokens])
+    axis.yaxis.set_major_formatter("{x:,g}")
     axis.set_xlabel("tokens")
     axis.set_ylabel("microseconds a call")
     without_frame(axis)

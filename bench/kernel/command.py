@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
     add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
     add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
-    add("--plot", type=Path, help="where to (default: a PNG beside the JSON)")
+    add("--plot", type=Path, help="PNG, where to, with an SVG beside it (default: beside the JSON)")
     add(
         "--tune",
         action=argparse.BooleanOptionalAction,
@@ -120,12 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
         "checks": [check_row(outcome) for outcome in outcomes],
         "rows": rows,
     }
-    from bench.kernel.plot import plot_kernels
+    from bench.common.picture import write_picture
+    from bench.kernel.plot import draw_kernels
 
     title = title_of(report)
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
-    plot_kernels(rows, title, arguments.plot)
+    write_picture(arguments.plot, draw_kernels(report))
     return 0
 
 

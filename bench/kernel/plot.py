@@ -1,50 +1,57 @@
 """The picture of a kernel benchmark: time and floor by prefix, a panel for each shape."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
+from matplotlib.figure import Figure
 
-from bench.common.picture import grid_of, grouped, without_frame, write_png
+from bench.common.picture import Report, Row, grid_of, grouped, label_lines, measured_on, without_frame
+
+INCHES = 3.4
 
 
-def plot_kernels(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes a PNG.
-
-    Args:
-        rows: Of the report: shape, rows, prefix, and microseconds of the kernel and of its floor.
-        title: Above all panels.
-        path: Where to.
-    """
+def draw_kernels(report: Report) -> Figure:
+    """Microseconds of a layer by committed tokens, of a report of ``kernel``."""
+    rows = report["rows"]
     panels = grouped(rows, lambda row: row["shape"])
     counts = sorted({row["rows"] for row in rows})
     shades = matplotlib.colormaps["viridis"]
     # The lightest yellow is hard to see on white.
-    colours = {count: shades(0.9 * i / max(1, len(counts) - 1)) for i, count in enumerate(counts)}
-    figure, axes = grid_of(panels, title, columns=3, width=3.6, height=3.4)
+    colours = {count: shades(0.85 * i / max(1, len(counts) - 1)) for i, count in enumerate(counts)}
+    figure, axes = grid_of(
+        panels,
+        "Tree attention of one layer, by rows of a tree",
+        f"{report['implementation']}, {measured_on(report)}, batch {report['arguments']['batch']}; "
+        "random weights",
+        "Dashed: the floor, reading what takes part once or computing, whichever takes longer. Both axes are "
+        "logarithmic. The report holds medians only, so there are no whiskers.",
+        columns=2,
+        width=4.6,
+        height=INCHES,
+    )
     for axis, own in zip(axes, panels.values(), strict=True):
         _panel(axis, own, colours)
-    handles = [
-        *(Line2D([], [], color=colours[count], marker="o", label=f"{count} rows") for count in counts),
-        Line2D([], [], color="black", linestyle="dashed", label="floor"),
-    ]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
-    write_png(path, figure)
+    return figure
 
 
-def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]], colours: Mapping[int, Any]) -> None:
+def _panel(axis: Axes, rows: Sequence[Row], colours: Mapping[int, Any]) -> None:
+    ends = []
     for count, colour in colours.items():
         own = sorted((row for row in rows if row["rows"] == count), key=lambda row: row["prefix"])
+        if not own:
+            continue
         prefixes = [row["prefix"] for row in own]
         axis.plot(prefixes, [row["us"] for row in own], color=colour, marker="o", markersize=4)
-        axis.plot(prefixes, [row["floor_us"] for row in own], color=colour, linestyle="dashed", marker=".")
+        axis.plot(prefixes, [row["floor_us"] for row in own], color=colour, linestyle="dashed", linewidth=1)
+        ends.append((prefixes[-1], own[-1]["us"], f"{count} row{'s' * (count != 1)}", colour))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     prefixes = sorted({row["prefix"] for row in rows})
     axis.set_xticks(prefixes, [f"{prefix:,}" for prefix in prefixes])
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("committed tokens")
     axis.set_ylabel("microseconds a layer")
     without_frame(axis)
+    label_lines(axis, ends, INCHES)

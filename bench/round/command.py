@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_program_arguments, check_least
+from bench.common.options import add_breadth_arguments, add_program_arguments, check_least
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
@@ -35,7 +35,7 @@ from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
-from jetspec_jax.tree import bucket_for
+from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 from pallas_kernels.tree_attention import implementations
 
 # The most of the free memory that the stores of all cases may take together: programs need the rest.
@@ -53,14 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--algorithms",
         nargs="+",
-        default=["accum_logp"],
+        default=[DEFAULT_ALGORITHM],
         metavar="NAME",
         help=f"of the trees, with their usual options: all, or some of {', '.join(fixed_budget_names())} "
-        "(default: accum_logp)",
+        f"(default: {DEFAULT_ALGORITHM})",
     )
     add("--contexts", type=int, nargs="+", default=[1024], help="committed tokens of a slot (default: 1024)")
     add("--batches", type=int, nargs="+", default=[1], help="slots (default: 1)")
-    add("--width", type=int, default=7, help="of the trees (default: 7)")
+    add_breadth_arguments(parser)
     add("--temperature", type=float, default=0.0, help="slot i has seed i (default: 0)")
     add("--top-p", type=float, help="with a temperature (default: all tokens)")
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
@@ -116,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         "ceilings": ceilings.entry(),
         "rows": rows,
     }
-    from bench.round.plot import plot_rounds
+    from bench.common.picture import write_picture
+    from bench.round.plot import draw_rounds
 
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
-    plot_rounds(rows, title, arguments.plot)
+    write_picture(arguments.plot, draw_rounds(report))
     return 0
 
 
@@ -138,6 +139,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,
+        candidates=arguments.candidates,
         rounds=arguments.rounds,
         repeats=arguments.repeats,
         implementation=arguments.implementation,
@@ -188,7 +190,8 @@ def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> l
     algorithms = fixed_budget_names() if "all" in arguments.algorithms else tuple(arguments.algorithms)
     check_fixed_budgets("--algorithms", algorithms)
     for budget, algorithm in itertools.product(arguments.budgets, algorithms):
-        TreeSettings(budget, setup.width, algorithm=algorithm).check(shape.target, shape.head.depth)
+        settings = TreeSettings(budget, setup.width, None, algorithm, setup.candidates)
+        settings.check(shape.target, shape.head.depth)
     scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
     trees = list(itertools.product(sorted({*arguments.budgets} - {1}), dict.fromkeys(algorithms)))
     cases = [

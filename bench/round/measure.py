@@ -17,7 +17,7 @@ from bench.round.phases import PHASES, repeat
 from bench.round.touched import experts_touched
 from jetspec_jax import DecodeState, DecodeWeights, DraftHeadProposer, SamplingParams, TreeDecoder
 from jetspec_jax.decode.state import Stores, join, split
-from jetspec_jax.tree import bucket_for
+from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 
 # A phase is repeated until its program takes this long, so that dispatching it (about 0.1 ms) does not show.
 PHASE_SECONDS = 0.05
@@ -32,7 +32,7 @@ class RoundCase(NamedTuple):
     batch: int
     context: int
     budget: int
-    algorithm: str = "accum_logp"
+    algorithm: str = DEFAULT_ALGORITHM
 
     @property
     def plain(self) -> "RoundCase":
@@ -55,21 +55,23 @@ class Setup:
 
     Attributes:
         params: How tokens are chosen.
-        width: Of the trees.
+        width: Most children of a node; None is all candidates.
         rounds: Rounds of one dispatch.
         repeats: Timed dispatches of each program.
         implementation: Of tree attention.
         phases: Whether to time the phases one by one.
         profile: Whether to record what runs on a GPU.
+        candidates: Tokens of a draft row that are looked at; None is the algorithm's own number.
     """
 
     params: SamplingParams
-    width: int
+    width: int | None
     rounds: int
     repeats: int
     implementation: str | None
     phases: bool
     profile: bool
+    candidates: int | None = None
 
     def steps(self, cases: int) -> int:
         """How often `measure` says what comes next."""
@@ -87,6 +89,7 @@ class Setup:
             bucket=bucket_for(case.budget),
             width=self.width,
             algorithm=case.algorithm,
+            candidates=self.candidates,
             max_rounds=self.rounds,
             implementation=self.implementation,
         )

@@ -1,56 +1,95 @@
-"""The picture of a round benchmark: each case's phases side by side, its round and its floor."""
+"""The picture of a round benchmark: each case's phases, its whole round and its floor."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bench.common.picture import GREEN, ORANGE, SKY, grid_of, grouped, without_frame, write_png
-from bench.round.phases import PHASES
+from bench.common.picture import (
+    COLOURS,
+    Report,
+    Row,
+    grid_of,
+    grouped,
+    legend_below,
+    measured_on,
+    shape_name,
+    without_frame,
+)
 
-PHASE_COLOURS = dict(zip(PHASES, (ORANGE, SKY, GREEN), strict=True))
+UNDIVIDED = "#bbbbbb"
 
 
-def plot_rounds(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes a PNG with a panel for every batch and context, and in each a bar for every tree.
+def draw_rounds(report: Report) -> Figure:
+    """A panel for every batch and context of a report of ``round``, and in each a bar for every tree.
 
-    Args:
-        rows: Of the report: batch, context, budget, algorithm, milliseconds of the round, of its floor and
-            of its phases. Every panel has the same trees.
-        title: Above all panels.
-        path: Where to.
+    Every panel has the same trees.
     """
+    rows = report["rows"]
     panels = grouped(rows, lambda row: f"batch {row['batch']}, context {row['context']:,}")
     bars = len(rows) // len(panels)
-    # Bars lie, so that the names of many algorithms can be read; they are the same in all panels.
-    height = 1.0 + 0.32 * bars
-    figure, axes = grid_of(panels, title, columns=4, width=3.8, height=height, sharey=True)
+    given = report["arguments"]
+    about = (
+        f"{measured_on(report)}, temperature {given['temperature']:g}, "
+        f"attention by {report['implementation']}. "
+        f"Medians of {given['repeats']} dispatches of {report['rounds_per_dispatch']} rounds; "
+        "whiskers: the fastest and the slowest."
+    )
+    figure, axes = grid_of(
+        panels,
+        f"One round of {shape_name(report)} against its floor",
+        about,
+        _note(rows),
+        columns=3,
+        width=3.9,
+        height=1.2 + 0.36 * bars,  # bars lie, so that the names of many algorithms can be read
+        sharey=True,
+    )
+    phases = list(dict.fromkeys(phase for row in rows for phase in row["phases_ms"]))
     for axis, own in zip(axes, panels.values(), strict=True):
-        _panel(axis, own)
+        _panel(axis, own, phases, report["rounds_per_dispatch"])
     axes[0].set_ylim(bars - 0.4, -0.6)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
-    write_png(path, figure)
+    legend_below(figure, axes[0], columns=4)
+    return figure
 
 
-def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _note(rows: Sequence[Row]) -> str:
+    floor = (
+        "Floor: reading all weights and context that take part once, or computing, whichever takes longer. "
+    )
+    timed = [row for row in rows if row["phases_ms"]]
+    if not timed:
+        return floor + "The phases were not timed."
+    shares = [100 * (row["phases_sum_ms"] / row["round_ms"] - 1) for row in timed]
+    return floor + (
+        "Each phase was timed alone, in a program of its own, so the bars need not end at the whole round: "
+        f"their sums are {min(shares):+.0f} to {max(shares):+.0f} % off it."
+    )
+
+
+def _panel(axis: Axes, rows: Sequence[Row], phases: Sequence[str], rounds: int) -> None:
     places = list(range(len(rows)))
+    whole = [row["round_ms"] for row in rows]
     ends = [0.0] * len(rows)
-    for phase, colour in PHASE_COLOURS.items():
+    for phase, colour in zip(phases, COLOURS, strict=False):
         lengths = [row["phases_ms"].get(phase, 0.0) for row in rows]
-        if any(lengths):
-            axis.barh(places, lengths, left=ends, height=0.6, color=colour, label=phase)
-            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+        axis.barh(places, lengths, left=ends, height=0.6, color=colour, label=phase)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    if not phases:
+        axis.barh(places, whole, height=0.6, color=UNDIVIDED, label="the round, not divided")
+        ends = whole
     low, high = [y - 0.4 for y in places], [y + 0.4 for y in places]
-    axis.vlines([row["round_ms"] for row in rows], low, high, colors="black", label="whole round")
+    axis.vlines(whole, low, high, colors="black", label="whole round")
+    times = [[1e3 * seconds / rounds for seconds in row["dispatch_seconds"]] for row in rows]
+    axis.hlines(places, [*map(min, times)], [*map(max, times)], colors="black", linewidth=1.2)
+    ends = [max(end, *own) for end, own in zip(ends, times, strict=True)]
     floors = [row["floor_ms"] for row in rows]
     axis.vlines(floors, low, high, colors="#b2182b", linestyles="dashed", linewidths=2, label="floor")
     for y, row in zip(places, rows, strict=True):
         axis.annotate(
-            f"{row['round_ms']:.3g} ({row['times_floor']:.2g}x floor)",
-            (max(ends[y], row["round_ms"]), y),
-            xytext=(4, 0),
+            f"{row['round_ms']:.3g} ms, {row['times_floor']:.3g} times its floor",
+            (ends[y], y),
+            xytext=(5, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
@@ -58,9 +97,12 @@ def _panel(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.set_yticks(places, [_label(row) for row in rows], fontsize=9)
     axis.set_xlabel("milliseconds a round")
     # Room for the words after the longest bar.
-    axis.set_xlim(0, 1.5 * max(*ends, *(row["round_ms"] for row in rows)))
+    axis.set_xlim(0, 1.8 * max(ends))
     without_frame(axis)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    return "plain step" if row["budget"] == 1 else f"{row['algorithm']} {row['budget']}"
+def _label(row: Row) -> str:
+    if row["budget"] == 1:
+        return "plain step"
+    # Older reports, of one algorithm, do not name it.
+    return f"{row['algorithm']}, {row['budget']} nodes" if "algorithm" in row else f"tree of {row['budget']}"

@@ -10,6 +10,7 @@ from typing import Any
 from jetspec_jax.checkpoint.content import check_regular
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
+from jetspec_jax.progress import waiting
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
@@ -84,7 +85,8 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
 def _asking_the_hub(path_or_id: str | Path) -> Iterator[None]:
     """Says what could not be had, whatever the hub's client raises."""
     try:
-        yield
+        with waiting(f"asking the Hugging Face hub for {path_or_id}"):
+            yield
     except Exception as error:  # the client lets its HTTP library's errors through as they come
         raise FileNotFoundError(
             f"{path_or_id} is no local folder, is not in the hub's local cache, and cannot be fetched from "

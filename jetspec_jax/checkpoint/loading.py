@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
+from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
@@ -40,6 +41,11 @@ class Target:
         """Of the weights."""
         return self.weights["embed_tokens"].dtype
 
+    def __repr__(self) -> str:
+        """Its family and its size."""
+        has = "a" if self.tokenizer is not None else "no"
+        return f"Target({self.config.model_type}, {_size(self.config)}, {self.dtype}, with {has} tokenizer)"
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -52,6 +58,16 @@ class Head:
 
     config: DraftHeadConfig
     weights: Weights
+
+    def __repr__(self) -> str:
+        """Its size and what it drafts."""
+        attention = "causal" if self.config.causal else "bidirectional"
+        return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
+
+
+def _size(config: ModelConfig) -> str:
+    layers = f"{config.num_layers} layer{'s' * (config.num_layers != 1)}"
+    return f"{layers} of {config.hidden_size}, vocabulary of {config.vocab_size:,}"
 
 
 def load_target(
@@ -111,8 +127,7 @@ def read_target(source: Source) -> Target:
         raise CheckpointError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    weights = read_weights(folder, config, dtype, allow_nonfinite=source.allow_nonfinite)
-    return Target(config, weights, eos, load_tokenizer(folder))
+    return Target(config, _read(source, config), eos, load_tokenizer(folder))
 
 
 def read_draft_head(source: Source, target: Target | None = None) -> Head:
@@ -122,5 +137,10 @@ def read_draft_head(source: Source, target: Target | None = None) -> Head:
         check_head_fits(config, target.config)
     dtype = source.weights_dtype
     check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype)})
-    weights = read_weights(source.folder, config, dtype, allow_nonfinite=source.allow_nonfinite)
-    return Head(config, weights)
+    return Head(config, _read(source, config))
+
+
+def _read(source: Source, config: ModelConfig | DraftHeadConfig) -> Weights:
+    """The weights of a folder of either layout."""
+    read = read_orbax_weights if is_orbax(source.folder) else read_weights
+    return read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)

@@ -260,7 +260,9 @@ def _read(
         if not _equal(name, embedding, files, headers.tensors[name].shape):
             raise CheckpointError(f"{folder}: {untied(name, embedding)} ({files[name].path.name})")
     # Small checkpoints are there before a bar could be read.
-    bar = tqdm(plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, leave=False)
+    bar = tqdm(
+        plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, disable=None, leave=False
+    )
     for source, own_dtype in zip(bar, dtypes, strict=True):
         value = np.empty(source.parameter.shape, own_dtype)
         for key in source.keys:
@@ -285,7 +287,11 @@ def _nonfinite(source: StoredParameter, value: np.ndarray, files: Mapping[str, S
         with np.errstate(over="ignore"):
             key.from_file(alone, *(files[name].file.get_tensor(name) for name in key.names))
         if not is_finite(alone):
-            return f"{path}: values that are not finite in {value.dtype}, in ['{source.parameter.name}']"
+            largest = float(jnp.finfo(value.dtype).max)
+            return (
+                f"{path}: {key.name} holds values beyond {largest:g}, the largest in {value.dtype}; "
+                "load it in bfloat16 or float32"
+            )
     raise AssertionError(f"{source.parameter.name} is made of finite values only")
 
 
@@ -294,7 +300,9 @@ def _equal(name: str, other: str, files: Mapping[str, Shard], shape: tuple[int, 
     count, width = shape
     step = max(1, _COMPARED_BYTES // (4 * width))
     slices = [files[own].file.get_slice(own) for own in (name, other)]
-    bar = tqdm(range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, leave=False)
+    bar = tqdm(
+        range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False
+    )
     for begin in bar:
         ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
         # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.content import content_of, read_object
 from jetspec_jax.checkpoint.hub import CONFIG_PATTERNS, resolve
 from jetspec_jax.config import (
@@ -20,6 +21,8 @@ from jetspec_jax.config import (
     parse_model_config,
 )
 
+#: The words for the type of all weights.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 T = TypeVar("T")
 
 
@@ -32,8 +35,9 @@ class Source:
     valid.
 
     Attributes:
-        path_or_id: A folder with ``config.json`` and safetensors, or a hub id such as ``Qwen/Qwen3-8B``.
-        dtype: Of the weights: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
+            Orbax, or a hub id such as ``Qwen/Qwen3-8B``.
+        dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
         allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
 
@@ -104,11 +108,13 @@ def resolve_dtype(dtype: str) -> jnp.dtype:
     """The dtype that a user's word stands for.
 
     Raises:
-        ValueError: The word is none of "auto", "float32", "bfloat16".
+        TypeError: It is no word.
+        ValueError: The word is none of `DTYPES`.
     """
+    check_type("dtype", dtype, str, "a name such as bfloat16")
     if dtype == "auto":
         # On CPUs bf16 is several times slower than float32.
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, not {dtype!r}")
     return jnp.dtype(dtype)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular
+from jetspec_jax.progress import waiting
 
 # Files of which one is enough for there to be a tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -25,16 +26,17 @@ def load_tokenizer(folder: Path) -> Any:
         return None
     for name in FILES:
         check_regular(folder / name)
-    import transformers
-
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-        fast = hasattr(tokenizer, "backend_tokenizer")
-        # Some files are read without complaint and fail later: better here, by name.
-        if fast:
-            tokenizer.decode(tokenizer.encode(_TEXT))
+        with waiting(f"loading the tokenizer of {folder.name}"):
+            import transformers
+
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            fast = hasattr(tokenizer, "backend_tokenizer")
+            # Some files are read without complaint and fail later: better here, by name.
+            if fast:
+                tokenizer.decode(tokenizer.encode(_TEXT))
     except BaseException as error:
         # The library raises whatever its parsers do, and where its Rust code panics, no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

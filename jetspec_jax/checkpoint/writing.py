@@ -86,7 +86,8 @@ def save_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         files[INDEX] = json.dumps(index, indent=2) + "\n"
     with new_folder(folder) as partial:
-        for file, shard in tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1):
+        bar = tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1, disable=None)
+        for file, shard in bar:
             made = {name: tensor.make() for name, tensor in shard.items()}
             try:
                 save_file(made, partial / file, metadata={"format": "pt"})

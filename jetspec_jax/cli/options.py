@@ -1,156 +1,274 @@
-"""The options that all commands share which decode a prompt, and what is made of them."""
+"""The options of the commands in one table: each names the Python argument that it sets.
+
+An option that is not given is not passed on, so defaults are Python's and stand there alone.
+"""
 
 import argparse
+import inspect
 import json
-import sys
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import IGNORE_OPTION, read_json
+from jetspec_jax.checkpoint.source import DTYPES
+from jetspec_jax.config import IGNORE_OPTION
+from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.llm import LLM
-from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Algorithm, Hints, Profile, algorithm_names, get_algorithm
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
 
-def add_decoding_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the prompt and the options for models, trees and sampling.
+def comma_separated(text: str) -> list[int]:
+    """The integers of a list such as ``1,2,3``.
 
-    Args:
-        parser: Of the command.
-        max_tokens: Default of ``--max-tokens``.
+    Raises:
+        argparse.ArgumentTypeError: It is no such list.
     """
-    add = parser.add_argument
-    add("prompt", nargs="?", metavar="PROMPT", help="read from standard input when absent")
-    add("--target", default="demo", help="folder or hub id (default: the embedded demo)")
-    add("--draft-head", help="folder or hub id (default: the demo's; else decode plainly)")
-    add("--budget", type=int, default=128, help="most nodes of a tree, 1..256 (default: 128)")
-    add("--width", type=int, default=7, help="most children of a node (default: 7)")
-    add("--depth", type=int, help="largest depth of a tree (default: all the head drafts)")
-    add(
-        "--algorithm",
-        default="accum_logp",
-        help=f"how trees are built: {', '.join(algorithm_names())} (default: accum_logp)",
-    )
-    add(
-        "--algorithm-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="option of the algorithm, its value in JSON, as beta=2.0; may recur",
-    )
-    add("--profile", type=Path, help="JSON table of measured acceptance, for its algorithms")
-    add("--task", help="what is asked for, for the routers: math, code, chat, reasoning, ...")
-    add(
-        "--max-tokens",
-        type=int,
-        default=max_tokens,
-        help=f"most tokens to generate (default: {max_tokens})",
-    )
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-p", type=float, help="keep the likeliest tokens up to this probability")
-    add("--top-k", type=int, help="keep the k likeliest tokens")
-    add("--stop", action="append", default=[], help="string that ends the text; may recur")
-    add("--seed", type=int, help="seed of the sampling noise (default: drawn)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    add("--implementation", help=f"of tree attention: {' or '.join(implementations())} (default: the best)")
-    add(
-        "--compilation-cache",
-        default="auto",
-        metavar="DIR|auto|off",
-        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
-    )
-    add_ignore_option(parser)
-    add_allow_option(parser)
+    if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+        raise argparse.ArgumentTypeError(f"expected token ids as in 1,2,3, not {text!r}")
+    return [int(number) for number in text.split(",")]
 
 
-def add_allow_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that every command has which reads weights for a person to look at."""
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="read weights that are NaN or infinite all the same"
-    )
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        field: The Python argument.
+        help: What it does; the default is added where Python has one that can be shown.
+        type: Makes a value of its text.
+        flag: Its name where that is not the field's.
+        metavar: What stands for its value in the help.
+        recurs: Whether it may be given several times, for a list of values.
+        words: Values that a shell may offer.
+        unset: What happens without it, where Python's default is None and the help should say so.
+        is_flag: For one that sets no Python argument: whether it takes no value.
+    """
+
+    field: str
+    help: str
+    type: Callable[[str], Any] = str
+    flag: str = ""
+    metavar: str | None = None
+    recurs: bool = False
+    words: Sequence[str] = ()
+    unset: str = ""
+    is_flag: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        return self.flag or f"--{self.field.replace('_', '-')}"
+
+    @property
+    def dest(self) -> str:
+        """Its attribute among the parsed arguments."""
+        return self.name.lstrip("-").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that belong together.
+
+    Attributes:
+        title: Above them in the help.
+        python: What takes their values as arguments; None for those of the command line alone.
+        options: The options.
+    """
+
+    title: str
+    python: Callable[..., Any] | None
+    options: tuple[Option, ...]
+
+    def add(
+        self, parser: argparse.ArgumentParser, only: Collection[str] | None = None, **defaults: Any
+    ) -> None:
+        """Adds the options to a command.
+
+        Args:
+            parser: Of the command.
+            only: Fields of those to add; None adds all.
+            **defaults: By field, for commands that have their own.
+        """
+        section = parser.add_argument_group(self.title)
+        known = {} if self.python is None else inspect.signature(self.python).parameters
+        for option in self.options:
+            if only is not None and option.field not in only:
+                continue
+            usual = False if option.is_flag else None
+            if option.field in known:
+                usual = known[option.field].default
+            default = defaults.get(option.field)
+            settings: dict[str, Any] = {"dest": option.dest, "default": default, "help": option.help}
+            if isinstance(usual, bool):
+                settings["action"] = "store_false" if usual else "store_true"
+            else:
+                settings |= {"type": option.type, "metavar": option.metavar}
+                settings["action"] = "append" if option.recurs else "store"
+                shown = next((own for own in (default, usual, option.unset) if own is not None), None)
+                if shown not in ("", (), []):
+                    settings["help"] += f" (default: {shown})"
+            section.add_argument(option.name, **settings)
+
+    def given(self, arguments: argparse.Namespace) -> dict[str, Any]:
+        """The values that were given, by field."""
+        values = {option.field: getattr(arguments, option.dest, None) for option in self.options}
+        return {field: value for field, value in values.items() if value is not None}
+
+
+SAMPLING = Group(
+    "sampling",
+    SamplingParams,
+    (
+        Option("temperature", "0 is greedy", float, metavar="T"),
+        Option("top_k", "keep the K likeliest tokens", int, metavar="K"),
+        Option("top_p", "keep the likeliest tokens up to this probability", float, metavar="P"),
+        Option("min_p", "keep tokens at least P times as likely as the likeliest", float, metavar="P"),
+        Option("seed", "seed of the sampling noise", int, unset="drawn"),
+        Option("max_tokens", "most tokens to generate", int, metavar="N"),
+        Option("stop", "string that ends the text; may recur", metavar="TEXT", recurs=True),
+        Option("stop_token_ids", "tokens that end the output, as in 1,2,3", comma_separated, metavar="IDS"),
+        Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
+        Option("n", "completions of each prompt", int, flag="-n", metavar="N"),
+        Option("include_stop_str_in_output", "keep the stop string in the text", flag="--include-stop"),
+        Option("skip_special_tokens", "keep special tokens in the text", flag="--keep-special-tokens"),
+    ),
+)
+
+MODELS = Group(
+    "models and trees",
+    LLM,
+    (
+        Option("target", "folder or hub id; the demo is embedded", metavar="PATH_OR_ID", words=["demo"]),
+        Option("draft_head", "likewise", metavar="PATH_OR_ID", unset="the demo's; else plain decoding"),
+        Option(
+            "budget",
+            "most nodes of a tree, 1..256",
+            int,
+            metavar="N",
+            unset=f"{DEFAULT_BUDGET}; plain decoding on a CPU, unless an option of a tree is given",
+        ),
+        Option("width", "most children of a node", int, metavar="N", unset="all candidates"),
+        Option(
+            "candidates",
+            "tokens of a draft row that are looked at",
+            int,
+            metavar="N",
+            unset="the algorithm's",
+        ),
+        Option("depth", "largest depth of a tree", int, metavar="N", unset="all that the head drafts"),
+        Option(
+            "algorithm",
+            f"how trees are built: {', '.join(algorithm_names())}",
+            metavar="NAME",
+            unset=DEFAULT_ALGORITHM,
+            words=algorithm_names(),
+        ),
+        Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
+        Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
+        Option("max_slots", "most prompts that decode at the same time", int, metavar="N"),
+        Option(
+            "implementation",
+            f"of tree attention: {' or '.join(implementations())}",
+            metavar="NAME",
+            unset="the best",
+            words=implementations(),
+        ),
+        Option(
+            "ignore_config_keys",
+            "unknown key of a config.json that has no effect; not for keys that are understood; may recur",
+            flag=IGNORE_OPTION,
+            metavar="KEY",
+            recurs=True,
+        ),
+        Option("allow_nonfinite", "read weights that are NaN or infinite all the same"),
+        Option(
+            "compilation_cache",
+            "where compiled programs are kept; auto is the user's cache folder, on a GPU",
+            metavar="DIR|auto|off",
+        ),
+    ),
+)
+
+ALGORITHM = Group(
+    "the tree algorithm",
+    get_algorithm,
+    (
+        Option(
+            "options",
+            "option of the algorithm, its value in JSON, as beta=2.0; may recur",
+            flag="--algorithm-option",
+            metavar="NAME=VALUE",
+            recurs=True,
+        ),
+        Option("profile", "JSON table of measured acceptance, for its algorithms", Path, metavar="FILE"),
+    ),
+)
+
+ROUTING = Group(
+    "what the tree algorithm is told",
+    None,
+    (
+        Option("task", "what is asked for: math, code, chat, reasoning, ...", metavar="WORD"),
+        Option("mode", "how it is answered: reasoning, cot, ...", metavar="WORD"),
+    ),
+)
+
+PROMPT = Group(
+    "the prompt, which is standard input where no option gives one",
+    None,
+    (
+        Option(
+            "prompt_file",
+            "text file with one prompt, or JSON lines (.jsonl) with one in each; may recur",
+            Path,
+            metavar="FILE",
+            recurs=True,
+        ),
+        Option("token_ids", "token ids of the prompt, as in 1,2,3", comma_separated, metavar="IDS"),
+        Option("chat", "take the prompt for what a user says, and answer it", is_flag=True),
+        Option(
+            "template_argument",
+            "argument of the chat template, its value in JSON, as enable_thinking=false; may recur",
+            metavar="NAME=VALUE",
+            recurs=True,
+        ),
+    ),
+)
+
+
+#: What a command that decodes is told.
+GROUPS = (PROMPT, SAMPLING, MODELS, ALGORITHM, ROUTING)
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option that every command has which reads the config of a checkpoint."""
-    parser.add_argument(
-        IGNORE_OPTION,
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="unknown key of a config.json that has no effect; not for keys that are understood; may recur",
-    )
+    MODELS.add(parser, ["ignore_config_keys"], ignore_config_keys=[])
 
 
-def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt, from standard input if none was given.
-
-    Raises:
-        UnicodeDecodeError: Standard input is no UTF-8.
-    """
-    # Bytes, decoded strictly: Python's own reading would smuggle invalid ones through.
-    return sys.stdin.buffer.read().decode() if arguments.prompt is None else arguments.prompt
+def add_allow_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that every command has which reads weights for a person to look at."""
+    MODELS.add(parser, ["allow_nonfinite"], allow_nonfinite=False)
 
 
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """How the request is sampled, with a seed in any case."""
-    return SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=draw_seed() if arguments.seed is None else arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-    )
-
-
-def load_llm(arguments: argparse.Namespace) -> LLM:
-    """Loads the models; says so if there is no draft head among them."""
-    llm = LLM(
-        arguments.target,
-        arguments.draft_head,
-        budget=arguments.budget,
-        width=arguments.width,
-        depth=arguments.depth,
-        algorithm=_algorithm(arguments),
-        dtype=arguments.dtype,
-        implementation=arguments.implementation,
-        ignore_config_keys=arguments.ignore_config_key,
-        allow_nonfinite=arguments.allow_nonfinite,
-        compilation_cache=arguments.compilation_cache,
-    )
-    if llm.draft_head is None:
-        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
-    return llm
-
-
-def routing_hints(arguments: argparse.Namespace, prompt: str) -> Hints:
-    """What the tree algorithms are told of the prompt."""
-    return {"text": prompt} if arguments.task is None else {"task": arguments.task}
-
-
-def parse_option(text: str, form: str = "NAME=VALUE") -> tuple[str, Any]:
-    """Name and value of an ``--algorithm-option``.
+def parse_option(text: str, name: str = "--algorithm-option", form: str = "NAME=VALUE") -> tuple[str, Any]:
+    """Name and value of an option such as ``--algorithm-option``.
 
     Args:
         text: What was given.
+        name: Of the option.
         form: What errors say it must look like.
 
     Raises:
         ValueError: It has no name, or its value is no JSON.
     """
-    name, _, value = text.partition("=")
+    key, _, value = text.partition("=")
     try:
-        if not name:
+        if not key:
             raise ValueError("no name")
-        return name, json.loads(value)
+        return key, json.loads(value)
     except ValueError as error:
-        raise ValueError(f"--algorithm-option takes {form} with a JSON value, not {text!r}") from error
-
-
-def _algorithm(arguments: argparse.Namespace) -> Algorithm:
-    """The tree algorithm that the arguments name, with its options."""
-    options = dict(parse_option(text) for text in arguments.algorithm_option)
-    path = arguments.profile
-    profile = None if path is None else Profile.parse(read_json(path), where=str(path))
-    return get_algorithm(arguments.algorithm, options, profile)
+        raise ValueError(f"{name} takes {form} with a JSON value, not {text!r}") from error

@@ -12,17 +12,15 @@ from typing import Any
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import check_writable
-from jetspec_jax.cli.options import (
-    add_decoding_options,
-    load_llm,
-    read_prompt,
-    routing_hints,
-    sampling_params,
-)
+from jetspec_jax.cli.options import SAMPLING
+from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
+from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
+from jetspec_jax.decode.settings import DEFAULT_BUDGET, TreeSettings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import algorithm_of, name_of
 from jetspec_jax.view.data import trace_data
 from jetspec_jax.view.page import write_page
 from jetspec_jax.view.terminal import ASCII, UNICODE, Signs, draw_round, headline
@@ -37,8 +35,9 @@ _TAIL = 48
 def add_tree_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("tree", help="see the trees of a generation", description=_tree.__doc__)
+    # Without a budget a CPU decodes plainly, and there would be nothing to see.
+    add_decoding_options(parser, max_tokens=64, budget=DEFAULT_BUDGET)
     parser.set_defaults(run=_tree)
-    add_decoding_options(parser, max_tokens=64)
     parser.add_argument("--round", type=int, metavar="K", help="the round to draw (default: 1, the first)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page that steps through all rounds"
@@ -54,9 +53,11 @@ def _tree(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--round counts from 1, not {arguments.round}")
     if arguments.html is not None:
         check_writable(arguments.html)
-    prompt, params = read_prompt(arguments), sampling_params(arguments)
+    prompts, params = read_prompts(arguments), sampling_params(arguments)
+    if len(prompts) != 1:
+        raise ValueError(f"tree takes one prompt, not {len(prompts)}")
     llm = load_llm(arguments)
-    run = _trace(llm, prompt, params, arguments)
+    run = _trace(llm, prompts[0], params, arguments)
     if arguments.html is not None:
         write_page(arguments.html, run.data(run.rounds, digits=_PAGE_DIGITS))
         print(f"{len(run.rounds)} rounds in {arguments.html}", file=sys.stderr)
@@ -89,9 +90,9 @@ class _Run:
         return trace_data(self.prompt, rounds, self.completion, tokenizer, self.settings, **digits)
 
 
-def _trace(llm: LLM, prompt: str, params: SamplingParams, arguments: argparse.Namespace) -> _Run:
+def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: argparse.Namespace) -> _Run:
     """Decodes to the end, with a progress bar on a terminal if it takes a while."""
-    ids, tree = llm.encode(prompt), llm.settings
+    ids, tree = encode(llm, prompt, arguments), llm.settings
     traced = trace_rounds(
         llm.target,
         llm.draft_head,
@@ -107,22 +108,29 @@ def _trace(llm: LLM, prompt: str, params: SamplingParams, arguments: argparse.Na
             rounds.append(one)
             bar.update(len(one.committed))
     assert traced.completion is not None, "all rounds are done"
-    settings = {
-        "target": str(arguments.target),
-        "draft_head": arguments.draft_head and str(arguments.draft_head),
+    return _Run(llm, ids, rounds, traced.completion, _settings(tree, params, arguments))
+
+
+def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the rounds came from, as JSON values; None for what has no part in it."""
+    said = {name: str(value) for name in ("draft_head", "profile") if (value := getattr(arguments, name))}
+    sampling: dict[str, Any] = dict.fromkeys(option.field for option in SAMPLING.options)
+    sampling |= SAMPLING.given(arguments)
+    return {
+        "target": str(arguments.target or "demo"),
+        "draft_head": said.get("draft_head"),
         "budget": tree.budget,
-        "width": tree.width,
+        **tree.breadth._asdict(),
         "depth": tree.depth,
-        "algorithm": arguments.algorithm if tree.budget > 1 else None,
-        "algorithm_option": ", ".join(arguments.algorithm_option) or None,
-        "profile": arguments.profile and str(arguments.profile),
+        "algorithm": name_of(algorithm_of(tree.algorithm)) if tree.budget > 1 else None,
+        "algorithm_option": ", ".join(arguments.algorithm_option or ()) or None,
+        "profile": said.get("profile"),
         "task": arguments.task,
+        "mode": arguments.mode,
+        **sampling,
         "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
         "seed": params.seed if params.temperature > 0 else None,
     }
-    return _Run(llm, ids, rounds, traced.completion, settings)
 
 
 def _draw(run: _Run, number: int) -> None:

@@ -3,12 +3,16 @@
 from typing import Any
 
 from jetspec_jax.config.fields import MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields
-from jetspec_jax.config.geometry import Experts
-from jetspec_jax.config.rope import FULL, SLIDING
+from jetspec_jax.config.geometry import Experts, Rope
+from jetspec_jax.config.rope import FULL, SLIDING, context_of
 
 
-def read_decoder(fields: Fields) -> dict[str, Any]:
+def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
     """The arguments of `ModelConfig` that every family names alike, but for its layers.
+
+    Args:
+        fields: The config.
+        rope: The rotary embedding, where it may stretch the context beyond what the config says.
 
     Raises:
         ValueError: One of them is missing or out of its range.
@@ -17,7 +21,7 @@ def read_decoder(fields: Fields) -> dict[str, Any]:
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
         "rms_norm_eps": fields.positive("rms_norm_eps"),
-        "max_position_embeddings": fields.integer("max_position_embeddings", most=MAX_TOKENS),
+        "max_position_embeddings": context_of(fields, rope),
     }
 
 

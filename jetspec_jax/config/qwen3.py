@@ -3,7 +3,7 @@
 from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import LayerConfig, ModelConfig
 from jetspec_jax.config.layers import read_decoder, read_heads, read_layer_types, read_num_layers
-from jetspec_jax.config.rope import SLIDING, read_rope
+from jetspec_jax.config.rope import QWEN3_TYPES, SLIDING, read_rope
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -13,8 +13,9 @@ def read(fields: Fields) -> ModelConfig:
         ValueError: A key is missing, out of its range, or changes the maths and is not supported.
     """
     fields.only("hidden_act", "silu", default="silu")
-    decoder, heads = read_decoder(fields), read_heads(fields)
-    rope, mlp_size = read_rope(fields, heads["head_dim"]), fields.integer("intermediate_size")
+    heads = read_heads(fields)
+    rope = read_rope(fields, heads["head_dim"], QWEN3_TYPES)
+    decoder, mlp_size = read_decoder(fields, rope), fields.integer("intermediate_size")
     return ModelConfig(
         model_type="qwen3",
         **decoder,

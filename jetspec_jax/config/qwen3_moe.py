@@ -3,7 +3,7 @@
 from jetspec_jax.config.fields import MAX_EXPERTS, Fields, is_int
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
 from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_num_layers, read_window
-from jetspec_jax.config.rope import read_rope
+from jetspec_jax.config.rope import QWEN3_TYPES, read_rope
 from pallas_kernels.expert_choice import RouterRule
 
 
@@ -15,7 +15,9 @@ def read(fields: Fields) -> ModelConfig:
     """
     fields.only("hidden_act", "silu", default="silu")
     fields.inert("router_aux_loss_coef", "output_router_logits", "max_window_layers")
-    decoder, heads = read_decoder(fields), read_heads(fields)
+    heads = read_heads(fields)
+    rope = read_rope(fields, heads["head_dim"], QWEN3_TYPES)
+    decoder = read_decoder(fields, rope)
     experts = Experts(
         count=fields.integer("num_experts", "num_local_experts", most=MAX_EXPERTS),
         size=fields.integer("moe_intermediate_size"),
@@ -26,7 +28,7 @@ def read(fields: Fields) -> ModelConfig:
     check_top_k(fields, experts, "num_experts_per_tok")
     shared = {
         **heads,
-        "rope": read_rope(fields, heads["head_dim"]),
+        "rope": rope,
         # Unlike Qwen3, all layers slide or none does.
         "window": read_window(fields, fields.flag("use_sliding_window")),
     }

@@ -11,6 +11,8 @@ from jetspec_jax.config.fields import MAX_TOKENS, Fields
 from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+#: The rope types of the Qwen3 families.
+QWEN3_TYPES = ("default", "yarn")
 
 
 def read_rope(
@@ -122,6 +124,23 @@ def read_older_layer_rope(
     )
 
 
+def context_of(fields: Fields, rope: Rope | None) -> int:
+    """Tokens that a sequence may have: what the key says, or what YaRN makes of the original context.
+
+    Published files that are to be stretched keep the key as it was.
+
+    Raises:
+        ValueError: There is no number, or the original context is beyond it.
+    """
+    key = "max_position_embeddings"
+    limit = fields.integer(key, most=MAX_TOKENS)
+    if rope is None or not isinstance(rope.scaling, Yarn):
+        return limit
+    if (original := rope.scaling.original_context) > limit:
+        raise ValueError(f"{fields.where}: original_{key} {original} is beyond {key} {limit}")
+    return max(limit, int(original * rope.scaling.factor))
+
+
 def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool = False) -> int:
     """How many elements of a head turn.
 
@@ -152,6 +171,7 @@ def _layer_rope(own: Fields, head_dim: int, types: Collection[str], *, partial: 
 
 def _kind(own: Fields, types: Collection[str]) -> str:
     kind = own.get("rope_type", own.get("type", "default"))
+    own.check_agree("rope_type", kind, own.get("type", kind), "type")
     if kind not in types:
         where, _, name = own.where.rpartition(": ")
         raise ValueError(f"{where}: unsupported rope type {kind!r} in {name}; supported: {', '.join(types)}")
@@ -172,26 +192,50 @@ def _rope(own: Fields, kind: str, head_dim: int, theta: float, *, partial: bool 
     elif share != 1.0:
         size = part_of_head(own.where, "partial_rotary_factor", share, head_dim)
     if kind in ("linear", "llama3", "yarn"):
-        scaling = _scaling(own, kind)
+        scaling = _scaling(own, kind, theta)
     if surplus := sorted(own.unread()):
         raise ValueError(f"{where}: unsupported settings {surplus} of rope type {kind!r} in {name}")
     return Rope(theta, size, turning, scaling)
 
 
-def _scaling(own: Fields, kind: str) -> Scaling:
+def _scaling(own: Fields, kind: str, theta: float) -> Scaling:
     factor = own.positive("factor")
     if kind == "linear":
         return Linear(factor)
     original = own.integer("original_max_position_embeddings", most=MAX_TOKENS)
     if kind == "llama3":
         return Llama3(factor, own.positive("low_freq_factor"), own.positive("high_freq_factor"), original)
-    # Source of the usual attention factor: YaRN, section 3.4, as all its implementations have it.
-    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return Yarn(
-        factor,
-        own.optional("beta_fast") or 32.0,
-        own.optional("beta_slow") or 1.0,
-        original,
-        own.flag("truncate", default=True),
-        own.optional("attention_factor") or usual,
-    )
+    fast, slow = own.optional("beta_fast") or 32.0, own.optional("beta_slow") or 1.0
+    if factor < 1:
+        raise own.error("factor", "at least 1 for rope type 'yarn'", factor)
+    if fast < slow:
+        raise own.error("beta_fast", f"at least beta_slow, which is {slow}", fast)
+    if theta <= 1:
+        raise own.error("rope_theta", "above 1 for rope type 'yarn'", theta)
+    truncate = own.flag("truncate", default=True)
+    return Yarn(factor, fast, slow, original, truncate, _attention_factor(own, factor))
+
+
+def _attention_factor(own: Fields, factor: float) -> float:
+    """What YaRN multiplies cosines and sines with.
+
+    Source: YaRN, section 3.4; with two weights as DeepSeek-V2 has it.
+
+    Raises:
+        ValueError: One weight is there without the other, or the factor is given too and differs.
+    """
+    said = own.optional("attention_factor")
+    over, under = own.optional("mscale"), own.optional("mscale_all_dim")
+    if (over is None) != (under is None):
+        # Readers differ in what they take the other one to be.
+        raise ValueError(f"{own.where}: of mscale and mscale_all_dim one is there without the other")
+    growth = 0.1 * math.log(factor)
+    if over is None or under is None:
+        return growth + 1 if said is None else said
+    found = (over * growth + 1) / (under * growth + 1)
+    if said is not None and not math.isclose(said, found, rel_tol=1e-6):
+        raise ValueError(
+            f"{own.where}: attention_factor is {said}, and mscale {over} and mscale_all_dim {under} "
+            f"make it {found:.6g}"
+        )
+    return found if said is None else said

@@ -9,7 +9,7 @@
 
 Plain decoding is the same round with a tree of one node.
 
-Shapes: B slots, N nodes (the bucket), D draft depth, W width, F tap size, V vocabulary.
+Shapes: B slots, N nodes (the bucket), D draft depth, F tap size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,15 @@ from jetspec_jax.models import bind
 from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.tree import (
     BUCKETS,
+    DEFAULT_ALGORITHM,
     Algorithm,
+    Breadth,
     Candidates,
     TokenTree,
     accept,
     algorithm_of,
+    breadth_of,
+    check_breadth,
     grow_tree,
     plan_of,
     reach_of,
@@ -109,8 +113,10 @@ class Round:
         target: The target's geometry.
         proposer: Where draft logits come from; None only decodes plainly.
         bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
-        width: Most children of a node.
+        width: Most children of a node; None is all candidates.
         algorithm: The tree algorithm: a name, or one with its options.
+        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+            algorithm's own number.
         implementation: Of tree attention; None picks the best.
         observes: Whether records tell what trees of each smaller bucket would have had accepted.
     """
@@ -118,8 +124,9 @@ class Round:
     target: ModelConfig
     proposer: Proposer | None = None
     bucket: int = 1
-    width: int = 7
-    algorithm: str | Algorithm = "accum_logp"
+    width: int | None = None
+    algorithm: str | Algorithm = DEFAULT_ALGORITHM
+    candidates: int | None = None
     implementation: str | None = None
     observes: bool = False
 
@@ -133,9 +140,12 @@ class Round:
             raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")
         if self.bucket > 1 and self.proposer is None:
             raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
-        if not 1 <= self.width <= self.target.vocab_size:
-            raise ValueError(f"width must lie in 1..{self.target.vocab_size}, not {self.width}")
-        algorithm_of(self.algorithm)
+        check_breadth(self.breadth, self.target.vocab_size)
+
+    @property
+    def breadth(self) -> Breadth:
+        """Width and candidates, none left open."""
+        return breadth_of(self.algorithm, self.width, self.candidates)
 
     @property
     def depth(self) -> int:
@@ -157,15 +167,17 @@ class Round:
             logits = self.proposer.propose(
                 weights.proposer, state.proposer, target, state.anchors, state.slots
             )
-            candidates = top_candidates(logits, self.width)
+            width, looked_at = self.breadth
+            candidates = top_candidates(logits, looked_at)
             algorithm = algorithm_of(self.algorithm)
             tree = grow_tree(
                 candidates,
                 state.anchors,
-                plan_of(algorithm, candidates, state.settings.routing),
+                plan_of(algorithm, candidates.best(width), state.settings.routing),
                 state.settings.budget,
                 state.settings.depth,
                 num_nodes=self.bucket,
+                width=width,
                 one_by_one=algorithm.one_by_one,
             )
             return Proposal(tree, candidates)

@@ -2,12 +2,26 @@
 
 from dataclasses import dataclass
 
-import numpy as np
+import jax
 
+from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
-from jetspec_jax.tree import Algorithm, algorithm_of, bucket_for, check_traceable
+from jetspec_jax.tree import (
+    DEFAULT_ALGORITHM,
+    Algorithm,
+    Breadth,
+    algorithm_of,
+    breadth_of,
+    bucket_for,
+    check_breadth,
+    check_traceable,
+)
+from pallas_kernels.tree_attention import check_implementation
+
+#: Nodes of a tree where nobody says how many.
+DEFAULT_BUDGET = 128
 
 
 @dataclass(frozen=True)
@@ -16,36 +30,51 @@ class TreeSettings:
 
     Attributes:
         budget: Most nodes, root included; 1 is plain decoding.
-        width: Most children of a node.
+        width: Most children of a node; None is all candidates.
         depth: Largest depth; None is all that the proposer drafts.
         algorithm: The tree algorithm: a name, or one with its options.
+        candidates: Tokens of a draft row that are looked at; None is the width, or without one the
+            algorithm's own number.
     """
 
-    budget: int = 128
-    width: int = 7
+    budget: int = DEFAULT_BUDGET
+    width: int | None = None
     depth: int | None = None
-    algorithm: str | Algorithm = "accum_logp"
+    algorithm: str | Algorithm = DEFAULT_ALGORITHM
+    candidates: int | None = None
+
+    @property
+    def breadth(self) -> Breadth:
+        """Width and candidates, none left open."""
+        return breadth_of(self.algorithm, self.width, self.candidates)
 
     def check(self, target: ModelConfig, max_depth: int | None) -> None:
-        """Raises ValueError naming the setting that is out of range; no head, no bound on the depth."""
+        """Checks each setting, by name; no head, no bound on the depth.
+
+        Raises:
+            TypeError: One is of a wrong type.
+            ValueError: One is out of its range.
+        """
         algorithm_of(self.algorithm)
+        bucket_for(check_integer("budget", self.budget))
         for name, value, most in (
-            ("budget", self.budget, None),
             ("width", self.width, target.vocab_size),
+            ("candidates", self.candidates, target.vocab_size),
             ("depth", self.depth, max_depth),
         ):
-            if value is None and name == "depth":
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
-            if most is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} must lie in 1..{most}, not {value}")
-        bucket_for(self.budget)
+            if value is not None:
+                check_integer(name, value, 1, most)
+        check_breadth(self.breadth, target.vocab_size)
         if max_depth is not None:
-            check_traceable(self.algorithm, depth=max_depth, width=self.width)
+            check_traceable(self.algorithm, depth=max_depth, width=self.breadth.width)
 
 
 PLAIN = TreeSettings(budget=1, width=1)
+
+
+def fastest_settings() -> TreeSettings:
+    """What is fastest where nobody names a tree: plain decoding on a CPU, for which every node is work."""
+    return PLAIN if jax.default_backend() == "cpu" else TreeSettings()
 
 
 def make_decoder(
@@ -59,8 +88,12 @@ def make_decoder(
     """The decoder of an engine: its static settings, checked.
 
     Raises:
+        TypeError: A setting is of a wrong type.
         ValueError: The head does not fit, or a setting is out of its range.
+        NotImplementedError: The named implementation cannot run on the device.
     """
+    check_type("implementation", implementation, str | None, "a name or None")
+    check_implementation(implementation)
     if head is not None:
         if proposer is not None:
             raise ValueError("give a draft head or another proposer, not both")
@@ -75,7 +108,8 @@ def make_decoder(
         # No tree of one node has a use for drafts: decode without the head and its context.
         None if settings.budget == 1 else proposer,
         bucket_for(settings.budget),
-        settings.width,
+        settings.breadth.width,
         settings.algorithm,
+        settings.breadth.candidates,
         implementation=implementation,
     )

@@ -74,8 +74,10 @@ class SlotSettings(NamedTuple):
             routing: What is known of the request.
 
         Raises:
-            ValueError: The routing has unknown keys or values that are no strings.
+            ValueError: There is no number of tokens, or the routing has unknown keys.
         """
+        if params.max_tokens is None:
+            raise ValueError("max_tokens must be a number here: a slot does not know where the context ends")
         bits = np.zeros(-(-vocab_size // 32), np.uint32)
         for token in stop_ids:
             bits[token // 32] |= np.uint32(1 << token % 32)

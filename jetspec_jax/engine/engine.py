@@ -13,6 +13,9 @@ from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from pallas_kernels.dispatch import gpu_problem
 
+#: What those are told whose requests were in an engine that broke.
+LOST = "this engine was interrupted; its requests are lost, start anew"
+
 _log = logging.getLogger("jetspec_jax")
 
 
@@ -21,6 +24,9 @@ class Engine:
 
     It lives by `admit`, `launch` and `collect`, of which only `collect` waits for the device. Text is not
     its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
+
+    An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
+    decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
     """
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights):
@@ -38,9 +44,12 @@ class Engine:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
         self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
-        self.scheduler = Scheduler(plan.size, self._policy())
-        # Whether a decision was cut short, which leaves scheduler and device at odds.
         self.broken = False
+        try:
+            self.scheduler = Scheduler(plan.size, self._policy())
+        except BaseException:
+            self.runner.free()  # the traceback may hold on to them
+            raise
         if plan.decoder.implementation is None:
             say_which_attention()
 
@@ -64,7 +73,7 @@ class Engine:
             RuntimeError: A launch was not collected or was cut short, or no request can ever run.
         """
         if self.broken:
-            raise RuntimeError("this engine was interrupted; its requests are lost, start anew")
+            raise RuntimeError(LOST)
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
         with self._undivided():
@@ -76,13 +85,18 @@ class Engine:
         Raises:
             RuntimeError: Nothing was launched.
         """
-        if not self.runner.in_flight:
+        if self.broken:
+            raise RuntimeError(LOST)
+        flight = self.runner.in_flight
+        if flight is None:
             raise RuntimeError("no batch was launched")
         try:
             record = self.runner.collect()
         except Exception:  # of the device: the batch will never come; an interrupt is none
             self.broken = True
             raise
+        if self.runner.in_flight is not flight:
+            return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
             self.runner.forget()
             return self.scheduler.take(record)
@@ -95,15 +109,21 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is; its slot and pages are free again."""
-        with self._undivided():
+        self.scheduler.cancel(request)
+
+    def close(self) -> None:
+        """Frees the stores, whoever still holds the engine; its requests are lost."""
+        self.broken = True
+        for request in self.scheduler.requests:
             self.scheduler.cancel(request)
+        self.runner.free()
 
     @contextlib.contextmanager
     def _undivided(self) -> Iterator[None]:
         """What is cut short in here leaves scheduler and device at odds: the engine is broken then."""
-        before, self.broken = self.broken, True
+        self.broken = True
         yield
-        self.broken = before
+        self.broken = False
 
     @property
     def busy(self) -> bool:

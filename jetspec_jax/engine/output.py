@@ -1,10 +1,12 @@
 """What a request got, as tokens and as text."""
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.engine.request import Request
 
 
@@ -13,19 +15,36 @@ class Completion:
     """What a request got.
 
     Attributes:
-        text: The generated text without special tokens and without a stop string; None without a tokenizer.
+        text: The generated text, with special tokens or a stop string only if these were asked for; None
+            without a tokenizer.
         token_ids: The generated tokens; an end-of-sequence or stop token that ended them is the last one.
         finish_reason: "stop" (end of sequence, stop token or stop string) or "length" (``max_tokens``).
         rounds: Rounds of speculation, or plain steps; the first token comes from the prompt's forward.
         accept_lengths: Tokens that each round committed: accepted drafted tokens plus one, before any cut.
         tree_sizes: Nodes of each round's tree, root included.
+        prompt_token_ids: The prompt's tokens.
+        prompt: The prompt's text; None if it was given as tokens.
+        index: Which of its prompt's ``n`` completions it is, from 0 on.
     """
 
     text: str | None
     token_ids: list[int]
     finish_reason: str
-    accept_lengths: list[int] = field(repr=False)
-    tree_sizes: list[int] = field(repr=False)
+    accept_lengths: list[int]
+    tree_sizes: list[int]
+    prompt_token_ids: list[int] = field(default_factory=list)
+    # The same tokens make the same completion, whatever they were made of.
+    prompt: str | None = field(default=None, compare=False)
+    index: int = 0
+
+    def __repr__(self) -> str:
+        """The text, and how it came about."""
+        tau = f", {self.mean_acceptance_length:.2f} tokens a round" if self.rounds else ""
+        number = f"index={self.index}, " if self.index else ""
+        return (
+            f"Completion({number}text={shown(self.text)}, {len(self.token_ids)} tokens, "
+            f"finish_reason={self.finish_reason!r}, {self.rounds} rounds{tau})"
+        )
 
     @property
     def rounds(self) -> int:
@@ -52,29 +71,43 @@ class Output:
             tokenizer: A transformers tokenizer, or None.
         """
         self.request = request
+        request.reader = weakref.ref(self)
+        params = request.params
+        self._stop = tuple(params.stop or ())
+        self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
+        # The library's own tokenizer decodes token by token, holding back incomplete characters.
+        self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._begin()
+
+    def _begin(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.text = ""
-        self._stop = tuple(request.params.stop or ())
-        # The library's own tokenizer decodes token by token, holding back incomplete characters.
-        self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        self._whole = True
 
     def update(self) -> None:
-        """Takes what the request has got since the last time."""
+        """Takes what the request has got since the last time; after an interrupted update all of it anew."""
+        if not self._whole:
+            self._begin()
+        self._whole = False
+        self._take(self.request.tokens[len(self.token_ids) :])
+        self._whole = True
+
+    def _take(self, tokens: list[int]) -> None:
         request = self.request
-        for token in request.tokens[len(self.token_ids) :]:
+        for token in tokens:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)
             is_last = len(self.token_ids) == len(request.tokens)
             if is_last and request.finish_reason is not None:
                 self.finish_reason = request.finish_reason
-            is_stop = token in request.stop_ids
-            if not is_stop and self._decode(token):
+            hidden = token in request.stop_ids and not self._keep_stop
+            if not hidden and self._decode(token):
                 self.finish_reason = "stop"
             elif self.finish_reason is not None:
-                self._flush(self.token_ids[:-1] if is_stop else self.token_ids)
+                self._flush(self.token_ids[:-1] if hidden else self.token_ids)
 
     @property
     def settled_text(self) -> str:
@@ -97,7 +130,16 @@ class Output:
             reached += request.accept_lengths[rounds]
             rounds += 1
         lengths, sizes = request.accept_lengths[:rounds], request.tree_sizes[:rounds]
-        return Completion(text, self.token_ids, self.finish_reason, lengths, sizes)
+        return Completion(
+            text,
+            self.token_ids,
+            self.finish_reason,
+            lengths,
+            sizes,
+            request.prompt.tolist(),
+            request.text,
+            request.index,
+        )
 
     def _decode(self, token: int) -> bool:
         """Adds a token's text; True if a stop string ends it there."""
@@ -109,14 +151,14 @@ class Output:
     def _flush(self, tokens: list[int]) -> None:
         """Adds what the decoder held back of a character that will not be completed."""
         if self._tokenizer is not None:
-            whole = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            whole = self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
             if whole.startswith(self.text):
                 self.text = whole
 
     def _extend(self, piece: str) -> bool:
         self.text += piece
-        starts = [self.text.find(stop) for stop in self._stop]
-        found = [start for start in starts if start >= 0]
+        found = [(start, len(stop)) for stop in self._stop if (start := self.text.find(stop)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            start, length = min(found)
+            self.text = self.text[: start + length * self._keep_stop]
         return bool(found)

@@ -12,12 +12,17 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """The free pages of a pool: reserved when a request gets its slot, returned when it leaves."""
+    """The free pages of a pool: those that nobody holds."""
 
-    def __init__(self, num_pages: int):
-        """All pages are free at first."""
-        self.num_pages = num_pages
-        self._free = deque(range(num_pages))
+    def __init__(self, num_pages: int, held: Iterable[int] = ()):
+        """Finds the free pages.
+
+        Args:
+            num_pages: Of the pool.
+            held: Pages that somebody holds.
+        """
+        self.num_pages, held = num_pages, frozenset(held)
+        self._free = deque(page for page in range(num_pages) if page not in held)
 
     @property
     def num_free(self) -> int:
@@ -29,7 +34,3 @@ class PagePool:
         if count > len(self._free):
             return None
         return [self._free.popleft() for _ in range(count)]
-
-    def release(self, pages: Iterable[int]) -> None:
-        """Gives pages back."""
-        self._free.extend(pages)

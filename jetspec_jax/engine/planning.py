@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import ArrayLike
 
+from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
@@ -15,14 +14,12 @@ from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.device.memory import Bytes
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.memory import check_engine_memory
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, default_capacity, slots_for
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
-
-#: A prompt: a list of token ids, or an array of them.
-TokenIds = ArrayLike | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def plan_requests(
     target: Target,
     head: Head | None,
     settings: TreeSettings,
-    prompts: Iterable[TokenIds],
+    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
     *,
@@ -128,8 +125,8 @@ def plan_requests(
         target: The target.
         head: A draft head; None decodes plainly unless a proposer is given.
         settings: The trees.
-        prompts: Token ids of each prompt.
-        sampling_params: One for all prompts, or one for each.
+        prompts: One prompt in any form, or several.
+        sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: What is known of the prompts, for all or for each: see `jetspec_jax.generate_tree`.
         max_slots: Most prompts that decode at the same time.
         capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
@@ -137,83 +134,142 @@ def plan_requests(
         implementation: Of tree attention; None picks the best.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: A setting is out of its range, the head does not fit, or a request cannot be served.
     """
-    if not isinstance(target, Target):
-        raise ValueError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
-    if head is not None and not isinstance(head, Head):
-        raise ValueError(f"expected a Head, as load_draft_head returns it, not {type(head).__name__}")
-    prompts = list(prompts)
-    params = _of_each(sampling_params, len(prompts))
-    hints = hints_of_each(routing, len(prompts), "prompts")
-    ids = [
-        check_request(target, prompt, own, capacity=capacity)
-        for prompt, own in zip(prompts, params, strict=True)
-    ]
-    need = max((len(prompt) + own.max_tokens for prompt, own in zip(ids, params, strict=True)), default=0)
+    check_models(target, head)
+    read = read_prompts(target, prompts)
+    params = _of_each(sampling_params, len(read))
+    hints = hints_of_each(routing, len(read), "prompts")
+    asked = []
+    for number, (prompt, own) in enumerate(zip(read, params, strict=True)):
+        with naming(f"prompts[{number}]" if len(read) > 1 else ""):
+            asked.append(check_request(target, prompt, own, capacity=capacity))
+    need = max((one.tokens for one in asked), default=0)
     plan = plan_engine(
         target.config,
         None if head is None else head.config,
         settings,
         target.dtype,
-        slots=slots_for(len(ids), max_slots),
+        slots=slots_for(sum(one.params.n for one in asked), max_slots),
         capacity=default_capacity(target.config, need) if capacity is None else capacity,
         proposer=proposer,
         implementation=implementation,
     )
-    return plan, [
-        make_request(target, plan.decoder, settings, *own) for own in zip(ids, params, hints, strict=True)
+    requests = [
+        make_request(target, plan.decoder, settings, one.prompt, child, hint, index=index)
+        for one, hint in zip(asked, hints, strict=True)
+        for index, child in enumerate(one.params.each())
     ]
+    return plan, requests
+
+
+def read_single(
+    target: Target, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None
+) -> EncodedPrompt:
+    """The prompt of a request that is followed on its way: one prompt with one completion.
+
+    Raises:
+        TypeError: It is no prompt.
+        ValueError: Several completions are asked for, or as `read_prompt`.
+    """
+    check_models(target, None)
+    if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+        raise ValueError(f"n must be 1 to follow one completion, not {sampling_params.n}; use generate")
+    return read_prompt(target, prompt)
 
 
 def make_request(
     target: Target,
     decoder: TreeDecoder,
     settings: TreeSettings,
-    prompt: np.ndarray,
+    prompt: EncodedPrompt,
     params: SamplingParams,
     hints: Hints | None = None,
+    *,
+    index: int = 0,
 ) -> Request:
-    """A request of a prompt that was checked; draws a seed if it has none."""
+    """A request of one completion, number ``index`` of its prompt; draws a seed if it has none."""
     stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)}
     if params.seed is None:
         params = replace(params, seed=draw_seed())
-    depth = decoder.depth if settings.depth is None else settings.depth
-    return Request(prompt, params, frozenset(stop_ids), settings.budget, depth, Routing.of_one(hints))
+    return Request(
+        prompt.ids,
+        params,
+        frozenset(stop_ids),
+        settings.budget,
+        decoder.depth if settings.depth is None else settings.depth,
+        Routing.of_one(hints),
+        text=prompt.text,
+        index=index,
+    )
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """What was asked for, known to be possible.
+
+    Attributes:
+        prompt: Its prompt.
+        params: Its parameters, which name `max_tokens`.
+        max_tokens: Most tokens to generate.
+    """
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+    max_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output together, at most."""
+        return len(self.prompt.ids) + self.max_tokens
 
 
 def check_request(
-    target: Target, prompt: TokenIds, params: SamplingParams, *, capacity: int | None = None
-) -> np.ndarray:
-    """Checks a request before anything is done for it; its prompt as an array of token ids.
+    target: Target, prompt: Prompt | EncodedPrompt, params: SamplingParams, *, capacity: int | None = None
+) -> CheckedRequest:
+    """Checks a request before anything is done for it.
+
+    Args:
+        target: The target.
+        prompt: The prompt, in any form.
+        params: How it is sampled and when it stops.
+        capacity: Tokens that a slot can hold; None is the target's whole context.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: What is wrong with it.
     """
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"expected SamplingParams, not {type(params).__name__}")
-    config = target.config
-    ids = np.asarray(prompt)
-    if ids.size == 0:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"a prompt must be a list of token ids, not {prompt!r}")
-    for name, tokens in (("prompt", ids.tolist()), ("stop_token_ids", params.stop_token_ids or ())):
-        outside = [token for token in tokens if not 0 <= token < config.vocab_size]
-        if outside:
-            raise ValueError(
-                f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
-            )
-    total = len(ids) + params.max_tokens
-    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
-    if total > limit:
+    check_type("sampling_params", params, SamplingParams, "SamplingParams")
+    config, read = target.config, read_prompt(target, prompt)
+    outside = [token for token in params.stop_token_ids or () if token >= config.vocab_size]
+    if outside:
         raise ValueError(
-            f"{len(ids)} prompt tokens plus max_tokens={params.max_tokens} make {total}, beyond the "
-            f"context limit of {limit}; max_tokens could be at most {limit - len(ids)}"
+            f"token id {shown(outside[0])} in stop_token_ids lies outside the vocabulary "
+            f"0..{config.vocab_size - 1}"
+        )
+    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
+    count, room = len(read.ids), limit - len(read.ids)
+    if room < 1:
+        raise ValueError(
+            f"the prompt is longer than the context: {count} prompt tokens leave no room for an output in "
+            f"the context limit of {limit}"
+        )
+    most = room if params.max_tokens is None else params.max_tokens
+    if most > room:
+        raise ValueError(
+            f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
+            f"max_tokens could be at most {room}, or None to go on to the limit"
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
-    return ids.astype(np.int32)
+    return CheckedRequest(read, replace(params, max_tokens=most), most)
+
+
+def check_models(target: object, head: object) -> None:
+    """Raises TypeError for what is no loaded target, or neither None nor a loaded head."""
+    check_type("the target", target, Target, "a Target, as load_target returns it")
+    check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
 
 
 def _of_each(
@@ -224,8 +280,8 @@ def _of_each(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
-    if not isinstance(sampling_params, Sequence):
-        raise ValueError(f"expected SamplingParams or a list of them, not {type(sampling_params).__name__}")
+    if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
+        raise TypeError(f"sampling_params must be SamplingParams or a list, not {shown(sampling_params)}")
     if len(sampling_params) != count:
         raise ValueError(f"{len(sampling_params)} sampling_params for {count} prompts")
     return list(sampling_params)

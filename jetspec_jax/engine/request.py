@@ -1,7 +1,9 @@
-"""A request on its way through an engine: a prompt, what was asked for, and the tokens so far. No text."""
+"""A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +18,19 @@ class Request:
 
     Attributes:
         prompt: Its tokens.
-        params: How it is sampled and when it stops; with a seed.
+        params: How it is sampled and when it stops; with a seed and a number of tokens.
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
         routing: What is known of it, for algorithms that look at that; None is nothing.
+        text: What its prompt was made of; None if it was token ids.
+        index: Which of its prompt's completions it is.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
         finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
-        abandoned: Nobody waits for it any more; the next batch takes it out.
+        abandoned: It was cancelled, or its engine was lost.
+        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
         slot: Where it decodes; -1 while it waits.
         pages: What it holds while it decodes.
     """
@@ -36,18 +41,33 @@ class Request:
     budget: int = 1
     depth: int = 0
     routing: Routing | None = None
+    text: str | None = None
+    index: int = 0
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     abandoned: bool = False
+    reader: "weakref.ref[Any] | None" = None
     slot: int = -1
     pages: Sequence[int] = ()
 
     @property
+    def open(self) -> bool:
+        """Whether somebody waits for more of it. If not, its slot and pages are free."""
+        read = self.reader is None or self.reader() is not None
+        return self.finish_reason is None and not self.abandoned and read
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that it gets."""
+        assert self.params.max_tokens is not None, "whoever makes a request says where the context ends"
+        return self.params.max_tokens
+
+    @property
     def num_pages(self) -> int:
         """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
-        return pages_for(len(self.prompt) + self.params.max_tokens)
+        return pages_for(len(self.prompt) + self.max_tokens)
 
     @property
     def committed(self) -> int:
@@ -57,7 +77,7 @@ class Request:
     @property
     def left(self) -> int:
         """Tokens that rounds may still give it; the first is the prefill's."""
-        return self.params.max_tokens - max(len(self.tokens), 1)
+        return self.max_tokens - max(len(self.tokens), 1)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
@@ -67,7 +87,7 @@ class Request:
             self.tokens.append(token)
             if token in self.stop_ids:
                 self.finish_reason = "stop"
-            elif len(self.tokens) == self.params.max_tokens:
+            elif len(self.tokens) == self.max_tokens:
                 self.finish_reason = "length"
 
     def take_round(self, tokens: Sequence[int], tree_size: int) -> None:

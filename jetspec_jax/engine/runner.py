@@ -1,8 +1,10 @@
 """The device's end of an engine: launches a batch, and later collects what it did."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,31 @@ from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, BatchRecord, DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.progress import waiting
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
 Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
+# Stands among the buckets for the forward of a prompt.
+_PROMPT = 0
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
+
+
+class Flight(NamedTuple):
+    """A batch on its way.
+
+    Attributes:
+        batch: What was launched.
+        first_tokens: Of the prompts that end in it, on the device.
+        records: Of its rounds, on the device.
+        started: When its rounds began, by `time.perf_counter`; None where they are not timed.
+    """
+
+    batch: Batch
+    first_tokens: list[jax.Array]
+    records: RoundRecord
+    started: float | None
 
 
 class Runner:
@@ -47,8 +68,8 @@ class Runner:
         self.weights, self.size, self.dtype = weights, size, dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
-        # Launched and not collected: the batch, its first tokens, its records, when its rounds began.
-        self._flying: tuple[Batch, list[jax.Array], RoundRecord, float | None] | None = None
+        #: What was launched and not collected; None is nothing.
+        self.in_flight: Flight | None = None
         self._compiled: set[int] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None) -> None:
@@ -74,16 +95,17 @@ class Runner:
         for chunk in batch.chunks:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             place = np.int32(chunk.slot), chunk.tokens, np.int32(chunk.num_tokens), np.bool_(chunk.is_last)
-            self.state, token = self.decoder.prefill(self.weights, self.state, *place)
+            with self._compiling(_PROMPT):
+                self.state, token = self.decoder.prefill(self.weights, self.state, *place)
             if chunk.is_last:
                 first_tokens.append(token)
         # Rounds that wait for a prompt or for the compiler are not timed.
         timed = not batch.chunks and batch.bucket in self._compiled
         started = time.perf_counter() if timed else None
         run = decode or decoder.decode
-        self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
-        self._compiled.add(batch.bucket)
-        self._flying = batch, first_tokens, records, started
+        with self._compiling(batch.bucket):
+            self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
+        self.in_flight = Flight(batch, first_tokens, records, started)
 
     def collect(self) -> BatchRecord:
         """Waits for the batch that was launched; may be repeated until `forget`.
@@ -91,10 +113,11 @@ class Runner:
         Raises:
             RuntimeError: No batch was launched.
         """
-        if self._flying is None:
+        if self.in_flight is None:
             raise RuntimeError("no batch was launched")
-        batch, tokens, records, started = self._flying
-        tokens, records = jax.device_get((tokens, records))
+        batch, tokens, records, started = self.in_flight
+        with waiting("decoding"):
+            tokens, records = jax.device_get((tokens, records))
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
@@ -105,12 +128,12 @@ class Runner:
 
     def forget(self) -> None:
         """The batch that was launched has been collected."""
-        self._flying = None
+        self.in_flight = None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a batch was launched and not collected."""
-        return self._flying is not None
+    def free(self) -> None:
+        """Frees the stores, whoever still names them; the runner is of no use afterwards."""
+        for array in jax.tree.leaves(self.state):
+            array.delete()
 
     def round_costs(self) -> RoundCosts:
         """What rounds of every bucket cost here: measured once for each kind of engine in a process.
@@ -146,9 +169,20 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        state, records = decoder.decode(self.weights, state, np.int32(rounds))
+        with self._compiling(bucket):
+            state, records = decoder.decode(self.weights, state, np.int32(rounds))
         jax.device_get(records)
         seconds = time.perf_counter() - started
-        self._compiled.add(bucket)
         self.state = replace(kept, stores=state.stores, proposer=state.proposer)
         return seconds
+
+    @contextlib.contextmanager
+    def _compiling(self, bucket: int) -> Iterator[None]:
+        """Says on a terminal what is compiled, where this engine calls a program for the first time."""
+        if bucket in self._compiled:
+            yield
+            return
+        program = {_PROMPT: "the prompt's forward", 1: "the plain step"}
+        with waiting(f"compiling {program.get(bucket, f'the round of {bucket} nodes')}"):
+            yield
+        self._compiled.add(bucket)

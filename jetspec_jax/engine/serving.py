@@ -1,6 +1,9 @@
 """Requests served to their ends by the one engine that a target keeps."""
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -13,12 +16,19 @@ from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 
 
+class Bar(tqdm):
+    """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
+
+
+Bar.set_lock(threading.RLock())
+
+
 def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
     """The target's engine if it serves the plan, or another in its place; called under the keeper's lock.
 
-    A target keeps one engine, so that two sets of stores do not coexist: an idle one that does not serve goes
-    before the next is made. While open streams hold the engine, those whom it can serve share it, and others
-    get an engine of their own for as long as they keep it.
+    A target keeps one engine, so that two sets of stores do not coexist: one that is broken, or idle and not
+    fit to serve, goes before the next is made. While open streams hold the engine, those whom it can serve
+    share it, and others get an engine of their own for as long as they keep it.
 
     Args:
         target: The target.
@@ -33,43 +43,59 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     if kept is not None and kept.busy and not kept.broken:
         same = kept.plan.decoder == plan.decoder and kept.weights.proposer is weights.proposer
         return kept if same and kept.plan.size.capacity >= plan.size.capacity else Engine(plan, weights)
-    fits = kept is not None and not kept.broken and kept.plan.serves(plan)
-    if kept is None or not fits or kept.weights.proposer is not weights.proposer:
-        target.keeper.engine = kept = None  # its stores go before others are made
-        target.keeper.engine = kept = Engine(plan, weights)
+    if kept is not None:
+        fits = kept.plan.serves(plan) and kept.weights.proposer is weights.proposer
+        if fits and not kept.broken:
+            return kept
+        kept.close()
+    target.keeper.engine = kept = None  # its stores go before others are made
+    target.keeper.engine = kept = Engine(plan, weights)
     return kept
 
 
-def complete(engine: Engine, requests: Sequence[Request], tokenizer: Any) -> list[Completion]:
-    """Serves requests to their ends, with a progress bar on a terminal if it takes a while.
+#: A progress bar on a terminal, if it takes a while.
+BAR = functools.partial(Bar, delay=2, miniters=0, disable=None, leave=False)
+
+
+def complete(
+    engine: Engine, requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None = BAR
+) -> list[Completion]:
+    """Serves requests to their ends.
 
     Args:
         engine: The engine; it may serve others at the same time.
         requests: The requests.
         tokenizer: A transformers tokenizer, or None.
+        bar: What makes a progress bar, called as tqdm is; None for no bar.
+
+    Raises:
+        RuntimeError: The engine was closed meanwhile.
     """
-    outputs = {request: Output(request, tokenizer) for request in requests}
+    outputs = [Output(request, tokenizer) for request in requests]
     try:
         for request in requests:
             engine.admit(request)
-        with tqdm(total=len(requests), unit=" prompts", delay=2, disable=None, leave=False) as bar:
-            left = len(requests)
+        made = None if bar is None else bar(total=len(requests), unit=" completions")
+        with contextlib.nullcontext() if made is None else contextlib.closing(made):
+            left = outputs
             while left:
-                for request in engine.step():
-                    output = outputs.get(request)
-                    if output is None:
-                        continue
+                engine.step()
+                for output in left:
                     output.update()
                     if output.finish_reason is not None:
-                        engine.cancel(request)  # a stop string is nothing that the engine knows of
-                        left -= 1
-                        bar.update()
-    except BaseException:
-        # Also an interrupt: the next call must not go on with these.
+                        engine.cancel(output.request)  # a stop string is nothing that the engine knows of
+                going_on = [output for output in left if output.finish_reason is None]
+                if isinstance(made, Bar):  # so that a single long one is seen to go on
+                    tokens = sum(len(each.token_ids) for each in outputs)
+                    made.set_postfix_str(f"{tokens} tokens", refresh=False)
+                if made is not None:
+                    made.update(len(left) - len(going_on))
+                left = going_on
+    finally:
+        # After an interrupt the next call must not go on with these.
         for request in requests:
-            request.abandoned = True
-        raise
-    return [output.completion() for output in outputs.values()]
+            engine.cancel(request)
+    return [output.completion() for output in outputs]
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
@@ -87,6 +113,7 @@ def give_back(target: Target, engine: Engine) -> None:
     # Also called while a dropped trace is finalised, which must wait for nobody.
     if target.keeper.lock.acquire(blocking=False):
         try:
-            target.keeper.engine = target.keeper.engine or engine
+            if not engine.broken:
+                target.keeper.engine = target.keeper.engine or engine
         finally:
             target.keeper.lock.release()

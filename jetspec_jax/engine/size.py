@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jetspec_jax.arguments import check_integer
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
@@ -33,14 +34,14 @@ class EngineSize:
         """A size, checked; None is the usual capacity, and pages enough for every slot to be full.
 
         Raises:
+            TypeError: It is no integer.
             ValueError: It is out of its range.
         """
         limit = target.max_position_embeddings
         capacity = default_capacity(target, 0) if capacity is None else capacity
         if slots < 1:
             raise ValueError(f"an engine needs at least one slot, not {slots}")
-        if not 1 <= capacity <= limit:
-            raise ValueError(f"capacity must lie in 1..{limit}, the target's context limit, not {capacity}")
+        check_integer("capacity", capacity, 1, limit)
         return cls(slots, capacity, slots * pages_for(capacity) if num_pages is None else num_pages)
 
     @property
@@ -59,8 +60,8 @@ def slots_for(count: int, max_slots: int) -> int:
     """Slots for ``count`` prompts: a power of two, so that few programs serve all batch sizes.
 
     Raises:
+        TypeError: ``max_slots`` is no integer.
         ValueError: ``max_slots`` is less than 1.
     """
-    if max_slots < 1:
-        raise ValueError(f"max_slots must be at least 1, not {max_slots}")
+    check_integer("max_slots", max_slots, 1)
     return min(1 << max(count - 1, 0).bit_length(), max_slots)

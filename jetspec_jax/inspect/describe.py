@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.checkpoint.hub import find_headers
-from jetspec_jax.checkpoint.reading import Headers
+from jetspec_jax.checkpoint.orbax import check_orbax, is_orbax
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.config import (
     DraftHeadConfig,
@@ -55,7 +55,7 @@ def describe(
         "path": str(folder),
         **about_head,
         **_model(source.raw_config, model),
-        **_weights(find_headers(path_or_id, folder), config),
+        **_weights(path_or_id, folder, config),
         **fit,
     }
 
@@ -123,12 +123,17 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _weights(headers: Headers, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
+def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:
     bfloat16 = weight_bytes(config, jnp.dtype(jnp.bfloat16))
+    if is_orbax(folder):
+        file_bytes, unused = check_orbax(folder, config), {}
+    else:
+        headers = find_headers(path_or_id, folder)
+        file_bytes, unused = headers.file_bytes, headers.plan(config).unused
     return {
         "parameters": bfloat16 // 2,
         # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
         "weight_bytes_bf16": bfloat16,
-        "file_bytes": headers.file_bytes,
-        "unused_tensors": {reason: len(names) for reason, names in headers.plan(config).unused.items()},
+        "file_bytes": file_bytes,
+        "unused_tensors": {reason: len(names) for reason, names in unused.items()},
     }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
@@ -19,6 +20,8 @@ from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
+from jetspec_jax.engine.planning import check_models
+from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.transformer import ForwardOutput
 from jetspec_jax.tree import TokenTree
@@ -35,8 +38,10 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
         token_ids: ``[B, T]``, at least one token each.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
+    check_models(target, None)
     return _logits(target.config, target.weights, _ids(target.config, token_ids, "token_ids", least=1))
 
 
@@ -44,6 +49,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     """float32 logits of the token after one sequence; lengths share programs by powers of two.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
     ids = _ids(target.config, [list(token_ids)], "token_ids", least=1)
@@ -61,8 +67,11 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
         tree: Trees whose node 0 is the anchor. Rows of padding nodes have no meaning.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
+    check_models(target, None)
+    check_type("tree", tree, TokenTree, "a TokenTree")
     prefix = _ids(target.config, prefix_ids, "prefix_ids", least=0)
     tokens = _ids(target.config, tree.tokens, "tree.tokens", least=1)
     if tokens.shape[0] != prefix.shape[0]:
@@ -80,8 +89,11 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
         token_ids: ``[B, T]``; the last token is the anchor, all before it the context.
 
     Raises:
+        TypeError: Something is of a wrong type.
         ValueError: The head does not fit, or the ids are misshapen or out of range.
     """
+    check_models(target, None)
+    check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     check_head_fits(draft_head.config, target.config)
     ids = _ids(target.config, token_ids, "token_ids", least=1)
     proposer = DraftHeadProposer(draft_head.config)
@@ -155,17 +167,14 @@ def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype
 
 def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:
     """Token ids as an array, checked."""
-    array = np.asarray(ids)
-    if array.size == 0 and array.ndim == 2:
-        array = array.astype(np.int32)  # NumPy makes an empty list float
-    if array.ndim != 2 or array.shape[1] < least or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{name} must be integers of shape [B, T] with T >= {least}, got {array.dtype} "
-            f"{list(array.shape)}"
-        )
-    outside = array[(array < 0) | (array >= config.vocab_size)]
-    if outside.size:
-        raise ValueError(
-            f"token id {outside[0]} in {name} lies outside the vocabulary 0..{config.vocab_size - 1}"
-        )
-    return jnp.asarray(array, jnp.int32)
+    if isinstance(ids, str) or not (isinstance(ids, Sequence) or np.ndim(ids)):
+        raise TypeError(f"{name} must be rows of token ids, [B, T], not {shown(ids)}")
+    given: Any = ids
+    rows = [check_ids(row, f"{name}[{number}]", config.vocab_size) for number, row in enumerate(given)]
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) != 1:
+        said = f"not of {', '.join(map(str, lengths))} tokens" if rows else "and there is none"
+        raise ValueError(f"{name} must be rows of one length, {said}")
+    if lengths[0] < least:
+        raise ValueError(f"{name} must have at least {least} token in each row")
+    return jnp.asarray(np.stack(rows))

@@ -22,7 +22,8 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.planning import plan_requests, read_single
+from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
@@ -30,7 +31,7 @@ from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algo
 
 
 class RoundTrace(NamedTuple):
-    """What one round of one request did, as NumPy values: N nodes of the tree, A of them accepted.
+    """What one round of one request did, as NumPy values: N nodes of the tree, A accepted, K candidates.
 
     Attributes:
         start: Position of the anchor in the whole sequence; as many tokens are committed before it.
@@ -49,8 +50,8 @@ class RoundTrace(NamedTuple):
     """
 
     start: int
-    candidate_tokens: Int32[np.ndarray, "D W"]
-    candidate_log_probs: Float32[np.ndarray, "D W"]
+    candidate_tokens: Int32[np.ndarray, "D K"]
+    candidate_log_probs: Float32[np.ndarray, "D K"]
     tokens: Int32[np.ndarray, "N"]
     parents: Int32[np.ndarray, "N"]
     depths: Int32[np.ndarray, "N"]
@@ -86,7 +87,7 @@ class Trace(Iterator[RoundTrace]):
 def trace_rounds(
     target: Target,
     head: Head | None,
-    prompt: TokenIds,
+    prompt: Prompt,
     params: SamplingParams | None = None,
     settings: TreeSettings = PLAIN,
     *,
@@ -103,7 +104,7 @@ def trace_rounds(
     Args:
         target: The target.
         head: A draft head made for it; None decodes plainly unless a proposer is given.
-        prompt: The prompt's tokens.
+        prompt: The prompt, in any form that `jetspec_jax.generate` takes.
         params: How it is sampled and when it stops.
         settings: The trees.
         routing: What is known of the prompt, for algorithms that look at that.
@@ -123,7 +124,7 @@ def trace_rounds(
         target,
         head,
         settings,
-        [prompt],
+        [read_single(target, prompt, params)],
         params,
         routing,
         proposer=proposer,
@@ -166,8 +167,8 @@ class _Seen(NamedTuple):
     """What passes between the parts of a round, of all slots."""
 
     starts: Int[Array, "B"]
-    candidate_tokens: Int[Array, "B D W"]
-    candidate_log_probs: Float[Array, "B D W"]
+    candidate_tokens: Int[Array, "B D K"]
+    candidate_log_probs: Float[Array, "B D K"]
     tree: TokenTree
     target_log_probs: Float[Array, "B N"]
     accepted: Accepted
@@ -180,7 +181,7 @@ def _traced_round(
     tree, candidates = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
     after, record, accepted = decoder.settle(weights, state, tree, verified)
-    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.width))
+    nothing = jnp.zeros((state.anchors.shape[0], 0, decoder.breadth.candidates))
     seen = _Seen(
         state.slots.lengths,
         nothing.astype(jnp.int32) if candidates is None else candidates.tokens,

@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Float32, Int, Shaped, UInt32
 from jetspec_jax.sampling.slots import Sampling
 from pallas_kernels.token_filter import least_kept
 
+#: What a row gives that has no choice, as all its logits are NaN or -inf. -1 ends lists of tokens.
+NO_CHOICE = -2
+
 # Entries of a row that are reduced together. XLA:GPU takes a block for each, so that few rows keep it busy.
 _CHUNK = 4096
 # Chunks of a multiple of this are read in whole vectors.
@@ -29,7 +32,7 @@ def choose_tokens(
     *,
     max_depth: int,
 ) -> Int[Array, "B N"]:
-    """The target's next token at every node; of equal ones the lowest id.
+    """The target's next token at every node; of equal ones the lowest id; `NO_CHOICE` where there is none.
 
     Args:
         logits: Logits of the nodes, of any floating type.
@@ -84,13 +87,14 @@ def _noise(
 
 
 def _highest(values: Float[Array, "B N V"]) -> Int[Array, "B N"]:
-    """The index of the highest value of each row, the first among equals."""
+    """The index of the highest value of each row, the first among equals; `NO_CHOICE` if none has a value."""
     # Compared in float32, as XLA:GPU would otherwise round to bfloat16 after every comparison.
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     pairs = _in_chunks(values.astype(jnp.float32)), _in_chunks(index)
     start = jnp.float32(-jnp.inf), jnp.int32(0)
     best = jax.lax.reduce(pairs, start, _better, (3,))
-    return jax.lax.reduce(best, start, _better, (2,))[1]
+    value, index = jax.lax.reduce(best, start, _better, (2,))
+    return jnp.where(value > -jnp.inf, index, NO_CHOICE)
 
 
 def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:

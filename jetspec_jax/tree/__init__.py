@@ -3,8 +3,8 @@
 Imports JAX and `pallas_kernels` only.
 
 Shapes, one legend for the package: B sequences, N nodes, D draft depth, W width (most children of
-a node), V vocabulary. Every function here is pure and works on whole batches; one sequence never
-sees another.
+a node), K candidates (tokens of a draft row that are looked at), V vocabulary. Every function here
+is pure and works on whole batches; one sequence never sees another.
 """
 
 from jetspec_jax.tree.acceptance import Acceptance, accept
@@ -23,9 +23,9 @@ from jetspec_jax.tree.building import build_tree, grow_tree
 from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.contract import check_plan, check_tree
 from jetspec_jax.tree.masks import ancestor_bits, ancestor_mask, path_sums
-from jetspec_jax.tree.planning import check_traceable, plan_of
+from jetspec_jax.tree.planning import Breadth, breadth_of, check_breadth, check_traceable, plan_of
 from jetspec_jax.tree.profiles import Profile
-from jetspec_jax.tree.published import AccumLogp
+from jetspec_jax.tree.published import DEFAULT_ALGORITHM, AccumLogp
 from jetspec_jax.tree.reach import Reach, reach_of, tree_buckets
 from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import (
@@ -40,12 +40,14 @@ from jetspec_jax.tree.trial import check_algorithm_contract
 
 __all__ = [
     "BUCKETS",
+    "DEFAULT_ALGORITHM",
     "NO_PARENT",
     "ROOT_INDEX",
     "Acceptance",
     "AccumLogp",
     "Algorithm",
     "Auto",
+    "Breadth",
     "Candidates",
     "Hints",
     "Plan",
@@ -58,10 +60,12 @@ __all__ = [
     "algorithm_of",
     "ancestor_bits",
     "ancestor_mask",
+    "breadth_of",
     "bucket_for",
     "build_tree",
     "check_algorithm",
     "check_algorithm_contract",
+    "check_breadth",
     "check_plan",
     "check_traceable",
     "check_tree",

@@ -54,15 +54,22 @@ class Algorithm:
     Attributes:
         one_by_one: Whether a node's children are inserted each by its own priority, instead of all of them
             when their parent's turn comes.
+        usual_candidates: Tokens of a draft row that are looked at where nobody says how many.
         table: What a profile must have if one is given: "depth_rank_accept", "per_class_histograms", or None
             where either may be absent.
     """
 
     one_by_one: ClassVar[bool] = False
+    usual_candidates: ClassVar[int] = 7
     table: ClassVar[str | None] = None
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
-        """How trees grow out of some candidates; runs inside a compiled round, so it must be traceable."""
+        """How trees grow; runs inside a compiled round, so it must be traceable.
+
+        Args:
+            candidates: As many of every row as a node may have children, W, best first.
+            routing: What is known of the sequences.
+        """
         raise NotImplementedError
 
 
@@ -94,14 +101,14 @@ def name_of(algorithm: "Algorithm") -> str:
 
 
 def algorithm_names() -> tuple[str, ...]:
-    """The names that are known, the default first."""
+    """The names that are known, those of the reference implementation first."""
     return tuple(_KNOWN)
 
 
 def check_algorithm(name: str) -> None:
-    """Raises ValueError, listing the known names, unless ``name`` is one of them."""
+    """Raises ValueError, listing the known names, unless ``name`` is one; TypeError if it is no name."""
     if not isinstance(name, str):
-        raise ValueError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
+        raise TypeError(f"a tree algorithm is its name, or an Algorithm with its options, not {name!r}")
     if name not in _KNOWN:
         raise ValueError(f"unknown tree algorithm {name!r}; known algorithms: {', '.join(_KNOWN)}")
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, register_algorithm
+from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, get_algorithm, register_algorithm
 from jetspec_jax.tree.candidates import Candidates
-from jetspec_jax.tree.published import AccumLogp
+from jetspec_jax.tree.published import DEFAULT_ALGORITHM
 from jetspec_jax.tree.routing import Routing
 
-_USUAL = AccumLogp()
+_USUAL = get_algorithm(DEFAULT_ALGORITHM)
 
 
 @register_algorithm("auto")
@@ -46,6 +46,11 @@ class Auto(Algorithm):
     def one_by_one(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (the other's)
         """As the algorithm below."""
         return self.shape.one_by_one
+
+    @property
+    def usual_candidates(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] (the other's)
+        """As the algorithm below."""
+        return self.shape.usual_candidates
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """The plan of the algorithm below."""

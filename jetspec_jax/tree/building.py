@@ -13,7 +13,7 @@ from jetspec_jax.tree.algorithms import Algorithm, Plan, algorithm_of, get_algor
 from jetspec_jax.tree.candidates import Candidates, top_candidates
 from jetspec_jax.tree.contract import check_plan, check_tree
 from jetspec_jax.tree.masks import path_sums
-from jetspec_jax.tree.planning import plan_of
+from jetspec_jax.tree.planning import Breadth, breadth_of, check_breadth, plan_of
 from jetspec_jax.tree.profiles import Profile
 from jetspec_jax.tree.routing import Hints, Routing
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX, TokenTree, bucket_for, root_tree
@@ -28,6 +28,7 @@ def grow_tree(
     max_depth: Int[Array, " B"],
     *,
     num_nodes: int,
+    width: int | None = None,
     one_by_one: bool = False,
     implementation: str | None = None,
 ) -> TokenTree:
@@ -46,6 +47,7 @@ def grow_tree(
         budget: most nodes of each tree, root included, clipped to 1..N.
         max_depth: depth of the deepest node allowed; 0 leaves the root alone, more than D is D.
         num_nodes: N, at least 1; static.
+        width: most children of a node, whatever the plan says; None is all candidates; static.
         one_by_one: whether children are inserted each by its own priority; static.
         implementation: of `pallas_kernels.tree_growth`; None picks the best.
 
@@ -55,7 +57,8 @@ def grow_tree(
     """
     if num_nodes == 1:
         return root_tree(root_tokens, num_nodes)
-    batch, rows, _ = candidates.tokens.shape
+    batch, rows, looked_at = candidates.tokens.shape
+    caps = jnp.minimum(plan.caps, looked_at if width is None else width)
     within = jnp.arange(rows, dtype=jnp.int32)[None, :] < max_depth[:, None]
     priorities = log_probs = candidates.log_probs
     if plan.bonus is not None:
@@ -64,7 +67,7 @@ def grow_tree(
         priorities = weighed + plan.bonus[:, :, None]
     parents, ranks, depths, scores, counts = tree_growth(
         priorities,
-        jnp.where(within, plan.caps, 0).astype(jnp.int32),
+        jnp.where(within, caps, 0).astype(jnp.int32),
         budget.astype(jnp.int32),
         num_nodes=num_nodes,
         one_by_one=one_by_one,
@@ -86,8 +89,9 @@ def build_tree(
     draft_logits: ArrayLike,
     root_tokens: ArrayLike | Sequence[int],
     *,
-    width: SupportsIndex,
     budget: SupportsIndex,
+    width: SupportsIndex | None = None,
+    candidates: SupportsIndex | None = None,
     algorithm: str | Algorithm = "accum_logp",
     depth: SupportsIndex | None = None,
     routing: Hints | Sequence[Hints | None] | None = None,
@@ -98,15 +102,18 @@ def build_tree(
     """Builds a token tree per sequence from draft logits.
 
     The tree has N = `bucket_for(budget)` slots and may stay below the budget when width and depth
-    allow no more. Compiled once per shape, width, bucket and algorithm; budget and depth are
-    traced.
+    allow no more. Compiled once per shape, width, candidates, bucket and algorithm; budget and depth
+    are traced.
 
     Args:
         draft_logits: floating [B, D, V], NumPy or JAX; row d drafts the tokens at depth d + 1.
         root_tokens: integer [B], the anchors.
-        width: most children of a node, in 1..V.
         budget: most nodes, root included, in 1..256.
-        algorithm: one of `algorithm_names()`, or an algorithm with its options.
+        width: most children of a node, in 1..V; None is all candidates.
+        candidates: tokens of a row that are looked at, from the width on; None is the width, or without one
+            the algorithm's own number.
+        algorithm: one of `algorithm_names()`, or an algorithm with its options. The default is the
+            reference implementation's and not that of decoding: a tree stays what it was.
         depth: depth of the deepest node allowed, in 1..D; None means D.
         routing: what is known of the sequences, one mapping for all or one for each, with any of
             "task", "mode" and "text"; some algorithms look at it.
@@ -131,8 +138,13 @@ def build_tree(
         raise ValueError(f"root_tokens must be integer [{batch}], got {_describe(roots)}")
     most_nodes = _integer("budget", budget, BUCKETS[-1], "nodes, root included")
     most_levels = rows if depth is None else _integer("depth", depth, rows, "rows of draft_logits")
-    most_children = _integer("width", width, vocabulary, "the vocabulary")
+    given = {
+        name: None if value is None else _integer(name, value, vocabulary, "the vocabulary")
+        for name, value in (("width", width), ("candidates", candidates))
+    }
     hints, meant = Routing.of(routing, batch), _algorithm(algorithm, options, profile)
+    most_children, looked_at = breadth_of(meant, **given)
+    check_breadth(Breadth(most_children, looked_at), vocabulary)
     if checked:
         check_plan(meant, _candidates(logits, most_children), hints)
     tree = _build(
@@ -142,6 +154,7 @@ def build_tree(
         most_levels,
         hints,
         width=most_children,
+        candidates=looked_at,
         num_nodes=bucket_for(most_nodes),
         algorithm=meant,
     )
@@ -174,10 +187,10 @@ def _describe(array: Array) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-_candidates = jax.jit(top_candidates, static_argnames="width")
+_candidates = jax.jit(top_candidates, static_argnames="count")
 
 
-@functools.partial(jax.jit, static_argnames=("width", "num_nodes", "algorithm"))
+@functools.partial(jax.jit, static_argnames=("width", "candidates", "num_nodes", "algorithm"))
 def _build(
     logits: Float[Array, "B D V"],
     roots: Int[Array, " B"],
@@ -186,17 +199,19 @@ def _build(
     routing: Routing,
     *,
     width: int,
+    candidates: int,
     num_nodes: int,
     algorithm: Algorithm,
 ) -> TokenTree:
-    candidates = top_candidates(logits, width)
+    rows = top_candidates(logits, candidates)
     budgets, depths = (jnp.broadcast_to(limit, roots.shape) for limit in (budget, depth))
     return grow_tree(
-        candidates,
+        rows,
         roots,
-        plan_of(algorithm, candidates, routing),
+        plan_of(algorithm, rows.best(width), routing),
         budgets,
         depths,
         num_nodes=num_nodes,
+        width=width,
         one_by_one=algorithm.one_by_one,
     )

@@ -1,7 +1,7 @@
 """An algorithm's plan, checked in all that is known without values, and so inside a compiled round too."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,40 @@ from jetspec_jax.tree.routing import Routing
 
 #: What JAX raises where Python asks a traced array for its value.
 _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
+
+
+class Breadth(NamedTuple):
+    """How broad trees may be.
+
+    Attributes:
+        width: Most children of a node.
+        candidates: Tokens of a draft row that are looked at, no fewer. Where a row is the same for all nodes
+            of its depth, no child is other than one of the best ``width``.
+    """
+
+    width: int
+    candidates: int
+
+
+def breadth_of(algorithm: str | Algorithm, width: int | None, candidates: int | None) -> Breadth:
+    """Width and candidates where either may be left open: then it is the other, or else the algorithm's own.
+
+    Raises:
+        ValueError: The algorithm is none.
+    """
+    usual = algorithm_of(algorithm).usual_candidates
+    if candidates is None:
+        candidates = usual if width is None else width
+    return Breadth(candidates if width is None else width, candidates)
+
+
+def check_breadth(breadth: Breadth, vocabulary: int) -> None:
+    """Raises ValueError naming what of the breadth lies outside 1..V, or a width above the candidates."""
+    for name, number in breadth._asdict().items():
+        if not 1 <= number <= vocabulary:
+            raise ValueError(f"{name} must lie in 1..{vocabulary}, not {number}")
+    if breadth.width > breadth.candidates:
+        raise ValueError(f"width must be at most candidates, {breadth.candidates}, not {breadth.width}")
 
 
 def plan_of(algorithm: Algorithm, candidates: Candidates, routing: Routing) -> Plan:

@@ -18,6 +18,9 @@ from jetspec_jax.tree.candidates import Candidates
 from jetspec_jax.tree.profiles import NO_PROFILE, Profile
 from jetspec_jax.tree.routing import BALANCED, CLASSES, DECISIVE, UNCERTAIN, UNSAID, Routing, check_classes
 
+#: The algorithm of whoever names none.
+DEFAULT_ALGORITHM = "top_nodes"
+
 #: Caps by depth; the last goes on for all depths below.
 Template = tuple[int, ...]
 
@@ -28,7 +31,7 @@ _REASONING, _OPEN_ENDED = (1,), (2, 2, 1)
 @register_algorithm("accum_logp")
 @dataclass(frozen=True)
 class AccumLogp(Algorithm):
-    """Every expanded node gets the full width: JetSpec's default."""
+    """Every expanded node gets the full width: JetSpec's own, with 7 candidates."""
 
     def plan(self, candidates: Candidates, routing: Routing) -> Plan:
         """Full width at every depth."""
@@ -234,6 +237,7 @@ class TopNodes(AccumLogp):
     """The most probable nodes that the budget holds, child by child: the optimum for the given scores."""
 
     one_by_one: ClassVar[bool] = True
+    usual_candidates: ClassVar[int] = 32
 
 
 def _full(candidates: Candidates) -> Int32[Array, "B D"]:

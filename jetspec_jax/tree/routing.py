@@ -51,7 +51,8 @@ class Routing(NamedTuple):
         """What was said of one sequence, as NumPy values without the batch axis.
 
         Raises:
-            ValueError: It is no mapping, a key is unknown, or a value no string.
+            TypeError: It is no mapping, or a value no string.
+            ValueError: A key is unknown.
         """
         given = _checked(hints)
         task, mode, text = (given.get(key, "").lower() for key in KEYS)
@@ -70,7 +71,8 @@ class Routing(NamedTuple):
         """Hints for all sequences, or for each of them.
 
         Raises:
-            ValueError: As `hints_of_each`.
+            TypeError: As `hints_of_each`.
+            ValueError: Likewise.
         """
         each = [cls.of_one(own) for own in hints_of_each(hints, batch, "sequences")]
         return cls(
@@ -85,14 +87,15 @@ def hints_of_each(
     """What is known of each of ``count`` things: the same, or what a sequence says of it.
 
     Raises:
-        ValueError: There are not as many as things, or one is no mapping, has an unknown key or no string.
+        TypeError: One is no mapping of strings.
+        ValueError: There are not as many as things, or one has an unknown key.
     """
     if hints is None or isinstance(hints, Mapping):
         own = [hints] * count
     elif isinstance(hints, Sequence) and not isinstance(hints, str):
         own = list(hints)
     else:
-        raise ValueError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
+        raise TypeError(f"routing is {_MEANT}, for all {things}, or a sequence of these, not {hints!r}")
     if len(own) != count:
         raise ValueError(f"{len(own)} routing hints for {count} {things}")
     for hint in own:
@@ -109,8 +112,11 @@ def check_classes(names: Iterable[Any], where: str) -> None:
 def _checked(hints: Hints | None) -> Hints:
     given = {} if hints is None else hints
     if not isinstance(given, Mapping):
-        raise ValueError(f"routing is {_MEANT}, not {given!r}")
-    wrong = [key for key, value in given.items() if key not in KEYS or not isinstance(value, str)]
-    if wrong:
-        raise ValueError(f"routing takes strings under {', '.join(KEYS)}; not valid: {wrong}")
+        raise TypeError(f"routing is {_MEANT}, not {given!r}")
+    for names, error in (
+        ([key for key in given if key not in KEYS], ValueError),
+        ([key for key, value in given.items() if not isinstance(value, str)], TypeError),
+    ):
+        if names:
+            raise error(f"routing takes strings under {', '.join(KEYS)}; not valid: {names}")
     return given

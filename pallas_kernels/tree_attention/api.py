@@ -18,6 +18,7 @@ OPERATION = Operation.of(
     "tree_attention", reference.tree_attention, pallas_triton.tree_attention, pallas_triton.unsupported
 )
 implementations = OPERATION.implementations
+check_implementation = OPERATION.check
 
 
 def tree_attention(

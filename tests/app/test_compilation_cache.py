@@ -76,6 +76,7 @@ def skip_where_programs_cannot_be_read_back(folder):
         pytest.skip("this machine cannot read back what it compiled")
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry:UserWarning")
 def test_a_later_run_reads_what_an_earlier_one_compiled(tmp_path):
     skip_where_programs_cannot_be_read_back(tmp_path / "probe")
@@ -101,7 +102,6 @@ def test_the_command_takes_a_folder(tmp_path):
     # An empty prompt is refused only when the models are loaded and the stores made.
     assert cli.main(["generate", "--compilation-cache", str(tmp_path / "folder"), ""]) == 2
     assert folder_in_use() == str(tmp_path / "folder")
-    assert any((tmp_path / "folder").iterdir())
 
 
 def test_the_default_is_the_users_cache_folder(users_folder):

@@ -2,17 +2,20 @@
 
 import json
 
+import jax
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
+from jetspec_jax.llm import PLAIN_NOTICE
 
 MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
 
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(budget=64)
+    return LLM(budget=16)
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +75,10 @@ class TestChatsThatCannotBe:
 
     def test_arguments_that_are_not_the_template_s(self, llm):
         with pytest.raises(ValueError, match="return_dict, tokenize cannot be template arguments"):
-            llm.chat(MESSAGES, tokenize=False, return_dict=True)
+            llm.chat(MESSAGES, chat_template_kwargs={"tokenize": False, "return_dict": True})
 
 
+@pytest.mark.wide
 def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
     prompt = llm.encode("x = 1\n" * 400)[:1100]
     [completion] = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -87,6 +91,36 @@ def test_a_prompt_beyond_the_usual_capacity_gets_more(llm):
 def test_settings_are_checked_also_without_a_head():
     with pytest.raises(ValueError, match=r"budget must be in 1\.\.256"):
         LLM(DEMO_TARGET, budget=500)
+
+
+class TestWithoutATreeThatIsNamed:
+    """On a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def on_a_cpu(self, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+
+    def test_decoding_is_plain_and_the_log_says_so_once(self, llm, caplog):
+        usual, params = LLM(llm.target, llm.draft_head), SamplingParams(max_tokens=6)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            usual.generate([[]], params)
+        assert not caplog.records
+        for _ in range(2):
+            [completion] = usual.generate(["import os\n"], params)
+        assert set(completion.accept_lengths) == {1}
+        assert [one.message for one in caplog.records if "decoding plainly" in one.message] == [PLAIN_NOTICE]
+
+    def test_any_setting_of_a_tree_asks_for_trees(self, llm):
+        for settings in (
+            *({"budget": 16}, {"width": 3}, {"depth": 4}, {"candidates": 9}, {"algorithm": "accum_logp"}),
+            {"budget": 128},
+        ):
+            assert LLM(llm.target, llm.draft_head, **settings).settings == TreeSettings(**settings)
+        assert LLM(llm.target, llm.draft_head, budget=1).settings.budget == 1
+
+    def test_another_device_gets_the_default_tree(self, llm, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert LLM(llm.target, llm.draft_head).settings == TreeSettings()
 
 
 def test_the_pair_is_small():
@@ -109,6 +143,7 @@ def test_the_stated_figures_are_what_the_pair_promises():
         assert f"{value:.2f}" in readme
 
 
+@pytest.mark.wide
 def test_the_pair_drafts_as_well_as_stated(llm, prompts):
     # A mis-wired head stays exact and gets about 1: only the acceptance length shows it.
     params = SamplingParams(max_tokens=96, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Trees for people: the drawing, the JSON object, the page, and the command that makes them."""
+"""Trees for people: the drawing, the JSON object, and the command that makes them."""
 
 import io
 import json
@@ -11,11 +11,10 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command as cli
-from jetspec_jax.cli import options
+from jetspec_jax.cli import settings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.view.data import trace_data
-from jetspec_jax.view.page import TEMPLATE, page_of
 from jetspec_jax.view.terminal import ASCII, draw_round, headline
 from jetspec_jax.view.tokens import columns, cut, pieces, token_label, visible
 
@@ -134,7 +133,7 @@ def test_pieces_join_to_the_text_also_where_tokens_split_characters(llm):
     assert "".join(made) == text
 
 
-# The object and the page
+# The object
 
 
 def test_the_object_holds_the_rounds(llm, traced):
@@ -161,20 +160,6 @@ def test_what_has_no_probability_is_null():
     assert data["rounds"][0]["ranks"] == [-1, 0, 1, 0, 1, 0]
 
 
-def test_hostile_tokens_stay_data():
-    words = {**WORDS, 7: "</script><script>alert(1)</script>", 8: "<!--<script>", 9: "&lt;\u2028"}
-    completion = Completion("", [5, 7, 8, 9], "length", [3], [6])
-    data = trace_data([1, 2, 3], [hand_made()], completion, None, {"target": "</script>", "seed": 2**63})
-    data["labels"] = {str(token): text for token, text in words.items()}
-    page = page_of(data)
-    template = TEMPLATE.read_text(encoding="utf-8")
-    for tag in ("<script", "</script", "<!--"):
-        assert page.count(tag) == template.count(tag)
-    embedded = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
-    # Settings are texts in a page: a seed of 64 bits is no number of JavaScript's.
-    assert json.loads(embedded[1]) == {**data, "settings": {"target": "</script>", "seed": str(2**63)}}
-
-
 # The command
 
 
@@ -198,6 +183,7 @@ def test_the_command_draws_a_round_and_writes_the_page(capsys, tmp_path, llm, tr
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.wide
 def test_the_drawing_of_the_readme_is_what_its_command_draws(capsys):
     readme = (Path(__file__).parents[2] / "docs/command-line.md").read_text(encoding="utf-8")
     shown = re.search(r"\n(jetspec-jax tree [^\n]*)\n```\n\n```text\n(.*?)```", readme, re.DOTALL)
@@ -220,16 +206,16 @@ def test_json_is_one_object_with_all_rounds_or_one(capsys, llm, traced):
     assert json.loads(out)["rounds"] == whole["rounds"][1:2]
 
 
+@pytest.mark.wide
 def test_the_object_says_how_the_trees_were_built(capsys):
-    options = [("beta=0.5", "g_0=2.0"), ()]
-    for given in options:
-        more = [part for option in given for part in ("--algorithm-option", option)]
-        code, out, _ = run(capsys, *RUN, "--algorithm", "top2gap_fanout", *more, "--json", PROMPT)
-        assert code == 0
-        settings = json.loads(out)["settings"]
-        assert settings["algorithm"] == "top2gap_fanout"
-        assert settings["algorithm_option"] == (", ".join(given) or None)
-        assert settings["profile"] is settings["task"] is None
+    given = ("beta=0.5", "g_0=2.0")
+    more = [part for option in given for part in ("--algorithm-option", option)]
+    code, out, _ = run(capsys, *RUN, "--algorithm", "top2gap_fanout", *more, "--json", PROMPT)
+    assert code == 0
+    settings = json.loads(out)["settings"]
+    assert settings["algorithm"] == "top2gap_fanout"
+    assert settings["algorithm_option"] == ", ".join(given)
+    assert settings["profile"] is settings["task"] is None
 
 
 def test_where_the_terminal_has_ascii_alone(monkeypatch, traced):
@@ -262,7 +248,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_models_are_loaded(
     capsys, tmp_path, monkeypatch, name, reason
 ):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(options, "LLM", lambda *_, **__: pytest.fail("models were loaded"))
+    monkeypatch.setattr(settings, "LLM", lambda *_, **__: pytest.fail("models were loaded"))
     code, out, err = run(capsys, "--html", str(tmp_path / name), PROMPT)
     assert (code, out) == (2, "")
     assert err.startswith(f"jetspec-jax: cannot write {tmp_path / name}")

@@ -28,6 +28,7 @@ def report_of(tmp_path):
         path = tmp_path / "out" / "report.json"
         assert main([command, *words.split(), "--json", str(path)]) == 0
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert path.with_suffix(".svg").exists()
         assert str(tmp_path) not in path.read_text()
         report = json.loads(path.read_text())
         assert report["device"]

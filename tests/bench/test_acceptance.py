@@ -211,7 +211,7 @@ def test_the_commands_write_reports_and_pictures(folder):
     assert len(Profile.parse(table).depth_rank_accept[0]) == 3
     meta = table["meta"]
     assert meta["rounds"] == sum(meta["rounds_by_class"].values()) == meta["nodes"][0]
-    trees = report["committed_per_round"]["accum_logp 16"]
+    trees = report["committed_per_round"]["top_nodes 16"]
     assert report["accepted_by_depth_and_rank"]["rounds"] == sum(trees) > 10
     assert len(report["faithfulness"]) == report["shapes"]["block_size"] - 1
     assert len(report["branches"]["draft"]) == report["faithfulness"][0]["branches"]
@@ -231,11 +231,13 @@ def test_the_commands_write_reports_and_pictures(folder):
     [
         ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
         ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
+        ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
+        ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: it chooses budgets"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
         ("diagnose", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets"),
         ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
         ("profile", ["--budget", "257"], "--budget must be in 2..256"),
-        ("diagnose", ["--temperature", "nan"], "temperature must be a finite number of at least 0, not nan"),
+        ("diagnose", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
     ],
 )
 def test_bad_settings_are_one_line(refusal, monkeypatch, command, arguments, message):

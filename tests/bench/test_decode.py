@@ -30,7 +30,7 @@ from tests.bench.conftest import random_workloads, text_prompt
 
 SMALL = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1", "--batch", "2"]
 BOTH = ["--temperatures", "0", "1", "--ignore-config-key", "zoom"]
-METHODS = ["plain", "chain", "accum_logp 16"]
+METHODS = ["plain", "chain", "top_nodes 16"]
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -135,7 +135,7 @@ class TestReport:
         old, new = read(measured), read(path)
         assert [row["method"] for row in new["rows"]] == 2 * [*METHODS, "chain 16"]
         assert [row for row in new["rows"] if row["method"] != "chain 16"] == old["rows"]
-        assert new["arguments"]["algorithms"] == ["accum_logp", "chain"]
+        assert new["arguments"]["algorithms"] == ["top_nodes", "chain"]
         by_name = {(row["temperature"], row["method"]): row for row in new["rows"]}
         for temperature in (0.0, 1.0):
             chain, tree = by_name[temperature, "chain"], by_name[temperature, "chain 16"]
@@ -154,14 +154,14 @@ class TestReport:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--width", "3"], "was measured with width 7, and this is 3"),
+            (["--width", "3"], "was measured with width None, and this is 3"),
             (["--algorithm-option", "force=1"], "was measured with algorithm_option"),
         ],
     )
     def test_a_report_of_other_settings_is_not_gone_on_with(
         self, measured, capsys, monkeypatch, arguments, said
     ):
-        monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"accum_logp": "accum_logp"})
+        monkeypatch.setattr(decode, "choose_algorithms", lambda *_: {"top_nodes": "top_nodes"})
         assert run(measured, "--resume", *arguments) == 2
         assert said in capsys.readouterr().err
 
@@ -256,7 +256,7 @@ def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(Bench, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         go("--budgets", "16", "32")
-    second, third = "accum_logp 32", "accum_logp 64"
+    second, third = "top_nodes 32", "top_nodes 64"
     assert turns == [METHODS] * 3 + [["plain", second]] * 2
     whole = {name: [1.0, 2.0, 3.0] for name in METHODS}
     assert seconds() == {**whole, second: [1.0, 2.0]}
@@ -420,7 +420,7 @@ def test_a_device_too_small_for_the_largest_is_known_before_anything_is_compiled
     monkeypatch.setattr(memory, "free_bytes", lambda: 10**5)
     monkeypatch.setattr(Bench, "measure", None)
     error = refusal("decode", *SMALL[:4], "--budgets", "16", "256")
-    assert error.startswith("accum_logp 256: ")
+    assert error.startswith("top_nodes 256: ")
     assert "stores of 1 x " in error
 
 
@@ -434,14 +434,14 @@ class TestBadInput:
         ("arguments", "said"),
         [
             (["--algorithms", "hybrid", "--algorithm-option", "beta=1"], "it has: alpha"),
-            (["--algorithm-option", "chain.beta=1"], "chain is not among accum_logp"),
+            (["--algorithm-option", "chain.beta=1"], "chain is not among top_nodes"),
             (["--algorithms", "all", "--algorithm-option", "beta=1"], "say whose: one of accum_logp, "),
             (["--algorithms", "hybrid", "--algorithm-option", "alpha=x"], "with a JSON value, not 'alpha=x'"),
             (["--algorithms", "hybrid", "--algorithm-option", "alpha"], "with a JSON value, not 'alpha'"),
             (["--algorithm-option", "=1"], "takes [ALGORITHM.]NAME=VALUE with a JSON value, not '=1'"),
             (["--algorithms", "chain", "--algorithm-option", "chain.=1"], "unknown options ['']"),
             (["--profile", "{}/none.json"], "none.json"),
-            (["--profile", "{}/profile.json"], "none of accum_logp takes a profile"),
+            (["--profile", "{}/profile.json"], "none of top_nodes takes a profile"),
             (
                 ["--algorithms", "class_histogram", "--profile", "{}/profile.json"],
                 "profile.json is version 9",
@@ -486,8 +486,8 @@ class TestBadInput:
             (["--algorithm-option", "beta=1"], "unknown options ['beta'] of the tree algorithm"),
             (["--budgets", "16", "257"], "budget must be in 1..256 (nodes, root included), got 257"),
             (["--budgets", "0"], "budget must be in 1..256 (nodes, root included), got 0"),
-            (["--temperatures", "0", "-1"], "temperature must be a finite number of at least 0, not -1.0"),
-            (["--temperatures", "nan"], "temperature must be a finite number of at least 0, not nan"),
+            (["--temperatures", "0", "-1"], "temperature must be 0 or lie in [1e-30, 1e+30], not -1.0"),
+            (["--temperatures", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),
             (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
             (["--batch", "0"], "--batch must be at least 1, not 0"),
         ],

@@ -11,10 +11,11 @@ import pytest
 
 from bench.__main__ import main
 from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair, read_prompts
+from bench.common.picture import write_picture
 from bench.common.workload import Workload, make_workloads
 from bench.exactness import command as exactness
 from bench.exactness.ledger import notes_of, tables_of, total
-from bench.exactness.plot import plot_ledger
+from bench.exactness.plot import draw_ledger
 from jetspec_jax import Completion, SamplingParams, generate_tree
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.exactness import TIE_GAP
@@ -163,7 +164,10 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
     assert "25 tokens compared, 1 ties" in one
     assert "1 of 3 outputs part" in two
     # Exact ties and infinite gaps have a place on the logarithmic axis.
-    plot_ledger(rows, [entry_of("tie", 0.0), entry_of(None, float("inf"))], 10, "ledger", tmp_path / "l.png")
+    given = {"num_prompts": 3, "max_tokens": 10, "batch": 1, "implementation": "xla"}
+    entries = [entry_of("tie", 0.0), entry_of(None, float("inf"))]
+    report = {"rows": rows, "divergences": entries, "arguments": given, "dtype": ["float32"], "device": "cpu"}
+    write_picture(tmp_path / "l.png", draw_ledger({**report, "jax": "0"}))
     assert (tmp_path / "l.png").stat().st_size > 10_000
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.__main__ import COMMANDS, main
 from bench.common.pair import add_pair_arguments, add_trees_arguments, check_numbers
-from bench.common.picture import write_png
+from bench.common.picture import write_picture
 from bench.common.report import (
     add_report_arguments,
     check_report,
@@ -120,9 +120,12 @@ class TestWriting:
 
     def test_a_picture_is_written_whole_or_not_at_all(self, tmp_path, monkeypatch):
         path = tmp_path / "x.png"
-        write_png(path, Figure())
-        before = path.read_bytes()
-        assert before.startswith(b"\x89PNG")
+        write_picture(path, Figure())
+        before = path.read_bytes(), path.with_suffix(".svg").read_bytes()
+        assert before[0].startswith(b"\x89PNG")
+        assert before[1].startswith(b"<?xml")
+        write_picture(path, Figure())
+        assert (path.read_bytes(), path.with_suffix(".svg").read_bytes()) == before
 
         def broken(self, file, **_):
             Path(file).write_bytes(b"half")
@@ -130,9 +133,9 @@ class TestWriting:
 
         monkeypatch.setattr(Figure, "savefig", broken)
         with pytest.raises(OSError, match="full"):
-            write_png(path, Figure())
-        assert path.read_bytes() == before
-        assert list(tmp_path.iterdir()) == [path]
+            write_picture(path, Figure())
+        assert (path.read_bytes(), path.with_suffix(".svg").read_bytes()) == before
+        assert sorted(tmp_path.iterdir()) == [path, path.with_suffix(".svg")]
 
 
 def test_numbers_are_checked_by_their_option():

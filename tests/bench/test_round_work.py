@@ -46,6 +46,7 @@ def touched():
     return measured
 
 
+@pytest.mark.wide
 def test_what_the_nodes_choose_is_counted_in_every_round_that_is_timed(touched):
     plain, tree = RoundCase(4, 20, 1), RoundCase(4, 20, 16)
     anchors, trees = touched([plain, tree], rounds=2)

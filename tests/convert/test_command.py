@@ -105,6 +105,7 @@ class TestErrors:
 
 
 class TestRuns:
+    @pytest.mark.wide
     def test_a_key_that_is_to_be_ignored_stays_in_the_config(self, tmp_path, capsys):
         raw = {**DRAFT, "zoom": 2, "dflash_config": {**DRAFT["dflash_config"], "temper": 1}}
         source = make(tmp_path / "source", raw, random_values(shapes_of(DRAFT), "bfloat16"))

@@ -10,6 +10,7 @@ import pytest
 
 from convert import orbax_io, to_huggingface, to_orbax
 from convert.orbax_io import read_orbax
+from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
 from tests.convert.checkpoints import (
     DRAFT,
     UNTIED,
@@ -93,7 +94,7 @@ class TestStorage:
         to_orbax(of_any_bits(source), tmp_path / "orbax")
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(tmp_path / "orbax" / "weights")
-        stored = orbax_io._stored(metadata)
+        stored = stored_arrays(metadata)
         assert all(math.prod(leaf.storage.chunk_shape) * 4 <= 300 for leaf in stored.values())
         assert stored["fc"].storage.chunk_shape != stored["fc"].shape
         to_huggingface(of_any_bits(tmp_path / "orbax"), tmp_path / "back")

@@ -21,7 +21,8 @@ from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, TinyEngine, head_config, random_head, random_target, serve
 
 ORACLE = OracleProposer(SLIDING.vocab_size)
-SETTINGS = TreeSettings(32, 3, algorithm="auto")
+# Trees that reach less: all buckets have their turn before the requests end.
+SETTINGS = TreeSettings(32, 3, algorithm=get_algorithm("auto", {"tree": "accum_logp"}))
 BUCKETS = (1, 16, 32)
 NEW_TOKENS = 40
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]

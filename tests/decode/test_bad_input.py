@@ -58,8 +58,7 @@ def nothing_runs(monkeypatch):
         ({"top_p": 1.01}, r"top_p .*1\.01"),
         ({"top_p": -0.5}, r"top_p .*-0\.5"),
         ({"top_p": math.nan}, "top_p .*nan"),
-        ({"top_k": 0}, "top_k .* 0"),
-        ({"top_k": -1}, "top_k .*-1"),
+        ({"top_k": -2}, "top_k .*-2"),
         ({"min_p": -0.1}, r"min_p .*-0\.1"),
         ({"min_p": 1.5}, r"min_p .*1\.5"),
         ({"min_p": math.nan}, "min_p .*nan"),
@@ -84,8 +83,16 @@ REQUESTS = pytest.mark.parametrize(
         ([], {}, "prompt is empty"),
         ([1, 64], {}, r"token id 64 in prompt .*0\.\.63"),
         ([-1, 1], {}, r"token id -1 in prompt .*0\.\.63"),
-        ([1], {"max_tokens": LIMIT}, f"1 prompt tokens plus max_tokens={LIMIT} .*limit of {LIMIT}"),
-        ([1] * LIMIT, {"max_tokens": 1}, f"{LIMIT} prompt tokens .*limit of {LIMIT}"),
+        (
+            [1],
+            {"max_tokens": LIMIT},
+            f"1 prompt tokens plus max_tokens={LIMIT} .*limit of {LIMIT}; .* at most {LIMIT - 1}",
+        ),
+        (
+            [1] * LIMIT,
+            {"max_tokens": 1},
+            f"longer than the context: {LIMIT} prompt tokens .*limit of {LIMIT}",
+        ),
         ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (64,)}, r"token id 64 in stop_token_ids .*0\.\.63"),
     ],
@@ -133,7 +140,7 @@ def test_requests_of_an_llm(target, head):
 
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_slot_of_less_than_the_context(target):
-    params, message = SamplingParams(max_tokens=62), "make 65, beyond the context limit of 64"
+    params, message = SamplingParams(max_tokens=62), "lie beyond the context limit of 64"
     check_request(target, GOOD, params, capacity=65)
     with pytest.raises(ValueError, match=message):
         check_request(target, GOOD, params, capacity=64)
@@ -162,6 +169,9 @@ def test_as_many_params_as_prompts(target, head):
         ({"budget": 257}, r"budget .*1\.\.256.*257"),
         ({"width": 0}, r"width .*1\.\.64.* 0"),
         ({"width": 65}, r"width .*1\.\.64.*65"),
+        ({"candidates": 0}, r"candidates .*1\.\.64.* 0"),
+        ({"candidates": 65}, r"candidates .*1\.\.64.*65"),
+        ({"width": 5, "candidates": 4}, "width must be at most candidates, 4, not 5"),
         ({"depth": 0}, r"depth .*1\.\.7.* 0"),
         ({"depth": 8}, r"depth .*1\.\.7.*8"),
         ({"algorithm": "greedy"}, "unknown tree algorithm 'greedy'.*accum_logp"),

@@ -70,3 +70,21 @@ def test_streams_and_texts_share_their_programs(target, head):
         with llm.stream(prompts[0], params[0]) as stream:
             next(stream, None)
     assert after == []
+
+
+def test_after_warm_up_the_first_call_compiles_nothing(target, head):
+    # A width of its own, so that no other test has compiled what is needed.
+    llm = LLM(target, head, budget=16, width=2, max_slots=2)
+    with compilations() as before:
+        llm.warm_up()
+    assert before
+    prompts, params = mixed_requests(6)
+    with compilations() as after:
+        llm.warm_up()
+        llm.generate(prompts, params)
+        llm.generate(prompts[0], params[1])
+        assert "".join(llm.stream(prompts[1], params[5])) == llm.generate(prompts[1], params[5])[0].text
+        llm.generate("ab", SamplingParams(temperature=1.0, n=3, max_tokens=5))
+    assert after == []
+    with pytest.raises(ValueError, match="num_prompts must be at least 1, not 0"):
+        llm.warm_up(0)

@@ -62,15 +62,15 @@ def test_signatures_that_users_rely_on():
 
     assert names(jj.SamplingParams) == [
         *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
-        "ignore_eos",
+        *("ignore_eos", "n", "include_stop_str_in_output", "skip_special_tokens"),
     ]
     assert jj.SamplingParams(0.5, 3).top_k == 3
     assert names(jj.generate)[:3] == ["target", "prompts", "sampling_params"]
     assert names(jj.generate_tree)[:4] == ["target", "draft_head", "prompts", "sampling_params"]
     defaults = {k: p.default for k, p in inspect.signature(jj.generate_tree).parameters.items()}
     assert (defaults["budget"], defaults["width"], defaults["depth"], defaults["algorithm"]) == (
-        *(128, 7, None),
-        "accum_logp",
+        *(128, None, None),
+        jj.tree.DEFAULT_ALGORITHM,
     )
     assert names(jj.tree.build_tree)[:2] == ["draft_logits", "root_tokens"]
     assert names(jj.tree.accept) == ["tree", "choices", "max_depth"]

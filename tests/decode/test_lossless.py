@@ -1,7 +1,7 @@
 """The tree's tokens are plain decoding's, token for token, whatever is drawn.
 
-200 draws of weights and prompts over three shapes of a model that mixes sliding and full layers, with
-sequences that grow past the window. Each member of a batch is first decoded plainly, alone and
+200 draws (20 in `make test`) of weights and prompts over three shapes of a model that mixes sliding and full
+layers, with sequences that grow past the window. Each member of a batch is first decoded plainly, alone and
 without any stop condition; what it must yield under its stop conditions follows from that by a few lines of
 Python. The batch then runs plainly, with a random draft head and with the oracle proposer.
 """
@@ -27,8 +27,7 @@ from tests.decode.tiny import (
     with_windows,
     word_tokenizer,
 )
-
-pytestmark = pytest.mark.usefixtures("optimised")
+from tests.marks import wide
 
 # No sequence is longer, and what attention sees of a slot is what takes the time.
 LONGEST = 128
@@ -83,10 +82,17 @@ def tokenizer():
     return word_tokenizer(CONFIG.vocab_size)
 
 
-@pytest.fixture(scope="module")
-def draws(tokenizer):
+@pytest.fixture(scope="module", params=[wide(1), 10], ids=["all draws", "one draw of ten"])
+def draws(request, tokenizer):
+    if request.param == 1:
+        request.getfixturevalue("optimised")
     seeds = iter(range(1000))
-    return [run_draw(next(seeds), shape, tokenizer) for shape in SHAPES for _ in range(shape.draws)]
+    counts = [shape.draws // request.param for shape in SHAPES]
+    return [
+        run_draw(next(seeds), shape, tokenizer)
+        for shape, count in zip(SHAPES, counts, strict=True)
+        for _ in range(count)
+    ]
 
 
 def run_draw(seed, shape, tokenizer):
@@ -200,14 +206,15 @@ def ties(draws, tokenizer):
 
 
 def test_everything_equals_plain_decoding_alone(draws, ties):
-    assert len(draws) == 200
+    assert len(draws) in (20, 200)
     assert len(ties) <= 2, ties
 
 
 def test_the_draws_are_what_they_claim(draws):
     # Otherwise equality would say little: outputs must vary, end in every way, and mid-path too.
     outputs = [output for draw in draws for output in draw.outputs["oracle"]]
-    assert {len(draw.prompts) for draw in draws} == set(range(1, 9))
+    members = {len(draw.prompts) for draw in draws}
+    assert members == set(range(1, 9)) if len(draws) == 200 else len(members) >= 5
     assert np.mean([len(set(tokens)) for draw in draws for tokens in draw.free]) > 8
     assert 0.3 < np.mean([output.finish_reason == "stop" for output in outputs]) < 0.7
     cut_mid_path = [sum(output.accept_lengths) + 1 > len(output.token_ids) for output in outputs]
@@ -273,6 +280,7 @@ def accepted_paths(weights, slot, position, settings, chunk=64):
             width=settings.width,
             budget=settings.budget,
             depth=settings.depth,
+            algorithm=settings.algorithm,
         )
         choices = jnp.take_along_axis(choices_at, tree.depths, axis=1)
         paths.append(np.asarray(_accept(tree, choices).path)[: chunk - pad[1]])

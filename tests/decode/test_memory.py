@@ -34,6 +34,7 @@ from tests.decode.tiny import (
     with_mlp,
     with_windows,
 )
+from tests.marks import wide
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -113,9 +114,9 @@ def test_weights_are_counted_as_they_are_loaded():
     ("slots", "budget", "capacity", "changes"),
     [
         (1, 64, 128, {"vocab_size": 8192}),  # logits
-        (2, 128, 2048, {}),  # scores
+        wide(2, 128, 2048, {}),  # scores
         (2, 32, 4096, {"layers": with_windows(TINY, 8, 100).layers}),  # pages and scores of rings
-        (1, 256, 128, {"layers": with_mlp(TINY, 2048).layers}),  # activations
+        wide(1, 256, 128, {"layers": with_mlp(TINY, 2048).layers}),  # activations
     ],
 )
 def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, changes):

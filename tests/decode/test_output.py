@@ -151,3 +151,40 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
     assert shown == ["x", "x", "x", "xa", "xab\n", "xab\n", "xab\nabx"]
     assert take(*(byte + 1 for byte in b"ab")) == "xab\nabx"
     assert take(EOS) == "xab\nabxab"
+
+
+def text_of(letters, stop_ids=(), **params):
+    """The text of byte-level tokens; the special one is a zero byte here."""
+    tokens = [EOS if byte == 0 else byte + 1 for byte in letters.encode()]
+    output = output_of(SamplingParams(max_tokens=len(tokens), **params), byte_level(), stop_ids)
+    check_stream(output, feed(output, tokens, 2))
+    return output.text
+
+
+def test_the_stop_string_is_kept_if_asked_for():
+    for stop, cut, kept in (("cd", "ab", "abcd"), (["de", "bc"], "a", "abc"), (["bcd", "bc"], "a", "abc")):
+        assert text_of("abcdef", stop=stop) == cut
+        assert text_of("abcdef", stop=stop, include_stop_str_in_output=True) == kept
+    # Also the text of a token that stops.
+    stops = {ord("d") + 1}
+    assert text_of("abcd", stops) == "abc"
+    assert text_of("abcd", stops, include_stop_str_in_output=True) == "abcd"
+
+
+def test_special_tokens_are_kept_if_asked_for():
+    assert text_of("a\0b\0") == "ab"
+    assert text_of("a\0b\0", skip_special_tokens=False) == "a<eos>b<eos>"
+    assert text_of("a\0", (EOS,), skip_special_tokens=False) == "a"
+    kept = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert text_of("a\0", (EOS,), **kept) == "a<eos>"
+    assert text_of("a\0", (EOS,), include_stop_str_in_output=True) == "a"
+
+
+def test_a_completion_holds_its_prompt():
+    request = Request(np.array([3, 4], np.int32), SamplingParams(max_tokens=1), text="of a text", index=2)
+    output = Output(request, None)
+    request.take([7])
+    output.update()
+    completion = output.completion()
+    assert (completion.prompt, completion.prompt_token_ids, completion.index) == ("of a text", [3, 4], 2)
+    assert repr(completion) == ("Completion(index=2, text=None, 1 tokens, finish_reason='length', 0 rounds)")

@@ -106,7 +106,8 @@ def test_a_round_launched_apart(target, sequences, kind):
 @pytest.mark.parametrize("bucket", [1, 16])
 def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, sequences, bucket):
     """Of prompts, of plain rounds and of deep paths: what the target's taps are in one forward over them."""
-    decoder = TreeDecoder(CONFIG, ORACLE, bucket, width=3)
+    # Trees that reach less: none goes beyond its request's end here.
+    decoder = TreeDecoder(CONFIG, ORACLE, bucket, width=3, algorithm="accum_logp")
     weights = DecodeWeights(target.weights, plant(sequences, 64))
     state, _ = decoder.decode(weights, begin(decoder, weights), np.int32(6))
 

@@ -21,6 +21,7 @@ from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TINY, TinyEngine, random_target, serve, with_windows
+from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
 PAGE, CHUNK, LIMIT = 4, 16, 256
@@ -105,7 +106,8 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(scheduler, "PREFILL_CHUNK", CHUNK)
 
 
-def test_trees_and_reused_slots_are_lossless(target, small_pages):
+@pytest.mark.parametrize("waves", [wide((1, 4, 2, 3)), (1, 3)], ids=["four waves", "two waves"])
+def test_trees_and_reused_slots_are_lossless(target, small_pages, waves):
     """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""
     rng = np.random.default_rng(3)
     made = TinyEngine(
@@ -122,7 +124,7 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages):
     rings = [None if type(store) is PagedStore else store.ring for store in runner.state.stores]
     assert rings == [1, 2, 4, None, 44]
     lengths = []
-    for wave, members in enumerate((1, 4, 2, 3)):
+    for wave, members in enumerate(waves):
         prompts = [rng.integers(0, 64, rng.integers(1, 110)).tolist() for _ in range(members)]
         params = [
             SamplingParams(temperature=float(i % 2), seed=i, max_tokens=int(rng.integers(15, 35)))
@@ -131,7 +133,7 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages):
         free = [dataclasses.replace(own, max_tokens=own.max_tokens + ORACLE.depth + 1) for own in params]
         truth = [generate(target, [p], own)[0].token_ids for p, own in zip(prompts, free, strict=True)]
         sequences = [[] for _ in range(4)]
-        for slot, prompt, tokens in zip(list(made.scheduler._free_slots), prompts, truth, strict=False):
+        for slot, prompt, tokens in zip(made.scheduler.free_slots, prompts, truth, strict=False):
             sequences[slot] = prompt + tokens
         runner.weights = runner.weights._replace(proposer=plant(sequences, LIMIT))
         with compilations() as seen:

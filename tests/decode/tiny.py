@@ -97,8 +97,8 @@ class TinyEngine(Engine):
         )
 
     def request(self, prompt, params):
-        ids = check_request(self.target, prompt, params, capacity=self.plan.size.capacity)
-        return make_request(self.target, self.plan.decoder, self.settings, ids, params)
+        asked = check_request(self.target, prompt, params, capacity=self.plan.size.capacity)
+        return make_request(self.target, self.plan.decoder, self.settings, asked.prompt, asked.params)
 
     def submit(self, prompt, params):
         return self.admit(self.request(prompt, params))

@@ -8,11 +8,13 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
+from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import BatchRecord, DispatchRecord
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
 
 BUCKET = 16
@@ -44,6 +46,7 @@ class Device:
             self.left.pop(slot, None)
         for own in batch.admissions:
             self.left.pop(own.slot, None)
+        for own in batch.admissions:
             pages = own.pages[own.pages != NO_PAGE].tolist()
             assert not set(pages) & {page for slot in self.left for page in self.pages[slot]}
             self.pages[own.slot], self.prompts[own.slot] = pages, []
@@ -112,12 +115,38 @@ def assert_served(own):
     assert own.finish_reason == "length"
 
 
+@pytest.mark.parametrize("place", ["prompt", "round"])
+def test_a_token_that_is_no_choice_is_an_error(made, place):
+    """Nothing of such a batch is handed out."""
+    scheduler, device = made()
+    own = request(5, 9)
+    scheduler.add(own)
+    record = device.run(scheduler.next_batch(1))
+    if place == "prompt":
+        record = record._replace(first_tokens=(NO_CHOICE,))
+    else:
+        record.dispatch.tokens[0, own.slot, 1] = NO_CHOICE
+    with pytest.raises(ValueError, match="the target's logits are not numbers"):
+        scheduler.take(record)
+    assert own.tokens == []
+
+
+def test_what_an_idle_slot_holds_does_not_matter(made):
+    scheduler, device = made()
+    own = request(5, 9)
+    scheduler.add(own)
+    record = device.run(scheduler.next_batch(1))
+    record.dispatch.tokens[0, 1 - own.slot] = NO_CHOICE
+    scheduler.take(record)
+    assert own.tokens == text_of(own.prompt, 1 + STEP)
+
+
 def test_a_pool_hands_out_each_page_once():
     pool = PagePool(5)
     first, second = pool.reserve(2), pool.reserve(3)
     assert sorted(first + second) == [0, 1, 2, 3, 4]
     assert pool.reserve(1) is None
-    pool.release(first)
+    pool = PagePool(5, second)  # the first are given back
     assert pool.reserve(3) is None
     assert pool.num_free == 2
     assert sorted(pool.reserve(2)) == sorted(first)
@@ -169,12 +198,41 @@ def test_a_request_that_no_pool_can_hold_is_refused(made):
     assert not scheduler.busy
 
 
-def test_nobody_waits_for_pages_that_nobody_holds(made):
-    scheduler, _ = made(slots=1, pages=2)
-    assert scheduler.pool.reserve(1) is not None
-    scheduler.add(request(100, 10))
-    with pytest.raises(RuntimeError, match="only 1 of 2 pages are free while nothing runs"):
-        scheduler.next_batch()
+def test_what_nobody_reads_any_more_holds_nothing(made):
+    """Whoever waits for it may be gone without a word."""
+    scheduler, device = made(slots=1, pages=2)
+    runs, waits = request(60, 10), request(100, 10, start=1)
+    reader = Output(runs, None)
+    scheduler.add(runs)
+    scheduler.add(waits)
+    step(scheduler, device, 1)
+    assert (scheduler.pool.num_free, scheduler.free_slots) == (0, [])
+    del reader
+    assert (scheduler.pool.num_free, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
+    finish(scheduler, device)
+    assert_served(waits)
+
+
+def test_who_goes_while_a_batch_is_made_holds_its_pages_until_the_next(made):
+    """Its slot still decodes in this one."""
+
+    class Dropping(FixedBudget):
+        def choose(self, live, waiting):
+            runs.abandoned = True
+            return super().choose(live, waiting)
+
+    scheduler, device = made(slots=2, pages=2, policy=Dropping(BUCKET))
+    runs, waits = request(60, 30), request(50, 30, start=1)
+    scheduler.add(runs)
+    scheduler.add(waits)
+    batch = scheduler.next_batch(1)
+    assert [own.slot for own in batch.admissions] == [0]
+    scheduler.take(device.run(batch))
+    batch = scheduler.next_batch(1)
+    assert (batch.releases, [own.slot for own in batch.admissions]) == ((), [0])
+    scheduler.take(device.run(batch))
+    finish(scheduler, device)
+    assert_served(waits)
 
 
 def test_a_slot_is_cleared_once(made):

@@ -19,6 +19,7 @@ from pallas_kernels import dispatch
 from tests.kernels.lowering import lower_for_gpu
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_step import HUB_TEXT
+from tests.marks import wide
 
 LAUNCHES = {
     "gpt_oss": {
@@ -49,7 +50,7 @@ LAUNCHES = {
 
 # A sliding and a full layer; a dense one, and two with experts and their bounds.
 @pytest.mark.parametrize(
-    ("raw", "layers"), [(GPT_OSS_20B, (0, 1)), (GEMMA4_26B_A4B, (4, 5)), (HUB_TEXT, (0, 43, 44))]
+    ("raw", "layers"), [wide(GPT_OSS_20B, (0, 1)), (GEMMA4_26B_A4B, (4, 5)), wide(HUB_TEXT, (0, 43, 44))]
 )
 def test_kernels(monkeypatch, raw, layers):
     """As many as there should be, and norms hand them their weights as they are stored."""

@@ -16,6 +16,8 @@ RTOL = 5e-6  # numbers of six digits
 GPT_OSS = (1.0, 0.225418, 0.0508133, 0.00679496, 4.56483918e-4, 1.8188337e-5, 4.09997847e-6, 9.24208962e-7)
 TRUNCATED = (*GPT_OSS[:3], 0.00775546534, 9.14454344e-4, *GPT_OSS[5:])
 FACTOR = 1.34657359
+# Of Qwen3 for four times its context, were its heads of 16 elements: the ramp goes from 2.95 to 4.96.
+QWEN3 = (1.0, 0.177827941, 0.0316227766, 4.21755994e-3, 5e-4, 4.44569853e-5, 7.90569415e-6, 1.40585331e-6)
 # A quarter of the usual frequencies.
 STRETCHED = (0.25, 0.0563545, 0.0127033181, 0.00286355661, 6.45497e-4, 1.45506696e-4, 3.27998e-5, 7.39367e-6)
 
@@ -34,6 +36,11 @@ CASES = {
     ),
     "yarn": (Rope(15e4, 16, scaling=yarn(32.0, 32.0, 4096, False, FACTOR)), GPT_OSS),
     "yarn, truncated": (Rope(15e4, 16, scaling=yarn(32.0, 32.0, 4096, True, FACTOR)), TRUNCATED),
+    "yarn, of Qwen3": (Rope(1e6, 16, scaling=yarn(4.0, 32.0, 32768, True, 1.13862944)), QWEN3),
+    "yarn, of Qwen3, not truncated": (
+        Rope(1e6, 16, scaling=yarn(4.0, 32.0, 32768, False, 1.13862944)),
+        (*QWEN3[:3], 5.51727048e-3, 6.07407938e-4, *QWEN3[5:]),
+    ),
     # The ramp would begin before the first pair; end behind the last element; be of no length.
     "yarn, from the first": (
         Rope(15e4, 16, scaling=yarn(4.0, 32.0, 64, True, 1.13862944)),

@@ -24,7 +24,7 @@ CASES = [
     ((2, 5, 2, 1, 64), jnp.float32),
     ((1, 2, 2, 0, 32), jnp.float32),
 ]
-MORE_CASES = [((1, 1, 2, 4, 16), jnp.bfloat16), ((1, 7, 1, 3, 128), jnp.bfloat16)]
+MORE_CASES = [((1, 1, 2, 4, 16), jnp.bfloat16), ((1, 7, 1, 3, 128), jnp.float16)]
 
 
 @dataclass(frozen=True)

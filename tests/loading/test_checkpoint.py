@@ -101,13 +101,13 @@ class TestLayout:
         np.testing.assert_array_equal(weights["layers"][1]["input_layernorm"]["weight"], norm)
 
     @pytest.mark.parametrize(
-        ("raw", "dtype"), [(V4, "float32"), (V5, "bfloat16"), (TIED, "bfloat16"), (HEAD, "float32")]
+        ("raw", "dtype"), [(V4, "float32"), (V5, "bfloat16"), (TIED, "float16"), (HEAD, "float32")]
     )
     def test_written_as_it_was_read(self, tmp_path, raw, dtype):
         """Names, shapes, types and every bit of the file."""
         is_head = raw is HEAD
         shapes = (head_shapes if is_head else target_shapes)(raw)
-        tensors = random_tensors(shapes, np.float32 if dtype == "float32" else BFLOAT16)
+        tensors = random_tensors(shapes, jnp.dtype(dtype))
         load = load_draft_head if is_head else load_target
         loaded = load(write(tmp_path / "theirs", raw, tensors), dtype=dtype)
         save_checkpoint(tmp_path / "ours", raw, loaded.weights, dtype=dtype)
@@ -127,6 +127,7 @@ class TestLayout:
             (np.float32, "bfloat16"),
             (np.float16, "float32"),
             (BFLOAT16, "float32"),
+            (BFLOAT16, "float16"),
             wide(np.float16, "bfloat16"),
         ],
     )
@@ -136,6 +137,22 @@ class TestLayout:
         assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype(dtype)}
         expected = tensors["lm_head.weight"].astype(jnp.dtype(dtype))
         np.testing.assert_array_equal(np.asarray(weights["lm_head"]), expected)
+
+    @pytest.mark.parametrize("stored", [np.float32, BFLOAT16])
+    def test_what_float16_cannot_hold(self, tmp_path, stored):
+        """Its largest number is 65504, and what lies nearer to it than to 65536 is rounded to it."""
+        tensors = random_tensors(target_shapes(V4), stored)
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name][2, 3] = 65504 if stored is np.float32 else 65280
+        folder = write(tmp_path / "largest", V4, tensors)
+        mlp = load_target(folder, dtype="float16").weights["layers"][1]["mlp"]
+        assert jnp.isfinite(mlp["gate_up_proj"]).all()
+        tensors[name][2, 3] = -65536
+        folder = write(tmp_path / "beyond", V4, tensors)
+        complaint = rf"beyond: {name} holds values beyond 65504, the largest in float16; load it in bfloat16"
+        with pytest.raises(ValueError, match=complaint):
+            load_target(folder, dtype="float16")
+        load_target(folder, dtype="bfloat16")
 
 
 class TestShards:
@@ -433,9 +450,9 @@ class TestDtype:
         for loaded in (load_target(folder), load_draft_head(head_folder)):
             assert {x.dtype for x in jax.tree.leaves(loaded.weights)} == {jnp.dtype(expected)}
 
-    @pytest.mark.parametrize("dtype", ["float16", "bf16", "int8", ""])
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8", ""])
     def test_other_words(self, folder, fetched, dtype):
-        with pytest.raises(ValueError, match=f"dtype must be auto, float32 or bfloat16, not '{dtype}'"):
+        with pytest.raises(ValueError, match=f"dtype must be .*, bfloat16 or float16, not '{dtype}'"):
             load_target(folder, dtype=dtype)
         assert not fetched
 

@@ -211,7 +211,7 @@ class TestRope:
             parse_model_config({**V5, "rope_theta": 10000})
 
     @pytest.mark.parametrize("spelling", ["type", "rope_type"])
-    @pytest.mark.parametrize("rope_type", ["yarn", "linear", "llama3"])
+    @pytest.mark.parametrize("rope_type", ["dynamic", "linear", "llama3"])
     @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
     def test_unknown_type(self, where, rope_type, spelling):
         base = V4 if where == "rope_scaling" else V5
@@ -228,6 +228,11 @@ class TestRope:
         rope = {"rope_type": "default", "rope_theta": 1e6, **setting}
         with pytest.raises(ValueError, match=r"unsupported settings .* in rope_parameters"):
             parse_model_config({**V5, "rope_parameters": rope})
+
+    def test_two_types(self):
+        both = {"rope_type": "default", "type": "yarn", "rope_theta": 1e6}
+        with pytest.raises(ValueError, match="rope_parameters: rope_type and type mean the same and differ"):
+            parse_model_config({**V5, "rope_parameters": both})
 
 
 class TestWindows:
@@ -389,7 +394,7 @@ class TestDraftHead:
             ({**HEAD, "zoom": 2}, r"unknown keys \['zoom'\].*ignore_config_keys=\['zoom'\]"),
             ({**HEAD, "dflash_config": [1]}, "dflash_config must be an object"),
             ({**HEAD, "model_type": "llama"}, "unknown model_type 'llama'"),
-            ({**HEAD, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "unsupported rope type 'yarn'"),
+            ({**HEAD, "rope_scaling": {"type": "dynamic"}}, "unsupported rope type 'dynamic'"),
             (
                 {**HEAD, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
                 "sliding-window layers in a draft head",

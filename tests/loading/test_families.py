@@ -161,7 +161,7 @@ REFUSED = [
             "sliding_window must be an integer of at least 1, not None": {"sliding_window": None},
             "use_sliding_window must be true or false, not 1": {"use_sliding_window": 1},
             "neither rope_theta nor rope_parameters.rope_theta is there": {"rope_theta": None},
-            "unsupported rope type 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "unsupported rope type 'linear'": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
             "rope_theta is given twice and differs": {"rope_parameters": {"rope_theta": 1e6}},
             r"unknown keys \['shared_expert_intermediate_size'\]": {"shared_expert_intermediate_size": 5},
         },
@@ -257,7 +257,7 @@ REFUSED = [
                 "quantization_config": {"quant_method": "mxfp4", "group_size": 16}
             },
             "unsupported rope type 'llama3'": {"rope_scaling": {"rope_type": "llama3"}},
-            r"unsupported settings \['mscale'\] of rope type 'yarn'": {
+            "rope_scaling: of mscale and mscale_all_dim one is there without the other": {
                 "rope_scaling": {**gpt_oss.GPT_OSS_20B["rope_scaling"], "mscale": 1.0}
             },
             r"unknown keys \['gating'\]": {"gating": True},

@@ -11,7 +11,7 @@ def test_nothing_is_looked_for_before_it_is_needed(tmp_path):
     source = Source(tmp_path / "nowhere", dtype="float8")
     with pytest.raises(FileNotFoundError, match="nowhere is neither a folder nor a hub id"):
         _ = source.config
-    with pytest.raises(ValueError, match="dtype must be auto, float32 or bfloat16, not 'float8'"):
+    with pytest.raises(ValueError, match="dtype must be auto, float32, bfloat16 or float16, not 'float8'"):
         _ = source.weights_dtype
 
 

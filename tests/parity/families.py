@@ -87,6 +87,21 @@ GEMMA4_EXPERTS = {
 }
 
 FAMILIES = {
+    # The sequences of the tests are longer than the original context, and the prefixes of their trees not.
+    "qwen3_yarn": Family(
+        lambda: transformers.Qwen3Config(
+            **{**COMMON, "max_position_embeddings": 96},
+            intermediate_size=48,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 5e5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+            },
+        ),
+        transformers.Qwen3ForCausalLM,
+        golden=False,
+    ),
     "qwen3_moe": Family(
         lambda: transformers.Qwen3MoeConfig(
             **COMMON,

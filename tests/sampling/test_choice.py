@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax.sampling.choice import choose_tokens
+from jetspec_jax.sampling.choice import NO_CHOICE, choose_tokens
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
 from tests.marks import wide
@@ -43,6 +43,19 @@ def test_filters_come_after_temperature_in_order(temperature, dtype):
             scaled = rows[b, n].astype(np.float32) / np.float32(temperature)
             kept = keep(scaled, own.top_k, own.top_p, own.min_p)
             assert got[b, n] == np.where(kept, scaled + noise[depths[b, n]], -np.inf).argmax(), (own, n)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_no_numbers_have_no_choice(temperature):
+    """Of the row alone; where all else is -inf, one number is a choice."""
+    rows = np.zeros((1, 4, 8), np.float32)
+    rows[0, 1] = np.nan
+    rows[0, 2] = -np.inf
+    rows[0, 3, 1:] = -np.inf
+    params = batch_of([SamplingParams(temperature=temperature, seed=1)])
+    got = jitted_choose(rows, np.zeros((1, 4), np.int32), np.zeros(1, np.int32), params, max_depth=0)
+    assert np.asarray(got)[0, 1:].tolist() == [NO_CHOICE, NO_CHOICE, 0]
+    assert 0 <= got[0, 0] < 8
 
 
 def kept(rows, params):
@@ -91,7 +104,9 @@ def test_the_first_of_equal_ones(vocab, dtype):
     depths, positions = jnp.zeros((2, 16), jnp.int32), jnp.zeros(2, jnp.int32)
     got = jitted_choose(jnp.asarray(rows), depths, positions, Sampling.greedy(2), max_depth=0)
     assert got.dtype == jnp.int32
-    np.testing.assert_array_equal(got, rows.astype(np.float32).argmax(-1))
+    expected = rows.astype(np.float32).argmax(-1)
+    expected[0, 0] = NO_CHOICE
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_a_slot_is_alone():

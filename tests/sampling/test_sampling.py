@@ -59,6 +59,7 @@ def decode(models, params):
     return generate_tree(*models, [PROMPT] * len(params), params, budget=16, width=3)
 
 
+@pytest.mark.wide
 def test_joint_distribution_of_the_first_tokens(models):
     count = 2000
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=3) for seed in range(count)]

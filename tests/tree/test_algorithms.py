@@ -503,5 +503,5 @@ def tiny_tree(**settings):
     ],
 )
 def test_what_is_no_algorithm_and_no_routing(call, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         call()

@@ -5,21 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-from train.loop.plot import ABOVE, LEGEND, depth_axis, save, shades
+from train.loop.plot import ABOVE, ACCURACY, DEPTHS, LEGEND, save, shades
 
 INCHES = (14.0, 6.0)
-# Of Okabe and Ito's colours, which most kinds of colour vision tell apart, those that show as lines on white.
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 
 
 def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
-    """Writes a PNG of 1400 x 600: acceptance lengths by budget, and accuracies by depth, of all variants.
+    """Writes a PNG of 1400 x 600 and an SVG: acceptance lengths by budget, and accuracies by depth.
 
     Args:
         results: "variants" by name, each with "label", "tau" (by budget), "accepted_length" and
             "accuracy_by_depth", drawn in their order; "budgets"; and "device".
-        picture: The file, which is written whole or not at all.
+        picture: The PNG; the SVG lies beside it. Each is written whole or not at all.
 
     Raises:
         ValueError: The results lack something; the message lists all of it.
@@ -41,23 +40,32 @@ def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
     left.set_xlabel("acceptance length τ (tokens a round)")
     left.legend(ncols=len(budgets), **LEGEND, **ABOVE)
 
-    for i, variant in enumerate(variants):
-        accuracies = variant["accuracy_by_depth"]
-        right.plot(
-            range(1, len(accuracies) + 1),
-            accuracies,
-            color=COLOURS[i % len(COLOURS)],
-            linestyle=("solid", "dashed")[i // len(COLOURS) % 2],
-            marker="os^vDP*"[i % 7],
-            markersize=4,
-            label=f"{variant['label']}: {variant['accepted_length']:.2f}",
+    last = max(len(variant["accuracy_by_depth"]) for variant in variants)
+    depths = [*(depth for depth in DEPTHS if depth < last), last]
+    for depth, shade in zip(depths, shades("viridis", 0, 0.85, len(depths)), strict=True):
+        accuracies = [variant["accuracy_by_depth"][depth - 1] for variant in variants]
+        right.plot(accuracies, range(len(variants)), "o", color=shade, label=f"{depth}")
+    for place, variant in enumerate(variants):
+        right.annotate(
+            f"{variant['accepted_length']:.2f}",
+            (1, place),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="center",
+            fontsize=9,
         )
-    depth_axis(right)
-    right.legend(title="accepted tokens of a greedy chain", **LEGEND)
+    right.set_yticks(range(len(variants)), [""] * len(variants))
+    right.set_ylim(left.get_ylim())
+    right.set_xlim(0, 1.25 * max(max(variant["accuracy_by_depth"]) for variant in variants))
+    right.xaxis.set_major_formatter(PercentFormatter(1))
+    right.set_xlabel(f"{ACCURACY}\n(figures: accepted tokens of a greedy chain)")
+    right.grid(axis="y", alpha=0.3)
+    right.legend(title="at draft depth", ncols=len(depths), **LEGEND, **ABOVE)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Draft heads trained in different ways, measured on {results['device']}", fontsize=11)
-    save(figure, picture)
+    for path in (picture.with_suffix(".svg"), picture):
+        save(figure, path)
 
 
 def _check(results: Mapping[str, Any]) -> None:

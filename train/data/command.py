@@ -33,13 +33,18 @@ def add_command(commands: Any) -> None:
     add_generation_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--minutes", type=float, help="begin no shard after this; run again to go on")
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of all commands in which a target answers prompts."""
-    parser.add_argument("--budget", type=int, default=64, help="nodes of the head's trees (default: 64)")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        help="nodes of the head's trees; 1 does without the head (default: 64, and 1 on a CPU, where that is "
+        "faster)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
     parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -65,7 +66,7 @@ def make_data(
     *,
     mode: str = REGENERATE,
     draft_head: str | Path | None = None,
-    budget: int = 64,
+    budget: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -92,7 +93,8 @@ def make_data(
         out: The folder of documents.
         mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are.
         draft_head: A folder, a hub id, or "demo"; it makes regeneration faster and changes no output.
-        budget: Nodes of the draft head's trees.
+        budget: Nodes of the draft head's trees; 1 does without the head. None is 64, and 1 on a CPU, where
+            that is faster.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Probability that the sampled tokens share; None is no limit.
         top_k: How many likeliest tokens are sampled from; None is no limit.
@@ -132,6 +134,8 @@ def make_data(
     tree = PLAIN
     if head_source is not None:
         check_head_fits(head_source.head_config, config)
+        if budget is None:
+            budget = 1 if jax.default_backend() == "cpu" else 64
         tree = TreeSettings(budget=budget)
         tree.check(config, head_source.head_config.depth)
     sampling = SamplingParams(
@@ -166,7 +170,9 @@ def make_data(
         if not finished:
             deadline.check(writer.progress)
             loaded = read_target(source)
-            head = None if head_source is None else read_draft_head(head_source, loaded)
+            head = None
+            if head_source is not None and tree.budget > 1:
+                head = read_draft_head(head_source, loaded)
             regenerate(writer, loaded, requests, head=head, tree=tree, slots=slots, deadline=deadline)
     return _made(out, len(keys) - len(set(keys)), skipped, finished)
 
@@ -203,7 +209,7 @@ def _prompts(
         room = context - len(ids)
         if room > 0:
             tokens.append(ids)
-            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens)))
+            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
         elif not skip:
             raise ValueError(
                 f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "

@@ -14,7 +14,8 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import TokenIds, plan_requests
+from jetspec_jax.engine.planning import check_request, plan_requests
+from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
@@ -141,7 +142,7 @@ def regenerate(
     deadline.check(writer.progress)
     params = [replace(own, seed=document_seed(seed, index)) for index, own in enumerate(prompts.params)]
     lengths = [
-        len(np.asarray(tokens)) + own.max_tokens for tokens, own in zip(prompts.tokens, params, strict=True)
+        check_request(target, tokens, own).tokens for tokens, own in zip(prompts.tokens, params, strict=True)
     ]
     # For the longest of all documents, finished ones included: a resumed run has the same shapes.
     plan, requests = plan_requests(

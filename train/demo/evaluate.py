@@ -28,7 +28,7 @@ from train.demo.recipes import PairEvaluation, PairRecipe
 from train.demo.target import token_losses
 from train.demo.tokenizer import END_OF_TEXT, Tokenizer
 from train.demo.tokens import concatenate, encode_split, line_starts
-from train.head.evaluation import mean_tau
+from train.head.evaluation import ALGORITHM, mean_tau
 from train.loop.stages import Deadline
 
 NGRAM_ORDER = 5
@@ -206,7 +206,14 @@ def tau(
         for i in range(len(prompts))
     ]
     completions = generate_tree(
-        target, head, prompts, params, budget=budget, width=width, max_slots=len(prompts)
+        target,
+        head,
+        prompts,
+        params,
+        budget=budget,
+        width=width,
+        algorithm=ALGORITHM,
+        max_slots=len(prompts),
     )
     return round(mean_tau(completions), 3)
 

@@ -1,7 +1,6 @@
 """``python -m train head``, ``finetune`` and ``export``: train draft heads and write them."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,11 @@ from train.data.make_data import make_data
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
 from train.head.training import export_best, train_head
-from train.loop.log import read_log
+from train.head.verdict import read_verdict
 from train.loop.stages import Deadline
+
+#: The exit code of a finished run whose head is no better than the one that it began as, which is kept.
+NOT_IMPROVED = 3
 
 
 def add_command(commands: Any) -> None:
@@ -71,13 +73,21 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _head(arguments: argparse.Namespace) -> int:
-    """Trains a draft head, or resumes a run; the finished head is in the work folder."""
+    """Trains a draft head, or resumes a run; the finished head is in the work folder.
+
+    The last line says whether the head became better than the one that it began as; if not, that one is kept
+    and the exit code is 3.
+    """
     recipe = read_head_recipe(arguments.recipe, arguments.set)
     return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    """Lets the target answer prompts and trains a head on the answers; each part is done once."""
+    """Lets the target answer prompts and trains a head on the answers; each part is done once.
+
+    The last line says whether the head became better than the one that it began as; if not, that one is kept
+    and the exit code is 3.
+    """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
     made = make_data(
         arguments.target,
@@ -104,25 +114,11 @@ def _train(
     target = read_target(Source(path, recipe.dtype, ignored))
     begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
     folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
+    result = read_verdict(work)
     if jax.process_index() == 0:
-        print(f"the head is in {folder}: {_measured(work)}")
-        print(f"curves: {work / 'training.png'}")
+        print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
         pair = f"--target {arguments.target} --draft-head {folder}{options}"
         print(f"to use it: jetspec-jax generate {pair} PROMPT")
-    return 0
-
-
-def _measured(work: Path) -> str:
-    """A message about the finished head's results on held-out documents, and those before training."""
-    report = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))
-    evaluations = [record for record in read_log(work / "log.jsonl") if "validation_loss" in record]
-    before = evaluations[0] if evaluations[0]["step"] == 0 else {}
-    if not report["tau"]:
-        now, then = min(own["validation_loss"] for own in evaluations), before.get("validation_loss")
-        return f"validation loss {now:.3f}" + ("" if then is None else f", {then:.3f} before")
-    parts = []
-    for budget, tau in report["tau"].items():
-        then = before.get("tau", {}).get(budget)
-        parts.append(f"{tau:.2f} with budget {budget}" + ("" if then is None else f" ({then:.2f} before)"))
-    return "tau on held-out prompts " + ", ".join(parts)
+        print(result.message)
+    return 0 if result.improved else NOT_IMPROVED

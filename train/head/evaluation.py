@@ -26,6 +26,9 @@ from train.loop.trainer import Evaluated, mean_of
 from train.loss.objectives import Loss
 from train.loss.precision import as_shipped
 
+#: Of the trees of all evaluations: the reference implementation's, so that their figures can be compared.
+ALGORITHM = "accum_logp"
+
 
 class HeldOut(NamedTuple):
     """The data of an evaluation.
@@ -143,6 +146,7 @@ class HeadEvaluator:
                 params,
                 budget=budget,
                 width=self.settings.width,
+                algorithm=ALGORITHM,
                 max_slots=len(self.held.prompts),
             )
             for budget in self.settings.budgets

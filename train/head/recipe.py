@@ -110,6 +110,8 @@ class HeadRecipe:
             wrong.append(f"objective.temperature must be above 0, not {objective.temperature}")
         if evaluation.prompts and not evaluation.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
+        if self.dtype == "float16":
+            wrong.append("dtype must be auto, float32 or bfloat16: float16 would lose small gradients")
         if not 0 <= self.seed < MOST_SEED:
             wrong.append(f"seed must lie in 0..{MOST_SEED - 1}, not {self.seed}")
         if wrong:

@@ -25,10 +25,10 @@ from jetspec_jax.models import Weights, abstract, weights_of
 from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
-from train.head.evaluation import HeadEvaluator, HeldOut, mean_tau
+from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
-from train.loop.checkpoints import Best, Checkpoints
+from train.loop.checkpoints import Checkpoints
 from train.loop.mesh import in_turn, make_mesh, one_device, replicated, spread
 from train.loop.plot import plot_training
 from train.loop.stages import Deadline, claim, fresh
@@ -64,7 +64,8 @@ def train_head(
         ValueError: The folder was begun with other settings; or recipe, target, documents and devices do not
             fit together.
         NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
-        CheckpointError: A checkpoint could not be written; the one before it stays.
+        TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
+            some, and none is whole.
     """
     recipe.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
@@ -77,7 +78,7 @@ def train_head(
         )
     if recipe.evaluation.prompts:
         for budget in recipe.evaluation.budgets:
-            trees = TreeSettings(budget, recipe.evaluation.width, None)
+            trees = TreeSettings(budget, recipe.evaluation.width, None, ALGORITHM)
             trees.check(target.config, beginning.config.depth)
     run = _HeadRun(work, recipe, target, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
@@ -147,11 +148,11 @@ def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = 
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
         weights_of(abstract(config)),
     )
-    with Checkpoints(work) as checkpoints:
-        best = checkpoints.best()
-        if best == Best():
+    with Checkpoints(work, read_only=True) as checkpoints:
+        found = checkpoints.restore_best(shapes)
+        if found is None:
             raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
-        weights = checkpoints.restore_best(shapes)
+        best, weights = found
         save_checkpoint(out, raw, weights, config=config)
     return best.step
 

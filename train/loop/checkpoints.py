@@ -1,9 +1,15 @@
 """Checkpoints of a training run: where to go on, and the best weights so far.
 
 They are written in the background. A checkpoint that could not be written whole does not count, and the one
-before it stays.
+before it stays. One that was damaged later is named, and the one before it is read.
 """
 
+import contextlib
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -11,12 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from train.loop.mesh import all_agree
+
+_log = logging.getLogger("train")
+
 #: Raised when files cannot be written, by the system or by Orbax's storage library.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; earlier ones are intact."""
+class TrainingCheckpointError(RuntimeError):
+    """A checkpoint could not be written, and earlier ones are intact; or none of a folder can be read."""
 
 
 class Best(NamedTuple):
@@ -31,18 +41,35 @@ class Best(NamedTuple):
     score: float = float("-inf")
 
 
+class Resumed(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+        step: Steps done.
+        state: Placed as it was asked for.
+        host: The host's data.
+    """
+
+    step: int
+    state: Any
+    host: dict[str, Any]
+
+
 class Checkpoints:
-    """A folder with the last two checkpoints, and the best weights beside them.
+    """A folder with the last two checkpoints, and the last two of the best weights beside them.
 
     A checkpoint has two parts: the state, a pytree of arrays that may be spread over devices, and the host's
     data, which are plain JSON.
     """
 
-    def __init__(self, folder: Path):
-        """Opens or makes the folder; what an interrupted write left there is removed."""
-        self.folder = folder
-        self._last = _manager(folder / "checkpoints", keep=2)
-        self._best = _manager(folder / "best", keep=1)
+    def __init__(self, folder: Path, *, read_only: bool = False):
+        """Opens or makes the folder; what an interrupted write left there is removed.
+
+        With ``read_only`` nothing changes there, as another process may be writing.
+        """
+        self.folder, self.read_only = folder, read_only
+        self._last = _manager(folder / "checkpoints", read_only)
+        self._best = _manager(folder / "best", read_only)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -60,40 +87,34 @@ class Checkpoints:
         """The step of the newest checkpoint; None without any."""
         return self._last.latest_step()
 
-    def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest checkpoint: its state, placed as the arrays of ``state`` are, and the host's data."""
-        restored = self._last.restore(
-            self.latest(),
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(_abstract(state)), host=ocp.args.JsonRestore()
-            ),
+    def restore(self, state: Any) -> Resumed | None:
+        """The newest whole checkpoint, its arrays placed as those of ``state`` are; None without any.
+
+        Raises:
+            TrainingCheckpointError: There are some, and none is whole.
+        """
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(_abstract(state)), host=ocp.args.JsonRestore()
         )
-        return restored["state"], restored["host"]
+        found = self._newest(self._last, args)
+        return None if found is None else Resumed(found[0], found[1]["state"], found[1]["host"])
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Begins to write a checkpoint; the arrays may be donated afterwards.
 
         Raises:
-            CheckpointError: This one cannot be written, or one before it could not.
+            TrainingCheckpointError: This one cannot be written, or one before it could not.
         """
         # A run that resumes from here does not evaluate earlier weights again, so the best are written first.
         self._wait(self._best)
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host))
         self._write(self._last, step, parts)
 
-    def best(self) -> Best:
-        """The evaluation of the best weights so far, which may be later than the newest checkpoint."""
-        number = self._best.latest_step()
-        if number is None:
-            return Best()
-        restored = self._best.restore(number, args=ocp.args.Composite(best=ocp.args.JsonRestore()))
-        return Best(**restored["best"])
-
     def save_best(self, best: Best, weights: Any) -> None:
         """Begins to write the best weights so far, in place of the previous ones.
 
         Raises:
-            CheckpointError: As for `save`.
+            TrainingCheckpointError: As for `save`.
         """
         # Not numbered by step: a resumed run may find better weights at an earlier step.
         number = (self._best.latest_step() or 0) + 1
@@ -102,24 +123,56 @@ class Checkpoints:
         )
         self._write(self._best, number, parts)
 
-    def restore_best(self, weights: Any) -> Any:
-        """The best weights, placed as ``weights`` are.
+    def restore_best(self, weights: Any) -> tuple[Best, Any] | None:
+        """The best weights so far, placed as ``weights`` are, and their evaluation; None without any.
+
+        They may be later than the newest checkpoint.
 
         Raises:
-            CheckpointError: They could not be written.
+            TrainingCheckpointError: They could not be written, or none is whole.
         """
         self.wait()
-        args = ocp.args.Composite(weights=ocp.args.StandardRestore(_abstract(weights)))
-        return self._best.restore(self._best.latest_step(), args=args)["weights"]
+        args = ocp.args.Composite(
+            weights=ocp.args.StandardRestore(_abstract(weights)), best=ocp.args.JsonRestore()
+        )
+        found = self._newest(self._best, args)
+        return None if found is None else (Best(**found[1]["best"]), found[1]["weights"])
 
     def wait(self) -> None:
         """Waits until everything is written.
 
         Raises:
-            CheckpointError: Something could not be written.
+            TrainingCheckpointError: Something could not be written.
         """
         for manager in (self._last, self._best):
             self._wait(manager)
+
+    def _newest(self, manager: ocp.CheckpointManager, args: Any) -> tuple[int, Any] | None:
+        """The number and the parts of the newest whole checkpoint; those after it are named and removed."""
+        damaged: dict[int, str] = {}
+        for number in sorted(manager.all_steps(), reverse=True):
+            restored, reason = None, "another process cannot read it"
+            with _unheard():
+                try:
+                    restored = manager.restore(number, args=args)
+                except Exception as error:  # of many kinds, from Orbax, its storage library and JSON
+                    reason = f"{type(error).__name__}: {str(error).strip()[:120]}"
+                if restored is None:
+                    gc.collect()  # what the failed read left behind, which complains when it is collected
+            if not all_agree(restored is not None):
+                damaged[number] = f"{manager.directory / str(number)} is damaged ({reason})"
+                continue
+            for name, message in damaged.items():
+                _log.warning("%s; going on with %s, the one before it", message, number)
+                if not self.read_only:
+                    manager.delete(name)  # its number will be written again
+            return number, restored
+        if damaged:
+            raise TrainingCheckpointError(
+                f"no checkpoint is whole: {'; '.join(damaged.values())}; bring back a copy of "
+                f"{self.folder}, or name another folder to begin anew"
+            )
+        return None
 
     def _wait(self, manager: ocp.CheckpointManager) -> None:
         try:
@@ -133,18 +186,37 @@ class Checkpoints:
         except WRITE_ERRORS as error:
             raise self._failure(error) from error
 
-    def _failure(self, error: Exception) -> CheckpointError:
+    def _failure(self, error: Exception) -> TrainingCheckpointError:
         step = self.latest()
         whole = "there is none before it" if step is None else f"the one of step {step} is whole"
-        return CheckpointError(
+        return TrainingCheckpointError(
             f"a checkpoint could not be written in {self.folder}: {str(error).splitlines()[0]}; {whole}, and "
             "the same command goes on from there"
         )
 
 
-def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+def _manager(folder: Path, read_only: bool) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, create=not read_only, cleanup_tmp_directories=not read_only, read_only=read_only
+    )
     return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Keeps Orbax from printing what is raised all the same, and what its background tasks find out later."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, hooks = [logger.level for logger in loggers], (sys.unraisablehook, sys.excepthook)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = sys.excepthook = lambda *_: None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        sys.unraisablehook, sys.excepthook = hooks
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _abstract(tree: Any) -> Any:

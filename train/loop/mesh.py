@@ -77,6 +77,13 @@ def agreed(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def all_agree(value: bool) -> bool:
+    """Whether the value is true in all processes, so that they act alike."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.process_allgather(np.int32(value)).all())
+
+
 @contextmanager
 def in_turn() -> Iterator[bool]:
     """Runs the block in the first process before all others, so that it can write files for them.

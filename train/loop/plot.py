@@ -132,7 +132,7 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
         axis.plot(
             range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
         )
-    depth_axis(axis)
+    _depth_axis(axis)
     axis.legend(title="at the end", ncols=2, **LEGEND, **ABOVE)
 
 
@@ -191,7 +191,7 @@ def _step_axis(axis: Axes) -> None:
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def depth_axis(axis: Axes) -> None:
+def _depth_axis(axis: Axes) -> None:
     """Labels the axes of a panel that shows accuracies by draft depth."""
     axis.set_xlabel("draft depth")
     axis.set_ylabel(ACCURACY)
@@ -207,6 +207,10 @@ def shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, 
 
 
 def save(figure: Figure, picture: Path) -> None:
-    """Writes a PNG, whole or not at all."""
-    with replacing(picture) as partial:
-        figure.savefig(partial, format="png", dpi=DPI)
+    """Writes a PNG or an SVG, as the name ends, whole or not at all, and the same bytes each time."""
+    kind = picture.suffix.removeprefix(".")
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(picture) as partial,
+    ):
+        figure.savefig(partial, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)

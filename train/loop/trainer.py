@@ -143,7 +143,8 @@ def train(
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
         NonFiniteLoss: A loss is not finite; the last checkpoint before it stays.
-        CheckpointError: A checkpoint could not be written; the one before it stays.
+        TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
+            some, and none is whole.
         ValueError: The batch does not divide over the devices, or a setting is out of its range.
     """
     mesh = mesh or one_device()
@@ -152,28 +153,37 @@ def train(
     shardings = jax.tree.map(lambda _: replicated(mesh), weights) if shardings is None else shardings
     state = loop.begin(weights, shardings, seed)
     with Checkpoints(folder) as checkpoints:
-        first, best = checkpoints.latest() or 0, checkpoints.best()
-        if first:
-            state, host = checkpoints.restore(state)
-            batches.set_state(host["data"])
+        first, best = 0, Best()
+        if (found := checkpoints.restore_best(state.weights)) is not None:
+            best = found[0]
+            del found  # its arrays take the room of a whole model
+        if (resumed := checkpoints.restore(state)) is not None:
+            first, state = resumed.step, resumed.state
+            batches.set_state(resumed.host["data"])
         bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
-        with TrainingLog(folder, kept_steps=first, main=main) as log, bar:
+        # A run without a checkpoint begins anew, and so does its log, the evaluation of step 0 included.
+        with TrainingLog(folder, kept_steps=first or -1, main=main) as log, bar:
 
             def evaluated(step: int, best: Best) -> Best:
                 """Evaluates the weights, and returns the best so far."""
                 log.flush()
                 with log.paused():
+                    bar.set_description(f"{label}, evaluating")
                     record, score = evaluate(state.weights)
+                    bar.set_description(label)
                     log.write("evaluation", step, record)
                     if not agreed(score > best.score):
                         return best
                     checkpoints.save_best(Best(step, score), state.weights)
                     return Best(step, score)
 
-            if evaluate_first and not first and best == Best():
+            if evaluate_first and not first:
                 best = evaluated(0, best)
+            bar.set_postfix_str("compiling")
             for done in range(first + 1, fit.steps + 1):
                 state, metrics = loop.advance(state, frozen, next(batches))
+                if done == first + 1:
+                    bar.set_postfix_str("")
                 log.add(done, metrics, tokens_per_step)
                 at_end = done == fit.steps
                 if at_end or done % fit.log_every == 0:
@@ -189,7 +199,10 @@ def train(
                     checkpoints.save(done, state, {"data": batches.get_state()})
                 if stop:
                     deadline.stop(f"{label}: step {done} of {fit.steps}")
-        return Trained(checkpoints.restore_best(state.weights), best.step, best.score)
+        if (found := checkpoints.restore_best(state.weights)) is None:
+            raise ValueError(f"{label}: no evaluation gave a score, so no weights are best")
+        best, weights = found
+        return Trained(weights, best.step, best.score)
 
 
 class Loop:

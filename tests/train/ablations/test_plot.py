@@ -52,11 +52,17 @@ def test_bars_have_the_lengths_and_values_of_the_results(tmp_path, figures):
     assert [label.get_text() for label in labels] == [variant["label"] for variant in variants]
     # The first is on top.
     assert (np.diff([box.y0 for box in boxes(labels)]) < 0).all()
-    for line, variant in zip(right.get_lines(), variants, strict=True):
-        np.testing.assert_array_equal(line.get_ydata(), variant["accuracy_by_depth"])
-        assert line.get_label() == f"{variant['label']}: {variant['accepted_length']:.2f}"
-    looks = {(line.get_color(), line.get_linestyle()) for line in right.get_lines()}
-    assert len(looks) == len(variants)
+    assert [line.get_label() for line in right.get_lines()] == ["1", "2", "4", "8", str(DEPTH)]
+    for line in right.get_lines():
+        depth = int(line.get_label())
+        np.testing.assert_array_equal(
+            line.get_xdata(), [own["accuracy_by_depth"][depth - 1] for own in variants]
+        )
+    # Each variant has one line in both panels.
+    np.testing.assert_array_equal(right.get_lines()[0].get_ydata(), left.get_yticks())
+    assert right.get_ylim() == left.get_ylim()
+    assert [text.get_text() for text in right.texts] == [f"{own['accepted_length']:.2f}" for own in variants]
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize("variants", [1, 2, 7])
@@ -65,17 +71,17 @@ def test_nothing_overlaps_nor_lies_outside(tmp_path, figures, variants):
     figure = figures[0]
     left, right = figure.axes
     legends = [left.get_legend(), right.get_legend()]
-    texts = [*left.texts, *left.get_yticklabels(), left.xaxis.label, right.yaxis.label]
+    texts = [*left.texts, *right.texts, *left.get_yticklabels(), left.xaxis.label, right.xaxis.label]
     found = boxes([*texts, *legends, figure._suptitle])
     assert_apart(found)
     width, height = figure.bbox.size
     assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height for box in found)
     assert not any(legends[0].get_window_extent().overlaps(box) for box in boxes(left.patches))
-    # The legend covers no point of a curve.
-    covered = legends[1].get_window_extent()
+    # The legend and the figures at the right cover no point.
+    covered = [legends[1].get_window_extent(), *boxes(right.texts)]
     for line in right.get_lines():
         points = right.transData.transform(line.get_xydata())
-        assert not any(covered.contains(*point) for point in points)
+        assert not any(box.contains(*point) for point in points for box in covered)
 
 
 def test_all_that_is_missing_is_listed(tmp_path):

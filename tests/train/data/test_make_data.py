@@ -189,6 +189,7 @@ def weightless(monkeypatch):
         monkeypatch.setattr(make_data, name, refuse)
 
 
+@pytest.mark.wide
 def test_the_command_answers_with_the_target_s_own_text(lines, tmp_path, capsys, monkeypatch):
     path, out = lines(*LINES), tmp_path / "out"
     folder = write_target(tmp_path / "target")
@@ -295,8 +296,8 @@ def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monke
     ("arguments", "message"),
     [
         (["--temperature", -1], "temperature must be"),
-        (["--seed", -1], "seed must be"),
-        (["--dtype", "float16"], "dtype must be"),
+        (["--seed", -1], "seed must lie"),
+        (["--dtype", "float8"], "dtype must be"),
         (["--limit", 0], "at least 1 entry"),
         (["--heldout", 2], r"0\.\.1 can"),
         (["--draft-head", "demo", "--budget", 1000], "1000"),

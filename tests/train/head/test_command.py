@@ -10,6 +10,7 @@ from tests.train.folders import write_target
 from train.__main__ import main
 from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
+from train.head.command import NOT_IMPROVED
 
 RECIPE = """
 window = 16
@@ -116,7 +117,9 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     assert "the same command goes on" in capsys.readouterr().out
     assert main(command) == 0
     tuned = tmp_path / "tuned" / "head" / "draft_head"
-    assert f"--draft-head {tuned} --ignore-config-key zoom PROMPT" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"--draft-head {tuned} --ignore-config-key zoom PROMPT" in out
+    assert out.splitlines()[-1].startswith("improved on held-out documents: validation loss ")
     assert (tuned / "config.json").read_bytes() == (begun / "config.json").read_bytes()
     assert main(["export", "--work", str(tuned.parent), "--out", str(tmp_path / "best"), *vouched]) == 0
     assert (tuned / "model.safetensors").read_bytes() != (
@@ -133,6 +136,25 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     capsys.readouterr()
     assert main([*command, "--set", "fit.learning_rate=1e-5"]) == 2
     assert "fit.learning_rate: 0.001 there, 1e-05 here" in capsys.readouterr().err
+
+
+def test_a_head_that_did_not_become_better_is_kept_and_said_so(trained, folder, tmp_path, capsys):
+    begun = trained / "draft_head"
+    recipe = tmp_path / "again.toml"
+    text = RECIPE[: RECIPE.index("[head]")] + RECIPE[RECIPE.index("[objective]") :]
+    recipe.write_text(text + '[head]\nstart = "checkpoint"\n')
+    command = [
+        *("head", "--recipe", str(recipe), "--target", str(folder / "target"), "--draft-head", str(begun)),
+        *("--data", str(folder / "documents"), "--work", str(tmp_path / "work")),
+        *("--set", "fit.learning_rate=0", "--set", "evaluation.prompts=0"),
+    ]
+    for _ in range(2):  # a finished run says it again
+        assert main(command) == NOT_IMPROVED == 3
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith("not improved on held-out documents: at best validation loss ")
+        assert last.endswith("; the head is the one that it began as")
+    kept = tmp_path / "work" / "draft_head" / "model.safetensors"
+    assert kept.read_bytes() == (begun / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -61,6 +62,42 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(whole, dat
     assert records(tmp_path) == records(whole)
     for name in ("draft_head/model.safetensors", "draft_head/config.json", "evaluation.json", "recipe.json"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.wide
+def test_twenty_kills_at_random_moments_change_nothing(data, tmp_path):
+    # A checkpoint after every step, so that one is being written nearly always.
+    changes = {
+        "fit": {"steps": 120, "save_every": 1, "evaluate_every": 3, "learning_rate": 1e-3},
+        "head": {"start": "target"},
+    }
+    killed, whole, random = tmp_path / "killed", tmp_path / "whole", np.random.default_rng(0)
+    startup, unfinished = 0.0, 0
+    for kill in range(20):
+        process, begun = start(data, [(killed, changes)]), time.monotonic()
+        if kill % 4 == 3:  # while it starts, compiles or reads a checkpoint
+            time.sleep(random.uniform(0.3, 1) * startup)
+        else:
+            before = names(killed)
+            while names(killed) == before and process.poll() is None:
+                time.sleep(0.01)
+            startup = time.monotonic() - begun
+            time.sleep(random.uniform(0, 1))
+        process.kill()
+        wait(process, -signal.SIGKILL)
+        unfinished += any("tmp" in name for name in names(killed))
+    assert unfinished
+    for work in (killed, whole):
+        wait(start(data, [(work, changes)]))
+    assert len(losses(killed)) == 120
+    assert records(killed) == records(whole)
+    for name in ("draft_head/model.safetensors", "draft_head/config.json", "evaluation.json", "recipe.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def names(work):
+    """What lies in the folders of a run's checkpoints, whole or not."""
+    return {path.name for folder in ("checkpoints", "best") for path in (work / folder).glob("*")}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, load_target
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.cli import main
+from jetspec_jax.cli.command import main
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
@@ -77,6 +77,7 @@ def run(tmp_path_factory, target_folder):
     return recipe, target, work
 
 
+@pytest.mark.wide
 def test_the_exported_head_has_the_tau_of_its_evaluation_for_others(run, target_folder, capsys):
     _, target, work = run
     evaluation = json.loads((work / "evaluation.json").read_text())
@@ -94,6 +95,7 @@ def test_the_exported_head_has_the_tau_of_its_evaluation_for_others(run, target_
     assert round(report["mean_acceptance_length"], 4) == chosen["tau"][str(BUDGET)]
 
 
+@pytest.mark.wide
 def test_tau_is_the_mean_over_all_rounds_and_decides_which_weights_are_best(run):
     recipe, target, work = run
     evaluation = json.loads((work / "evaluation.json").read_text())

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import resource
+import shutil
 import sys
 import time
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.marks import wide
 from tests.train.head.tiny import losses, records
-from train.loop.checkpoints import CheckpointError, Checkpoints
+from train.loop.checkpoints import Checkpoints, TrainingCheckpointError
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import NonFiniteLoss
 from train.loop.mesh import MeshSettings, make_mesh
@@ -164,6 +165,32 @@ def test_a_run_that_died_in_an_evaluation_goes_on_from_its_last_checkpoint(whole
     assert records(tmp_path) == records(whole[0])
 
 
+def test_a_run_whose_newest_checkpoint_was_damaged_goes_on_from_the_one_before(whole, tmp_path, caplog):
+    with pytest.raises(OutOfTime):
+        run(tmp_path, StopAfter(12))
+    shutil.rmtree(tmp_path / "checkpoints" / "13" / "state")
+    trained = run(tmp_path)
+    assert "13 is damaged" in caplog.text
+    assert records(tmp_path) == records(whole[0])
+    same(trained, whole[1])
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(tmp_path):
+    fit = dataclasses.replace(FIT, save_every=15)
+    looks = iter([0, 0, Killed])
+
+    def dying(weights):
+        if next(looks) is Killed:
+            raise Killed
+        return score(weights)
+
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", fit=fit, evaluate=dying, evaluate_first=True)
+    for folder in ("killed", "whole"):
+        run(tmp_path / folder, fit=fit, evaluate_first=True)
+    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+
+
 def scripted(scores, seen):
     """Evaluations that give these scores, each at most once per set of weights."""
     scores = iter(scores)
@@ -222,7 +249,7 @@ def test_the_best_weights_are_there_before_a_checkpoint_that_follows_them(tmp_pa
     monkeypatch.setattr(Checkpoints, "_write", write)
     fit = dataclasses.replace(FIT, save_every=6)
     run(tmp_path, evaluate=scripted([-4.0, -3.0, -2.0, -1.0], []), fit=fit)
-    assert there == {6: {"1"}, 12: {"2"}, 18: {"3"}, 24: {"4"}}
+    assert there == {6: {"1"}, 12: {"1", "2"}, 18: {"2", "3"}, 24: {"3", "4"}}
 
 
 def test_a_finished_run_is_only_read(whole):
@@ -295,7 +322,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_once_there
 
     with contextlib.ExitStack() as stack:
         evaluate = filling if best else score
-        with pytest.raises(CheckpointError, match="the one of step 3 is whole, and the same command goes on"):
+        with pytest.raises(
+            TrainingCheckpointError, match="the one of step 3 is whole, and the same command goes on"
+        ):
             run(tmp_path / "full", loss=wide, fit=fit, width=width, batches=Fills(), evaluate=evaluate)
     gc.collect()
     with Checkpoints(tmp_path / "full") as checkpoints:

@@ -1,0 +1,120 @@
+"""``python -m bench acceptance``: tokens per round by tree algorithm, candidates and budget.
+
+Nothing is timed. The prompts are decoded once, plainly, and rounds are replayed along these texts: exactly
+those that decoding with such trees would have had, but for near-ties (see `bench.acceptance.replay`). All
+candidates may be children of one node.
+"""
+
+import argparse
+import itertools
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
+from bench.common.given_profile import describe_profile, profile_notes
+from bench.common.methods import check_fixed_budgets, choose_algorithms
+from bench.common.pair import (
+    add_pair_arguments,
+    add_trees_arguments,
+    check_numbers,
+    check_trees,
+    describe_pair,
+    load_pair,
+    read_prompts,
+)
+from bench.common.report import add_report_arguments, check_report, opening_of, publish
+from bench.common.workload import make_workloads
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.tree import algorithm_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_pair_arguments(parser, prompts=40, max_tokens=256)
+    add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[16, 32, 64, 128, 256])
+    add = parser.add_argument
+    usual = [7, 16, 32]
+    add("--candidates", type=int, nargs="+", default=usual, help="of a draft row (default: 7 16 32)")
+    add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16")
+    add_report_arguments(parser, "acceptance")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the tables, and writes the JSON and the plot."""
+    check_numbers(arguments, "candidates", "batch")
+    check_trees(arguments)
+    check_report(arguments)
+    check_fixed_budgets("--algorithms", arguments.algorithms)
+    named = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
+    trees = {
+        (name, count): TreeSettings(max(arguments.budgets), None, None, algorithm, count)
+        for count, (name, algorithm) in itertools.product(sorted(set(arguments.candidates)), named.items())
+    }
+    prompts = read_prompts(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    pair = load_pair(arguments, arguments.dtype, trees.values())
+    works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
+    implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
+    rows = []
+    with tqdm(total=len(works) * (2 + len(trees)), unit="step") as bar:
+        for temperature, work in works.items():
+            bar.set_description(f"T = {temperature:g}: decode")
+            texts = write_texts(pair, work, batch=arguments.batch, implementation=implementation)
+            bar.update()
+            bar.set_description(f"T = {temperature:g}: draft")
+            most = max(arguments.candidates)
+            drafts = draft_along(pair, texts, most, implementation=implementation)
+            bar.update()
+            for (name, count), settings in trees.items():
+                bar.set_description(f"T = {temperature:g}: {name}, {count} candidates")
+                about = {"temperature": temperature, "algorithm": name, "candidates": count}
+                rows += [{**about, **row} for row in _rows(drafts, settings, budgets)]
+                bar.update()
+    report = {
+        **opening_of("acceptance", arguments),
+        **describe_pair(pair, works.values()),
+        **describe_profile(arguments.profile),
+        "rows": rows,
+    }
+    title = (
+        f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {report['dtype']}, "
+        f"{report['device']}, JAX {report['jax']}"
+    )
+    publish(arguments.json, report, _tables(rows, title), profile_notes(report))
+    from bench.acceptance.plot import draw_acceptance
+    from bench.common.picture import write_picture
+
+    write_picture(arguments.plot, draw_acceptance(report))
+    return 0
+
+
+def _rows(drafts: Drafts, settings: TreeSettings, budgets: list[int]) -> list[dict[str, Any]]:
+    """One tree's tokens per round, over all rounds of all texts, for each budget."""
+    algorithm, count = algorithm_of(settings.algorithm), settings.breadth.candidates
+    accepted = accepted_along(drafts, algorithm, count, budgets)
+    rows = []
+    for budget, own in zip(budgets, accepted.T, strict=True):
+        lengths = np.asarray(list(itertools.chain(*rounds_along(own, drafts.counts))))
+        if not lengths.size:
+            raise ValueError("no prompt had a round: all outputs ended with their first token")
+        rows.append({"budget": budget, "tau": float(lengths.mean()), "rounds": len(lengths)})
+    return rows
+
+
+def _tables(rows: list[dict[str, Any]], title: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """For each temperature a line for each algorithm and number of candidates, a column for each budget."""
+    tables = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        lines: dict[tuple[str, int], dict[str, Any]] = {}
+        for row in rows:
+            if row["temperature"] == temperature:
+                key = row["algorithm"], row["candidates"]
+                line = lines.setdefault(key, {"algorithm": key[0], "candidates": key[1]})
+                line[str(row["budget"])] = row["tau"]
+        heading = f"{title}\nT = {temperature:g}: tokens per round, by budget"
+        tables.append((heading, list(lines.values())))
+    return tables

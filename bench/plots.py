@@ -1,0 +1,123 @@
+"""Draws kept reports again, each as a PNG and an SVG: those that are named, or all that are shown.
+
+Without reports, all pictures in bench/results are drawn anew, and the README's in docs: tokens and speed by
+budget, and, with a browser, the page of trees.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetspec_jax.checkpoint.files import replacing
+from jetspec_jax.view.page import write_page
+
+if TYPE_CHECKING:  # matplotlib is loaded where something is drawn
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+RESULTS, DOCS = ROOT / "bench/results", ROOT / "docs"
+#: The report of the README's picture of budgets, and its tree algorithms.
+BUDGETS, COMPARED = "decode-demo-h200-all", ("accum_logp", "top_nodes")
+#: The generation of the README's page, its round, and the window that it is shown in.
+TRACE, ROUND, WINDOW = "tree-demo-cpu", 4, (1200, 820)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add = parser.add_argument
+    add("reports", nargs="*", type=Path, help="JSON, each drawn beside itself (default: all that are shown)")
+    add(
+        "--browser",
+        metavar="PROGRAM",
+        help="Chromium, for the picture of the page (default: it stays as it is)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws.
+
+    Raises:
+        ValueError: A file is no report, or of a kind that has no picture.
+        RuntimeError: The browser made no picture.
+    """
+    from bench.common.picture import write_picture
+
+    for path in arguments.reports or kept_reports():
+        write_picture(path.with_suffix(".png"), picture_of(path))
+    if not arguments.reports:
+        from bench.decode.plot import draw_budgets
+
+        budgets = draw_budgets(read_report(RESULTS / f"{BUDGETS}.json"), COMPARED)
+        write_picture(DOCS / "budgets.png", budgets)
+        if arguments.browser:
+            photograph(arguments.browser, read_report(RESULTS / f"{TRACE}.json"), DOCS / "tree-page.png")
+        else:
+            print("docs/tree-page.png stays as it is: --browser names the program that shows the page")
+    return 0
+
+
+def kept_reports() -> list[Path]:
+    """The kept reports that have a picture beside them."""
+    return [path for path in sorted(RESULTS.glob("*.json")) if path.with_suffix(".png").exists()]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report. Raises ValueError if the file is no JSON object."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(report, dict):
+        raise ValueError(f"{path} is no report: it holds no object")
+    return report
+
+
+def picture_of(path: Path) -> "Figure":
+    """The picture of a report. Raises ValueError if there is none of its kind."""
+    from bench.acceptance.plot import draw_acceptance, draw_diagnosis, draw_profile
+    from bench.decode.plot import draw_decode
+    from bench.exactness.plot import draw_ledger
+    from bench.experts.plot import draw_experts
+    from bench.kernel.plot import draw_kernels
+    from bench.round.plot import draw_rounds
+
+    drawn = {
+        "decode": draw_decode,
+        "acceptance": draw_acceptance,
+        "diagnose": draw_diagnosis,
+        "exactness": draw_ledger,
+        "experts": draw_experts,
+        "kernel": draw_kernels,
+        "profile": draw_profile,
+        "round": draw_rounds,
+    }
+    report = read_report(path)
+    kind = report.get("benchmark") or report.get("meta", {}).get("benchmark")
+    if kind not in drawn:
+        raise ValueError(f"{path} is a report of {kind!r}; pictures are drawn of {', '.join(drawn)}")
+    return drawn[kind](report)
+
+
+def photograph(browser: str, trace: Mapping[str, Any], picture: Path) -> None:
+    """Writes a PNG of the page of a generation, as a Chromium without a window shows it."""
+    with tempfile.TemporaryDirectory() as folder, replacing(picture) as partly:
+        page, made = Path(folder) / "page.html", Path(folder) / "page.png"
+        write_page(page, trace)
+        words = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile",
+        ]
+        size = f"--window-size={WINDOW[0]},{WINDOW[1]}"
+        address = f"{page.as_uri()}#round={ROUND}"
+        done = subprocess.run([*words, size, f"--screenshot={made}", address], capture_output=True, text=True)
+        if done.returncode or not made.exists():
+            raise RuntimeError(f"{browser} made no picture of the page: {done.stderr.strip()[-400:]}")
+        partly.write_bytes(made.read_bytes())
+    print(f"wrote {picture}")

@@ -1,0 +1,82 @@
+"""Checks of what callers give: a wrong type is a TypeError, a wrong value a ValueError, both by name."""
+
+import math
+import reprlib
+from typing import Any
+
+import numpy as np
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write integers of thousands of digits."""
+        return super().repr_int(x, level) if x.bit_length() < 256 else f"<integer of {x.bit_length()} bits>"
+
+
+_short = _Short()
+
+
+def shown(value: object) -> str:
+    """What an error message says of a value: its repr, cut to a few words."""
+    return _short.repr(value)
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is an integer; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_type(name: str, value: object, kinds: Any, meant: str) -> None:
+    """Raises TypeError unless ``value`` is of some types, which ``meant`` describes."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {meant}, not {shown(value)}")
+
+
+def check_integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The integer that was given, if it lies in ``least..most``; None is no bound.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It lies outside.
+    """
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an integer, not {shown(value)}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        bounds = f"be at least {least}" if most is None else f"lie in {least}..{most}"
+        raise ValueError(f"{name} must {bounds}, not {shown(value)}")
+    return int(value)
+
+
+def check_number(name: str, value: Any) -> float:
+    """The number that was given, an integer beyond all floats as infinity; NaN passes too.
+
+    Raises:
+        TypeError: It is no number.
+    """
+    if not (is_integer(value) or isinstance(value, float | np.floating)):
+        raise TypeError(f"{name} must be a number, not {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """The boolean that was given; raises TypeError for anything else."""
+    check_type(name, value, bool | np.bool_, "True or False")
+    return bool(value)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises ValueError for a text that is no Unicode: one with half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        raise ValueError(
+            f"{name} is no valid Unicode: half of a surrogate pair, U+{half:04X}, at position {error.start}"
+        ) from error

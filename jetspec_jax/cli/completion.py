@@ -1,0 +1,66 @@
+"""Completion of the command in a shell, as a script that the shell reads."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jetspec_jax.cli.options import GROUPS
+
+# What stands for a value in the help says what a shell offers for it.
+_FILES, _FOLDERS = ("FILE",), ("PATH_OR_ID", "DIR|auto|off")
+
+
+def add_completion_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--print-completion`` to the command."""
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        metavar="SHELL",
+        help="print a script that completes this command in bash, zsh, fish, tcsh or powershell, and stop",
+    )
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        print(completion_script(parser, str(values)))
+        parser.exit()
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script for a shell.
+
+    Raises:
+        ImportError: shtab, which writes it, is not installed.
+        ValueError: It knows no such shell.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise ImportError('completion needs shtab: pip install "jetspec-jax[completion]"') from error
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise ValueError(f"completion is for {', '.join(shtab.SUPPORTED_SHELLS)}, not {shell!r}")
+    words = {option.dest: option.words for group in GROUPS for option in group.options}
+    for action in _actions(parser):
+        values: Any = action  # it takes the attribute that shtab reads
+        if action.metavar in _FILES:
+            values.complete = shtab.FILE
+        elif action.metavar in _FOLDERS:
+            values.complete = shtab.DIRECTORY
+        elif known := words.get(action.dest):
+            action.choices = list(known)
+    return shtab.complete(parser, shell=shell)
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those of a parser and of all its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for own in action.choices.values():
+                yield from _actions(own)

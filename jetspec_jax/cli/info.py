@@ -1,0 +1,55 @@
+"""``jetspec-jax info``: what a checkpoint is."""
+
+import argparse
+import json
+from typing import Any
+
+from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.inspect.describe import describe
+
+
+def add_info_command(commands: Any) -> None:
+    """Adds the command to the subparsers of ``jetspec-jax``."""
+    parser = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
+    parser.set_defaults(run=_info)
+    parser.add_argument("path", metavar="PATH_OR_ID", help="folder or hub id, or demo")
+    parser.add_argument(
+        "--target", metavar="PATH_OR_ID", help="for a draft head: the target that it should fit"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_ignore_option(parser)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    """Describes a target or a draft head: shapes, bytes, and whether a head fits a target."""
+    ignored = arguments.ignore_config_key
+    if arguments.path == "demo":
+        target = arguments.target or DEMO_TARGET
+        reports = [describe(DEMO_TARGET), describe(DEMO_DRAFT_HEAD, target, ignore_config_keys=ignored)]
+    else:
+        reports = [describe(arguments.path, arguments.target, ignore_config_keys=ignored)]
+    if arguments.json:
+        print(json.dumps(reports if len(reports) > 1 else reports[0]))
+    else:
+        print("\n\n".join(_table(report) for report in reports))
+    return 0 if all(report.get("fits", True) for report in reports) else 1
+
+
+def _table(report: dict[str, Any]) -> str:
+    """Two columns, byte counts in a unit that people read."""
+    shown = {}
+    for key, value in report.items():
+        if key == "fit_problem" or (key == "unused_tensors" and not value):
+            continue
+        if key == "fits":
+            value = "yes" if value else f"no: {report['fit_problem']}"
+        elif key == "parameters":
+            value = f"{value:,}"
+        elif key == "unused_tensors":
+            value = ", ".join(f"{count:,} ({reason})" for reason, count in value.items())
+        elif key in ("file_bytes", "weight_bytes_bf16"):
+            value = f"{value:,} ({value / 2**20:,.1f} MiB)"
+        shown[key.replace("_", " ")] = value
+    width = max(map(len, shown))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in shown.items())

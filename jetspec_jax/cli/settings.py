@@ -1,0 +1,51 @@
+"""What is made of the options that all commands share which decode: parameters, algorithm, models."""
+
+import argparse
+import sys
+from typing import Any
+
+from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parse_option
+from jetspec_jax.config import read_json
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling.params import SamplingParams, draw_seed
+from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds the prompt and the options for sampling, models and trees.
+
+    Args:
+        parser: Of the command.
+        **defaults: By the name of the Python argument, where they are not Python's.
+    """
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue")
+    for group in GROUPS:
+        group.add(parser, **defaults)
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """How requests are sampled, with a seed in any case."""
+    return SamplingParams(**{"seed": draw_seed(), **SAMPLING.given(arguments)})
+
+
+def load_llm(arguments: argparse.Namespace) -> LLM:
+    """Loads the models; says so if there is no draft head among them."""
+    given = MODELS.given(arguments)
+    algorithm = _algorithm(arguments)
+    if algorithm is not None:
+        given["algorithm"] = algorithm
+    llm = LLM(**given)
+    if llm.draft_head is None:
+        print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
+    return llm
+
+
+def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:
+    """The tree algorithm that the arguments name, with its options; None if they say nothing of it."""
+    name, parts = arguments.algorithm, ALGORITHM.given(arguments)
+    if name is None and not parts:
+        return None
+    options = dict(parse_option(text) for text in parts.get("options", ()))
+    path = parts.get("profile")
+    profile = None if path is None else Profile.parse(read_json(path), where=str(path))
+    return get_algorithm(name or DEFAULT_ALGORITHM, options, profile)

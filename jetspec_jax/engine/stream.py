@@ -1,0 +1,84 @@
+"""A completion piece by piece, while it is decoded."""
+
+from collections.abc import Iterator
+
+from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.engine.engine import LOST, Engine
+from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.request import Request
+
+# Rounds between two pieces of a stream: text appears while it is accepted, and little overshoots a stop.
+STREAM_ROUNDS = 2
+
+
+class Stream(Iterator[str]):
+    """Pieces of text as they are accepted; what overshoots the end is discarded.
+
+    A stream that is closed, left as a context, or dropped before its end frees its slot. It may be iterated
+    and closed from any thread.
+
+    Attributes:
+        completion: The whole completion once the stream has ended, None before.
+    """
+
+    def __init__(self, target: Target, engine: Engine, request: Request):
+        """Queues the request; called under the keeper's lock."""
+        self.completion: Completion | None = None
+        self._lock, self._engine, self._closed = target.keeper.lock, engine, False
+        self._output, self._sent = Output(request, target.tokenizer), 0
+        engine.admit(request)
+
+    def __enter__(self) -> "Stream":
+        """The stream itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the request."""
+        self.close()
+
+    def __next__(self) -> str:
+        """The next piece of text, which is never empty.
+
+        Raises:
+            RuntimeError: An interrupt has broken the engine that decodes it.
+        """
+        sent = None
+        try:
+            with self._lock:
+                while not self._closed:
+                    text = self._settled()
+                    if len(text) > self._sent:
+                        sent, self._sent = self._sent, len(text)
+                        return text[sent:]
+                    if self.completion is not None:
+                        break
+                    self._step()
+        except BaseException:
+            if sent is not None:
+                self._sent = sent  # an interrupt on the way out: the piece is still to come
+            raise
+        raise StopIteration
+
+    def _settled(self) -> str:
+        """The text so far. Others who decode with the same engine serve the stream too."""
+        self._output.update()
+        if self._output.finish_reason is not None and self.completion is None:
+            self._leave()
+            self.completion = self._output.completion()
+        return self._output.settled_text
+
+    def _step(self) -> None:
+        engine = self._engine
+        if engine is not None and not self._output.request.abandoned:
+            engine.step(STREAM_ROUNDS)
+        elif not self._closed:  # as another thread may do at any time
+            raise RuntimeError(LOST)
+
+    def close(self) -> None:
+        """Ends the request; its slot and pages are free again. Waits for nobody."""
+        self._closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        self._output.request.abandoned = True
+        self._engine = None  # its stores are the target's to keep or to free

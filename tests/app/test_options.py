@@ -1,0 +1,193 @@
+"""The table of options: what Python can, the command can; and the prompts that a command line gives."""
+
+import argparse
+import inspect
+import io
+import json
+
+import pytest
+
+from jetspec_jax import SamplingParams
+from jetspec_jax.cli import command, settings
+from jetspec_jax.cli.options import ALGORITHM, MODELS, SAMPLING, Group, Option
+from jetspec_jax.cli.prompts import GivenPrompt, read_prompts
+from jetspec_jax.tree import get_algorithm
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    settings.add_decoding_options(parser)
+    return parser.parse_args(words)
+
+
+def prompts_of(*words):
+    return read_prompts(parse(*words))
+
+
+class TestTable:
+    @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
+    def test_every_argument_of_python_has_an_option(self, group):
+        assert {option.field for option in group.options} == set(inspect.signature(group.python).parameters)
+
+    def test_options_of_an_algorithm_are_its_arguments(self):
+        known = set(inspect.signature(get_algorithm).parameters)
+        assert {option.field for option in ALGORITHM.options} == known - {"name"}
+
+    def test_what_is_not_given_is_python_s_default(self):
+        assert settings.sampling_params(parse("--seed", "3")) == SamplingParams(seed=3)
+        assert MODELS.given(parse()) == {}
+
+    def test_every_sampling_option_arrives(self):
+        params = settings.sampling_params(
+            parse(
+                *("--temperature", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--seed", "7"),
+                *("--max-tokens", "9", "--stop", "a", "--stop", "b"),
+                *("--stop-token-ids", "1, 2", "--ignore-eos"),
+            )
+        )
+        assert params == SamplingParams(
+            temperature=0.5,
+            top_k=4,
+            top_p=0.9,
+            min_p=0.1,
+            seed=7,
+            max_tokens=9,
+            stop=("a", "b"),
+            stop_token_ids=(1, 2),
+            ignore_eos=True,
+        )
+
+    def test_every_model_option_arrives(self, monkeypatch):
+        def llm(**given):
+            seen.update(given)
+            raise FileNotFoundError("t")
+
+        seen = {}
+        monkeypatch.setattr(settings, "LLM", llm)
+        words = {
+            "target": "t",
+            "draft_head": "h",
+            "budget": 5,
+            "width": 6,
+            "candidates": 11,
+            "depth": 7,
+            "algorithm": "entropy",
+            "dtype": "float32",
+            "capacity": 8,
+            "max_slots": 9,
+            "implementation": "xla",
+            "ignore_config_keys": ["k"],
+            "compilation_cache": "off",
+        }
+        names = {option.field: option.name for option in MODELS.options}
+        line = []
+        for field, value in words.items():
+            line += [names[field], str(value[0] if isinstance(value, list) else value)]
+        with pytest.raises(FileNotFoundError):
+            settings.load_llm(parse(*line))
+        assert seen == {**words, "algorithm": get_algorithm("entropy")}
+
+    def test_a_flag_that_is_on_can_be_switched_off(self):
+        def python(*, kept: bool = True, added: bool = False):
+            return kept, added
+
+        parser = argparse.ArgumentParser()
+        group = Group("flags", python, (Option("kept", "", flag="--no-kept"), Option("added", "")))
+        group.add(parser)
+        assert python(**group.given(parser.parse_args([]))) == (True, False)
+        assert python(**group.given(parser.parse_args(["--no-kept", "--added"]))) == (False, True)
+
+
+class TestPrompts:
+    def test_files_hold_one_prompt_or_one_a_line(self, tmp_path):
+        text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+        text.write_text("one\ntwo\n")
+        given = [
+            "words",
+            {"prompt": "p"},
+            {"text": "t"},
+            {"prompt_token_ids": [1, 2]},
+            {"messages": [{"role": "user"}]},
+        ]
+        lines.write_text("\n\n".join(map(json.dumps, given)))
+        found = prompts_of("--prompt-file", str(text), "--prompt-file", str(lines))
+        assert [(own.text, own.token_ids, own.messages) for own in found] == [
+            ("one\ntwo\n", None, None),
+            ("words", None, None),
+            ("p", None, None),
+            ("t", None, None),
+            (None, [1, 2], None),
+            (None, None, [{"role": "user"}]),
+        ]
+        assert [own.name for own in found[:3]] == [str(text), f"{lines}:1", f"{lines}:3"]
+
+    def test_token_ids(self):
+        assert prompts_of("--token-ids", "3,1, 2") == [GivenPrompt("prompt", token_ids=[3, 1, 2])]
+
+    def test_a_chat_is_what_the_user_says(self, monkeypatch):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("hé".encode())))
+        [prompt] = prompts_of("--chat")
+        assert prompt.messages == [{"role": "user", "content": "hé"}]
+        assert prompt.last_words == "hé"
+
+    @pytest.mark.parametrize(
+        ("words", "complaint"),
+        [
+            (["text", "--token-ids", "1"], "not PROMPT and --token-ids"),
+            (["--token-ids", "1", "--chat"], "--chat needs words"),
+            (["text", "--template-argument", "a=1"], "give --chat too"),
+        ],
+    )
+    def test_what_does_not_go_together(self, words, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            prompts_of(*words)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "7",
+            "[1]",
+            "{}",
+            '{"prompt": 1}',
+            '{"prompt": "a", "n": 2}',
+            '{"prompt_token_ids": [true]}',
+            "{",
+            '{"messages": []}',
+        ],
+    )
+    def test_a_line_that_is_no_prompt(self, tmp_path, line):
+        path = tmp_path / "p.jsonl"
+        path.write_text(f'"fine"\n{line}\n')
+        with pytest.raises(ValueError, match=f"{path}:2"):
+            prompts_of("--prompt-file", str(path))
+
+    def test_a_file_that_is_no_text(self, tmp_path):
+        (tmp_path / "p").write_bytes(b"\xff")
+        with pytest.raises(ValueError, match="p is no UTF-8 text"):
+            prompts_of("--prompt-file", str(tmp_path / "p"))
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        "words", [["generate", "--token-ids", "1;2"], ["generate", "--budget", "x"], ["frob"], []]
+    )
+    def test_a_wrong_one_is_one_sentence(self, capsys, words):
+        with pytest.raises(SystemExit) as ended:
+            command.main(words)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("jetspec-jax")
+        assert error.count("\n") == 1
+
+    @pytest.mark.parametrize("shell", ["bash", "zsh"])
+    def test_completion_knows_options_words_and_files(self, capsys, shell):
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--print-completion", shell])
+        script = capsys.readouterr().out
+        assert ended.value.code == 0
+        for word in ("generate", "--stop-token-ids", "top2gap_fanout", "bfloat16"):
+            assert word in script
+
+    def test_completion_for_a_shell_that_nobody_knows(self, capsys):
+        assert command.main(["--print-completion", "dos"]) == 2
+        assert "completion is for bash, zsh" in capsys.readouterr().err

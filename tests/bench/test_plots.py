@@ -1,0 +1,135 @@
+"""Pictures of kept reports: they show the reports' figures, nothing overlaps, and ratios begin at 0."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib.text import Annotation, Text
+
+from bench.__main__ import main
+from bench.common.picture import spread_out
+from bench.decode.plot import draw_budgets
+from bench.plots import BUDGETS, COMPARED, RESULTS, TRACE, kept_reports, photograph, picture_of, read_report
+from jetspec_jax.view.page import page_of
+from tests.marks import wide
+from tests.train.figures import assert_apart
+
+# One of each kind; all the others when there is time.
+QUICK = {
+    "decode-demo-h200-all",
+    "exactness-demo-h200",
+    "kernel-experts-h200",
+    "kernel-qwen3-8b-h200",
+    "round-qwen3-8b-h200",
+}
+REPORTS = [path if path.stem in QUICK else wide(path) for path in kept_reports()]
+
+
+def drawn(figure):
+    figure.draw_without_rendering()
+    return figure
+
+
+def texts_of(figure):
+    """All that is written outside of the panels, and beside lines."""
+    for axis in figure.axes:
+        yield from (axis.title, axis.xaxis.label, axis.yaxis.label)
+        yield from (text for text in axis.texts if isinstance(text, Annotation))
+    yield from (*figure.texts, *figure.legends)
+
+
+def extent(artist):
+    """Where something is written; of a name beside a line without the stroke that leads there."""
+    return Text.get_window_extent(artist) if isinstance(artist, Text) else artist.get_window_extent()
+
+
+def check_looks(figure):
+    """No text covers another or leaves the figure; a panel has few lines, or their names beside them."""
+    found = [box for box in map(extent, texts_of(figure)) if box.width > 0]
+    assert_apart(found)
+    width, height = figure.bbox.size
+    assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height for box in found)
+    for axis in figure.axes:
+        beside = sum(isinstance(text, Annotation) for text in axis.texts)
+        lines = len(axis.get_lines())
+        assert lines <= 6 or beside >= lines / 2, axis.get_ylabel()  # a line may have a dashed floor
+        if "times" in axis.get_ylabel() or "share" in axis.get_ylabel():
+            assert axis.get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_a_kept_report_is_drawn_and_nothing_overlaps(path):
+    check_looks(drawn(picture_of(path)))
+
+
+def test_phases_are_those_of_the_report_and_the_note_says_what_they_sum_to():
+    path = RESULTS / "round-qwen3-8b-h200.json"
+    rows, figure = read_report(path)["rows"], picture_of(path)
+    [axis] = figure.axes
+    bars = np.array([[bar.get_width() for bar in phase] for phase in axis.containers])
+    np.testing.assert_allclose(bars.sum(axis=0), [row["phases_sum_ms"] for row in rows])
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {
+        *rows[0]["phases_ms"],
+        "whole round",
+        "floor",
+    }
+    off = [100 * (row["phases_sum_ms"] / row["round_ms"] - 1) for row in rows]
+    said = " ".join(figure.texts[-1].get_text().split())
+    assert f"their sums are {min(off):+.0f} to {max(off):+.0f} % off it" in said
+    assert axis.get_xlim()[0] == 0
+
+
+def test_budgets_are_those_of_the_report():
+    report = read_report(RESULTS / f"{BUDGETS}.json")
+    figure = drawn(draw_budgets(report, COMPARED))
+    check_looks(figure)
+    for axis, key in zip(figure.axes, ("tau", "speed-up"), strict=True):
+        lines = [line for line in axis.get_lines() if len(line.get_xdata()) > 2]
+        shown = {tuple(line.get_ydata()) for line in lines}
+        assert shown == {
+            tuple(
+                row[key]
+                for row in sorted(report["rows"], key=lambda row: row["budget"])
+                if row["algorithm"] == name and row["temperature"] == temperature
+            )
+            for name in COMPARED
+            for temperature in (0.0, 1.0)
+        }
+
+
+def test_names_beside_lines_keep_apart_and_near():
+    assert spread_out([0.1, 0.5, 0.9], 0.1) == [0.1, 0.5, 0.9]
+    np.testing.assert_allclose(spread_out([0.5, 0.5, 0.5], 0.1), [0.4, 0.5, 0.6])
+    np.testing.assert_allclose(spread_out([0.2, 0.98, 1.0], 0.1), [0.2, 0.9, 1.0])
+    wanted = np.sort(np.random.default_rng(0).random(8)).tolist()
+    assert (np.diff(spread_out(wanted, 0.1)) >= 0.1 - 1e-9).all()
+
+
+def test_the_command_draws_what_is_named(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    shutil.copy(RESULTS / "kernel-qwen3-8b-h200.json", path)
+    assert main(["plots", str(path)]) == 0
+    assert sorted(one.suffix for one in tmp_path.iterdir()) == [".json", ".png", ".svg"]
+    for text, said in (
+        ('{"benchmark": "train"}', "is a report of 'train'; pictures are drawn of decode,"),
+        ("[]", "it holds no object"),
+        ("{", "is not JSON"),
+    ):
+        path.write_text(text)
+        assert main(["plots", str(path)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_browser_that_fails_leaves_the_picture(tmp_path):
+    picture = tmp_path / "page.png"
+    picture.write_bytes(b"before")
+    with pytest.raises(RuntimeError, match="made no picture"):
+        photograph("true", read_report(RESULTS / f"{TRACE}.json"), picture)
+    assert picture.read_bytes() == b"before"
+
+
+def test_the_kept_generation_is_a_page():
+    data = json.loads((RESULTS / f"{TRACE}.json").read_text(encoding="utf-8"))
+    assert max(len(one["tokens"]) for one in data["rounds"]) == data["settings"]["budget"] == 128
+    assert "Plain decoding" in page_of(data)

@@ -1,0 +1,71 @@
+"""Rounds replayed along plain decoding's texts are the rounds of decoding with trees."""
+
+import numpy as np
+import pytest
+
+from bench.acceptance import command, replay
+from bench.acceptance.replay import accepted_along, draft_along, rounds_along, write_texts
+from bench.common.workload import Workload
+from jetspec_jax import SamplingParams, generate_tree
+from jetspec_jax.tree import algorithm_of
+from tests.bench.conftest import random_workloads, text_prompt
+from tests.decode.tiny import TINY
+
+
+@pytest.fixture(scope="module")
+def work(pair):
+    """Prompts of different lengths, greedy and sampled; one stops at an end of text, one at a token."""
+    rng = np.random.default_rng(3)
+    ids = [rng.integers(0, TINY.vocab_size - 1, count).tolist() for count in (5, 9, 12)]
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=13),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=16, stop_token_ids=list(range(0, 64, 9))),
+    ]
+    return Workload([text_prompt(f"p:{i}") for i in range(3)], ids, params, [None, {"task": "math"}, None])
+
+
+@pytest.fixture(scope="module")
+def drafts(pair, work):
+    texts = write_texts(pair, work, batch=3, implementation="xla")
+    return draft_along(pair, texts, 5, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates", "budget"), [("top_nodes", 3, 16), ("top_nodes", 3, 9), ("task_router", 5, 12)]
+)
+def test_the_rounds_are_those_of_decoding(pair, work, drafts, monkeypatch, name, candidates, budget):
+    monkeypatch.setattr(replay, "GROWN", 16)  # less than all anchors, and no divisor of their number
+    accepted = accepted_along(drafts, algorithm_of(name), candidates, (budget, 16))
+    trees = generate_tree(
+        pair.target,
+        pair.head,
+        work.ids,
+        work.params,
+        budget=budget,
+        candidates=candidates,
+        algorithm=name,
+        routing=work.routing,
+    )
+    assert rounds_along(accepted[:, 0], drafts.counts) == [own.accept_lengths for own in trees]
+    assert drafts.counts == [len(own.token_ids) for own in trees]
+    assert accepted.max() > 0
+
+
+def test_rounds_of_a_hand_made_text():
+    accepted = np.array([1, 0, 2, 0, 0, 0, 9, 0, 3])
+    assert rounds_along(accepted, [6, 1, 2]) == [[2, 3], [], [1]]
+
+
+def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys):
+    monkeypatch.setattr(command, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(command, "make_workloads", random_workloads)
+    words = "--num-prompts 2 --max-tokens 12 --budgets 16 9 --candidates 5 3 --algorithms top_nodes chain"
+    report = report_of("acceptance", words + " --batch 2 --implementation xla")
+    rows = {(r["temperature"], r["algorithm"], r["candidates"], r["budget"]): r for r in report["rows"]}
+    assert len(rows) == 16
+    for (temperature, name, _, budget), row in rows.items():
+        assert row["tau"] >= 1
+        if name == "chain":
+            assert row["tau"] == rows[temperature, "chain", 3, budget]["tau"]
+    assert capsys.readouterr().out.count("tokens per round, by budget") == 2

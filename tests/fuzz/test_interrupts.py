@@ -1,0 +1,82 @@
+"""Threads, injected exceptions and signals, on one tiny pair; the long programs beside this file do more."""
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetspec_jax import cli
+from tests.fuzz import interrupts, signals
+from tests.fuzz.scenes import Scene
+from tests.marks import wide
+
+
+@pytest.fixture(scope="module")
+def scene():
+    return Scene(0, cases=6)
+
+
+@pytest.mark.parametrize(("threads", "calls"), [(4, 3), wide(8, 20)])
+def test_threads_get_what_each_gets_alone(scene, threads, calls):
+    scene.in_threads(threads, calls, 0)
+    scene.check(random.Random(0))
+
+
+@pytest.mark.parametrize("count", [20, wide(400)])
+def test_an_exception_at_any_moment_leaves_nothing_behind(scene, monkeypatch, count):
+    monkeypatch.setattr(sys, "unraisablehook", interrupts.report)
+    outcomes = interrupts.run(scene, random.Random(0), count)
+    assert sum(outcomes.values()) == count
+    assert outcomes["KeyboardInterrupt"] >= count / 10
+
+
+@pytest.mark.parametrize("count", [2, wide(80)])
+def test_after_a_signal_the_next_call_works(scene, count):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        outcomes = signals.interrupt_calls(scene, random.Random(0), count)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sum(outcomes.values()) == count
+
+
+PROGRAM = f"""
+{signals.LISTEN}
+import runpy
+run = runpy.run_path(sys.argv[1])["run_interruptibly"]
+def main():
+    print("runs", flush=True)
+    if sys.argv[2] == "waits":
+        sys.stdin.read()
+    if sys.argv[2] == "refuses":
+        raise SystemExit(2)
+    return 7
+sys.exit(run(main))
+"""
+
+
+@pytest.mark.parametrize(("does", "code"), [("waits", 130), ("refuses", 2), ("ends", 7)])
+def test_an_interrupt_ends_the_command_at_once(does, code):
+    path = Path(cli.__file__).with_name("process.py")
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, path, does],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout.readline() == "runs\n"
+        if does == "waits":
+            program.send_signal(signal.SIGINT)
+        # Its standard input stays open: only the signal can have ended it.
+        assert program.wait(30) == code
+        assert program.stderr.read() == ("\njetspec-jax: interrupted\n" if does == "waits" else "")
+
+
+@pytest.mark.wide
+def test_the_command_ends_wherever_it_is_interrupted():
+    rng = random.Random(0)
+    assert [signals.interrupt_command(rng, 15) for _ in range(6)] == [""] * 6

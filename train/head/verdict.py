@@ -1,0 +1,56 @@
+"""What a training run was worth: the finished head beside the one that it began as, on held-out documents."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from train.loop.log import Record, read_log
+
+
+class Verdict(NamedTuple):
+    """The result of a finished run.
+
+    Attributes:
+        improved: Whether an evaluation in training was better than the one before it. A head that began at
+            random is not evaluated before, and has improved.
+        message: One line that says so, with the measures.
+    """
+
+    improved: bool
+    message: str
+
+
+def read_verdict(work: Path) -> Verdict:
+    """The result of the finished run in a work folder.
+
+    What chose the weights decides: tau with the largest budget, or without prompts the validation loss.
+    """
+    kept = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))["best_step"]
+    looks = {record["step"]: record for record in read_log(work / "log.jsonl") if "validation_loss" in record}
+    before = looks.pop(0, None)
+    if before is None:
+        return Verdict(True, f"on held-out documents: {_measures(looks[kept])}")
+    if kept in looks:
+        return Verdict(True, f"improved on held-out documents: {_measures(looks[kept], before)}")
+    best = _measures(max(looks.values(), key=_score), before)
+    return Verdict(
+        False, f"not improved on held-out documents: at best {best}; the head is the one that it began as"
+    )
+
+
+def _score(look: Record) -> float:
+    """As `HeadEvaluator` scores."""
+    return look["tau"][max(look["tau"], key=int)] if "tau" in look else -look["validation_loss"]
+
+
+def _measures(look: Record, before: Record | None = None) -> str:
+    def of(record: Record) -> dict[str, float]:
+        if "tau" not in record:
+            return {"validation loss": record["validation_loss"]}
+        return {f"tau with budget {budget}": value for budget, value in record["tau"].items()}
+
+    then = {} if before is None else of(before)
+    return ", ".join(
+        f"{name} {value:.3f}" + (f" ({then[name]:.3f} before)" if name in then else "")
+        for name, value in of(look).items()
+    )
