@@ -302,6 +302,7 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """An object of a JSON file, which may repeat a key but not give it two values."""
     raw: dict[str, Any] = {}
     for key, value in pairs:
-        if raw.setdefault(key, value) != value:
+        if key in raw and raw[key] != value:
             raise ValueError(f"{shown(key)} is there twice, with two values")
+        raw[key] = value
     return raw

@@ -90,7 +90,8 @@ class Requests:
         self.head = random_head(CONFIG, 1)
         self.llm = LLM(self.target, self.head, budget=16, width=3, max_slots=2)
         self.plain = dataclasses.replace(self.target)  # with an engine of its own
-        self._check([[1, 2]], SamplingParams(max_tokens=2), self.llm.generate([[1, 2]] * 2)[:1])
+        prompts, params = [[1, 2]] * 2, SamplingParams(max_tokens=2, seed=0)
+        self._check(prompts, params, self.llm.generate(prompts, params))
 
     def __call__(self, index):
         """Runs one case: what was asked for, and how it ended."""

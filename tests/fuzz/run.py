@@ -71,6 +71,8 @@ def run_cases(part, indices, *, deadline=None, progress=lambda: None):
         try:
             while ours.poll(waited):
                 message = ours.recv()
+                if message[0] == "broken":
+                    raise RuntimeError(f"the {part} could not be made:\n{message[1]}")
                 if message[0] == "memory":
                     report.grown_bytes = max(report.grown_bytes, message[1])
                     number = stop
@@ -107,7 +109,11 @@ def _work(part, start, stop, seed, deadline, pipe):
     from tests.fuzz.outcomes import Finding, resident_bytes
 
     with tempfile.TemporaryDirectory() as place:
-        cases = make(part, Path(place), seed)
+        try:
+            cases = make(part, Path(place), seed)
+        except BaseException:
+            pipe.send(("broken", traceback.format_exc()))
+            return
         before = None
         for number in range(start, stop):
             if deadline is not None and time.monotonic() > deadline:

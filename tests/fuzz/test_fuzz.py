@@ -10,6 +10,8 @@ from tests.fuzz.outcomes import Finding, ending
 from tests.fuzz.requests import Requests
 from tests.loading.published import V4, random_tensors, target_shapes, write
 
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+
 
 def test_checkpoints(tmp_path):
     cases = Checkpoints(tmp_path, seed=0, families=())
