@@ -143,7 +143,7 @@ def legend_below(figure: Figure, axis: Axes, columns: int = 6) -> None:
     assert engine is not None, "of empty_figure"
     left, bottom, width, height = engine.get()["rect"]
     taken = 1.7 * ABOUT * -(-len(labels) // columns) / (_POINTS * figure.get_figheight())
-    engine.set(rect=(left, bottom + taken, width, height - taken))
+    figure.set_layout_engine("constrained", rect=(left, bottom + taken, width, height - taken))
     figure.legend(
         handles,
         labels,
@@ -219,7 +219,9 @@ def write_picture(path: Path, figure: Figure) -> None:
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
     # Texts stay texts: they can be searched, and files are small. Without the salt, names differ each time.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}
-    with matplotlib.rc_context(settings), replacing(path.with_suffix(".svg")) as partial:
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(path.with_suffix(".svg")) as partial,
+    ):
         figure.savefig(partial, format="svg", metadata={"Date": None})
     print(f"wrote {path} and {path.with_suffix('.svg').name}")

@@ -41,7 +41,7 @@ def draw_decode(report: Report, budget: int | None = None) -> Figure:
         budget: Whose acceptance by depth is drawn; None takes the largest.
     """
     rows = report["rows"]
-    budget = budget or max(row["budget"] for row in rows if row["algorithm"])
+    shown: int = budget or max(row["budget"] for row in rows if row["algorithm"])
     temperatures = temperatures_of(rows)
     names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"]))
     styles = {name: _style(i) for i, name in enumerate(names)}
@@ -54,7 +54,7 @@ def draw_decode(report: Report, budget: int | None = None) -> Figure:
         for axis, key in zip(column[:2], LABELS, strict=True):
             _by_budget(axis, own, key, styles)
         column[0].set_title(_temperature(temperature), fontsize=10)
-        _by_depth(column[2], own, budget, styles)
+        _by_depth(column[2], own, shown, styles)
     for axis, label in zip(axes[:, 0], (*LABELS.values(), "share of rounds"), strict=True):
         axis.set_ylabel(label)
     # Once all of a row have their limits.

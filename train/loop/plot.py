@@ -209,6 +209,8 @@ def shades(name: str, low: float, high: float, count: int) -> Float[np.ndarray, 
 def save(figure: Figure, picture: Path) -> None:
     """Writes a PNG or an SVG, as the name ends, whole or not at all, and the same bytes each time."""
     kind = picture.suffix.removeprefix(".")
-    settings = {"svg.hashsalt": "jetspec-jax", "svg.fonttype": "none"}
-    with matplotlib.rc_context(settings), replacing(picture) as partial:
+    with (
+        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
+        replacing(picture) as partial,
+    ):
         figure.savefig(partial, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
