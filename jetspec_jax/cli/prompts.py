@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats, render_chat
 from jetspec_jax.cli.options import parse_option
+from jetspec_jax.engine.prompts import naming
 from jetspec_jax.llm import LLM
 from jetspec_jax.tree import Hints
 
@@ -90,9 +91,11 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
     tokenizer = llm.target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the target has no chat template; give its prompts as text, without --chat")
+    with naming(prompt.name):
+        [chat] = read_chats(list(prompt.messages))
     return render_chat(
         tokenizer,
-        prompt.messages,
+        chat,
         settings,
         where=prompt.name,
         tokenize=True,
