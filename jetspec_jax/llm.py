@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 from jetspec_jax.arguments import check_flag, check_integer, check_type, shown
@@ -34,6 +33,14 @@ PLAIN_NOTICE = (
 )
 
 
+class _Unnamed(str):
+    __slots__ = ()
+
+
+#: The demo, where nobody has named a target: a string of its own, to be told from one that was given.
+UNNAMED = _Unnamed("demo")
+
+
 class LLM:
     """A target, its draft head, and their tokenizer.
 
@@ -45,10 +52,10 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | Target | EllipsisType = ...,
+        target: str | Path | Target = UNNAMED,
         draft_head: str | Path | Head | None = None,
         *,
-        model: str | Path | Target | EllipsisType = ...,
+        model: str | Path | Target = UNNAMED,
         budget: int | None = None,
         width: int | None = None,
         depth: int | None = None,
@@ -265,11 +272,9 @@ class LLM:
         """
         most = self._max_slots if num_prompts is None else check_integer("num_prompts", num_prompts, 1)
         largest = slots_for(most, self._max_slots)
-        counts = (
-            [largest]
-            if num_prompts is not None
-            else sorted({slots_for(count, self._max_slots) for count in range(1, largest + 1)}, reverse=True)
-        )
+        # Calls have a power of two of slots, or all; the last that are compiled stay at hand.
+        powers = range(largest.bit_length() + 1) if num_prompts is None else ()
+        counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The first token is the prompt's, the second a round's.
         params = SamplingParams(max_tokens=max(1, min(2, limit - 1)), ignore_eos=True)
@@ -330,15 +335,11 @@ class LLM:
         return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)
 
 
-def _target_of(
-    target: str | Path | Target | EllipsisType, model: str | Path | Target | EllipsisType
-) -> str | Path | Target:
-    """The target that is meant by the two arguments; neither is the demo."""
-    if target is not ... and model is not ...:
+def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
+    """The target that is meant by the two arguments."""
+    if target is not UNNAMED and model is not UNNAMED:
         raise ValueError("give the target once: model is another name of it")
-    given = target if model is ... else model
-    if given is ...:
-        return "demo"
+    given = target if model is UNNAMED else model
     check_type("the target", given, str | Path | Target, "a folder, a hub id or a Target")
     return given
 

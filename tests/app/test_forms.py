@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def test_bars_of_one_s_own(llm, capsys):
 
     params = SamplingParams(max_tokens=2, n=2)
     llm.generate("ab", params, use_tqdm=functools.partial(Bar, disable=True))
-    assert calls[:3] == [1, 1, "closed"]
+    assert sum(calls[: calls.index("closed")]) == 2
     for use in (True, False):
         assert len(llm.generate("ab", params, use_tqdm=use)) == 2
     assert capsys.readouterr().err == ""
@@ -197,7 +198,11 @@ class TestRefused:
             *(("target", value) for value in (None, 5, b"demo", ["demo"])),
             *(("model", value) for value in (None, 5)),
             *(("draft_head", value) for value in (5, ["demo"])),
-            *((name, value) for name in ("budget", "width") for value in ("16", 16.0, True, [16])),
+            *(
+                (name, value)
+                for name in ("budget", "width", "candidates")
+                for value in ("16", 16.0, True, [16])
+            ),
             *(("depth", value) for value in ("3", 3.0, False)),
             *(("algorithm", value) for value in (5, ["chain"], object)),
             *(("capacity", value) for value in ("64", 64.0, True)),
@@ -215,7 +220,7 @@ class TestRefused:
         with pytest.raises(TypeError, match=f"{name.removeprefix('draft_')}|target|algorithm") as raised:
             LLM(**arguments)
         assert " must be " in str(raised.value) or " is its name" in str(raised.value)
-        if name in ("budget", "width", "depth", "algorithm", "max_slots", "implementation"):
+        if name in inspect.signature(generate_tree).parameters and name not in ("target", "draft_head"):
             with pytest.raises(TypeError, match=r" must be | is its name"):
                 generate_tree(target, head, [[1]], SamplingParams(max_tokens=4), **{name: value})
 

@@ -10,8 +10,9 @@ import pytest
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command, settings
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, SAMPLING, Group, Option
-from jetspec_jax.cli.prompts import GivenPrompt, read_prompts
+from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts
 from jetspec_jax.tree import get_algorithm
+from tests.decode.tiny import TINY, random_target, word_tokenizer
 
 
 def parse(*words):
@@ -27,7 +28,9 @@ def prompts_of(*words):
 class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
-        assert {option.field for option in group.options} == set(inspect.signature(group.python).parameters)
+        # Of a target's two names the command has one.
+        known = set(inspect.signature(group.python).parameters) - {"model"}
+        assert {option.field for option in group.options} == known
 
     def test_options_of_an_algorithm_are_its_arguments(self):
         known = set(inspect.signature(get_algorithm).parameters)
@@ -144,6 +147,19 @@ class TestPrompts:
         [prompt] = prompts_of("--chat")
         assert prompt.messages == [{"role": "user", "content": "hé"}]
         assert prompt.last_words == "hé"
+
+    def test_conversations_are_read_as_python_reads_them(self):
+        tokenizer = word_tokenizer(TINY.vocab_size)
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        llm = LLM(random_target(TINY, 0, tokenizer=tokenizer))
+
+        def encoded(part):
+            messages = [{"role": "user", "content": [part]}]
+            return encode(llm, GivenPrompt("p.jsonl:1", messages=messages), parse())
+
+        assert encoded({"type": "text", "text": "ab"}) == [0, 1]
+        with pytest.raises(ValueError, match=r"^p\.jsonl:1: content\[0\] of .* of type 'image_url'"):
+            encoded({"type": "image_url"})
 
     @pytest.mark.parametrize(
         ("words", "complaint"),

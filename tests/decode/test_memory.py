@@ -55,7 +55,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def nothing_is_read(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise AssertionError("weights were read before all was checked")
 
     monkeypatch.setattr(checkpoint, "read_weights", fail)

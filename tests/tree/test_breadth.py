@@ -26,8 +26,8 @@ ROOTS = np.arange(2)
     ("algorithm", "width", "candidates", "expected"),
     [
         ("accum_logp", None, None, (7, 7)),
-        ("top_nodes", None, None, (16, 16)),
-        ("auto", None, None, (16, 16)),
+        ("top_nodes", None, None, (32, 32)),
+        ("auto", None, None, (32, 32)),
         (Auto("accum_logp"), None, None, (7, 7)),
         ("top_nodes", 3, None, (3, 3)),
         ("accum_logp", None, 32, (32, 32)),
@@ -48,9 +48,9 @@ def test_more_candidates_than_the_width_leave_a_tree_as_it_is(name):
     assert np.bincount(np.asarray(few.parents[0, 1 : few.num_nodes[0]])).max() <= 3
 
 
-@pytest.mark.parametrize(("name", "children"), [("accum_logp", 7), ("top_nodes", 16)])
+@pytest.mark.parametrize(("name", "children"), [("accum_logp", 7), ("top_nodes", 32)])
 def test_most_children_by_default(name, children):
-    tree = build_tree(np.zeros((1, 1, 40), np.float32), [5], budget=32, algorithm=name)
+    tree = build_tree(np.zeros((1, 1, 40), np.float32), [5], budget=64, algorithm=name)
     assert tree.num_nodes.tolist() == [1 + children]
 
 
