@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
 from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
@@ -31,7 +32,6 @@ from jetspec_jax.checkpoint.tensor_plan import (
     untied,
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.config.fields import shown
 from jetspec_jax.models import Weights
 
 INDEX = "model.safetensors.index.json"

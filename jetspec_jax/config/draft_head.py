@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.config import qwen3
-from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int, shown
+from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
 from jetspec_jax.config.target import is_draft_head, parse_model_config
 

@@ -1,10 +1,11 @@
 """The keys of a JSON object, read one by one, so that in the end every one has been accounted for."""
 
 import json
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from jetspec_jax.arguments import shown
 
 #: The option of every command that gives ``ignore_config_keys``, once for each key.
 IGNORE_OPTION = "--ignore-config-key"
@@ -19,11 +20,6 @@ MAX_TOKENS = 2**30  # contexts and windows
 
 # The float32 numbers of full precision: models compute with no others.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
-
-# Values in error messages: a file may hold a megabyte where a number should be.
-_repr = reprlib.Repr()
-_repr.maxlevel, _repr.maxlist, _repr.maxdict = 3, 64, 16
-_repr.maxstring = _repr.maxother = _repr.maxlong = 200
 
 # Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
 INERT_KEYS = frozenset(
@@ -281,11 +277,6 @@ class Fields:
                 f"{self.where}: unknown keys {unknown}; if none of them changes the model's output, "
                 f"pass ignore_config_keys={unknown}, on the command line {options}"
             )
-
-
-def shown(value: Any) -> str:
-    """A value of a file as error messages show it, cut where it is long."""
-    return _repr.repr(value)
 
 
 def is_int(value: Any) -> TypeGuard[int]:

@@ -5,7 +5,8 @@ The hub's lists of layers go on with those that predict further tokens, which no
 
 from dataclasses import replace
 
-from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields, is_number, shown
+from jetspec_jax.arguments import shown
+from jetspec_jax.config.fields import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields, is_number
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig, Rope
 from jetspec_jax.config.layers import (
     check_heads,

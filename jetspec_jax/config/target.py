@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jetspec_jax.arguments import shown
 from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
-from jetspec_jax.config.fields import Fields, is_int, shown
+from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
 #: Reads a family's keys.

@@ -34,6 +34,9 @@ GOOD = {
     "stop": (None, (), "a", ["b", "cd"], "zz"),
     "stop_token_ids": (None, (), [3], (0, 63), np.array([5]).tolist()),
     "ignore_eos": (True, False),
+    "n": (1, 1, 2, 3),
+    "include_stop_str_in_output": (True, False),
+    "skip_special_tokens": (True, False),
 }
 PROMPTS = (
     *("abc", "hello", "a", "", "é", "\ud800", "a" * 300, "a" * 10**5, None, 5, 3.5, b"abc", True),
@@ -59,6 +62,7 @@ SETTINGS = {
     "budget": (1, 16),
     "width": (3,),
     "depth": (None, 3, 7),
+    "candidates": (None, 3),
     "algorithm": ("accum_logp",),
     "max_slots": (1, 2),
     "implementation": (None, "xla"),
@@ -69,11 +73,13 @@ SETTINGS = {
     "ignore_config_keys": ((), []),
     "allow_nonfinite": (False, True),
 }
-OF_A_TREE = ("budget", "width", "depth", "algorithm", "max_slots", "implementation", "routing")
+OF_A_TREE = ("budget", "width", "depth", "candidates", "algorithm", "max_slots", "implementation", "routing")
 OF_AN_LLM = (
-    *("budget", "width", "depth", "algorithm", "max_slots", "implementation"),
+    *("budget", "width", "depth", "candidates", "algorithm", "max_slots", "implementation"),
     *("capacity", "dtype", "compilation_cache", "ignore_config_keys", "allow_nonfinite"),
 )
+#: Completions of one prompt that are compared.
+MOST = 4
 ROLES = ("user", "assistant", "system", "", None, 5)
 
 
@@ -91,7 +97,7 @@ class Requests:
         self.llm = LLM(self.target, self.head, budget=16, width=3, max_slots=2)
         self.plain = dataclasses.replace(self.target)  # with an engine of its own
         prompts, params = [[1, 2]] * 2, SamplingParams(max_tokens=2, seed=0)
-        self._check(prompts, params, self.llm.generate(prompts, params))
+        self._check(params, self.llm.generate(prompts, params))
 
     def __call__(self, index):
         """Runs one case: what was asked for, and how it ended."""
@@ -134,7 +140,7 @@ class Requests:
         prompts, params = self._prompts(rng, what), self._params(rng, what)
         if isinstance(prompts, list) and rng.random() < 0.2:
             params = [params] * int(rng.integers(4))
-        return self._check(prompts, params, self.llm.generate(prompts, params))
+        return self._check(params, self.llm.generate(prompts, params))
 
     def _stream(self, rng, what):
         prompt = _prompt(rng)
@@ -149,7 +155,7 @@ class Requests:
             return "left a stream"
         if "".join(pieces) != stream.completion.text and len(pieces) < left:
             raise Finding(f"pieces {pieces} of {stream.completion.text!r}")
-        return self._check([prompt], params, [stream.completion])
+        return self._check(params, [stream.completion])
 
     def _chat(self, rng, what):
         messages = [
@@ -193,19 +199,16 @@ class Requests:
             raise Finding(f"logits of shape {rows.shape}")
         return "logits"
 
-    def _check(self, prompts, params, completions):
+    def _check(self, params, completions):
         """What trees gave is what plain decoding gives; a list of settings is compared prompt by prompt."""
         _completions(completions)
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        own = params if isinstance(params, list) else [params] * len(texts)
-        if len(completions) != len(texts):
-            return f"{len(completions)} completions"
-        for prompt, one, found in zip(texts, own, completions, strict=True):
-            if one is None or one.seed is None:
-                continue  # each run draws a seed of its own
-            if isinstance(prompt, dict):
-                prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
-            ids = self.llm.encode(prompt)
+        number = -1
+        for found in completions:
+            number += found.index == 0
+            own = params[number] if isinstance(params, list) else params
+            if own is None or own.seed is None or found.index >= MOST:
+                continue  # without a seed each run draws one of its own
+            one, ids = own.each()[found.index], found.prompt_token_ids
             [plain] = generate(self.plain, [ids], one)
             difference = first_divergence(self.plain, ids, one, found.token_ids, plain.token_ids)
             # At a filter's edge rounding may let a token in or keep it out.

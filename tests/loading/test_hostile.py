@@ -100,7 +100,7 @@ class TestBounds:
         for key in keys.split():
             (folder / "config.json").write_text(json.dumps({**raw, key: value}))
             for look in (load_draft_head if raw is HEAD else load_target, describe):
-                refused(folder, f"{key} must be at most [0-9]+, not 1000", "config.json", look)
+                refused(folder, f"{key} must be at most [0-9]+, not (1000|<integer)", "config.json", look)
 
     @pytest.mark.parametrize(
         "text", ["1e999", "-1e999", "NaN", "Infinity", "1e39", "1e-320", "1" + "0" * 400]
