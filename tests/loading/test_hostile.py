@@ -198,9 +198,7 @@ class TestNonfinite:
         tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = 3.4e38
         save_file(tensors, folder / "model.safetensors")
         load_target(folder, dtype="float32")
-        with pytest.raises(
-            CheckpointError, match=r"not finite in bfloat16, in \['layers.0.mlp.gate_up_proj'\]"
-        ):
+        with pytest.raises(CheckpointError, match=r"layers.0.mlp.up_proj.weight .* not finite in bfloat16"):
             load_target(folder, dtype="bfloat16")
 
     @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"])
