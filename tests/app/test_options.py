@@ -28,8 +28,7 @@ def prompts_of(*words):
 class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
-        # Of a target's two names the command has one.
-        known = set(inspect.signature(group.python).parameters) - {"model"}
+        known = set(inspect.signature(group.python).parameters)
         assert {option.field for option in group.options} == known
 
     def test_options_of_an_algorithm_are_its_arguments(self):

@@ -114,7 +114,8 @@ class TestReport:
 
     def test_the_command_makes_the_same_report_again(self, measured):
         command = read(measured)["command"]
-        assert command.startswith("python -m bench decode --target demo --ignore-config-key zoom --prompts ")
+        assert command.startswith("python -m bench decode --target demo ")
+        assert " --ignore-config-key zoom " in command
         parsed = vars(decode_arguments(command.split()[3:]))
         assert parsed == vars(decode_arguments(["decode", *SMALL, *BOTH]))
 
