@@ -25,9 +25,9 @@ def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: inte
         except BaseException as error:
             outcome.set_exception(error)
 
-    # Not waited for when Python ends, as other threads are: `outcome` is.
-    threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
     try:
+        # Not waited for when Python ends, as other threads are: `outcome` is.
+        threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
         return outcome.result()
     except KeyboardInterrupt:
         try:

@@ -56,7 +56,7 @@ def plot_ablations(results: Mapping[str, Any], picture: Path) -> None:
         )
     right.set_yticks(range(len(variants)), [""] * len(variants))
     right.set_ylim(left.get_ylim())
-    right.set_xlim(0, 1.25 * max(max(variant["accuracy_by_depth"]) for variant in variants))
+    right.set_xlim(0, 1.25 * max(max(variant["accuracy_by_depth"]) for variant in variants) or 1)
     right.xaxis.set_major_formatter(PercentFormatter(1))
     right.set_xlabel(f"{ACCURACY}\n(figures: accepted tokens of a greedy chain)")
     right.grid(axis="y", alpha=0.3)
