@@ -16,8 +16,10 @@ from tqdm import tqdm
 
 from tests.fuzz.scenes import Scene
 
-# An interrupted call must end within so many seconds, compilation included.
+# An interrupted call must end within so many seconds, one program's compilation included.
 LONGEST = 30
+# The part of the calls that must compile everything first, which takes most of the time.
+COMPILES = 0.1
 # A shell's background jobs ignore SIGINT, and so does what they start.
 LISTEN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
 PROGRAM = f"{LISTEN}; from jetspec_jax.cli import main; sys.exit(main())"
@@ -52,7 +54,7 @@ def interrupt_calls(scene: Scene, rng: random.Random, count: int) -> dict[str, i
     outcomes: collections.Counter[str] = collections.Counter()
     scene.check(rng)
     for number in tqdm(range(count), disable=None):
-        compiles = rng.random() < 0.3
+        compiles = rng.random() < COMPILES
         if compiles:
             jax.clear_caches()
         before, started = interrupts.arrived, time.monotonic()
@@ -68,7 +70,8 @@ def interrupt_calls(scene: Scene, rng: random.Random, count: int) -> dict[str, i
         if sender is not None:
             sender.wait()
         outcomes[outcome] += 1
-        if took > LONGEST:
+        # A call whose interrupt was swallowed goes on, and takes as long as it takes.
+        if outcome == "interrupted" and took > LONGEST:
             raise TimeoutError(f"an interrupted call took {took:.0f} s")
         scene.check(rng)
     return dict(outcomes)
