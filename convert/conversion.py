@@ -10,6 +10,7 @@ from flax import nnx
 
 from convert.folders import Checkpoint, converted_files, locate
 from convert.orbax_io import read_orbax, write_orbax
+from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import refuse_existing
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put, read_headers
@@ -148,7 +149,7 @@ def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
     checkpoint = locate(source)
     if checkpoint.layout != layout:
         names = {"huggingface": "a Hugging Face folder", "orbax": "an Orbax folder"}
-        raise ValueError(f"{checkpoint.folder} is {names[checkpoint.layout]}, not {names[layout]}")
+        raise CheckpointError(f"{checkpoint.folder} is {names[checkpoint.layout]}, not {names[layout]}")
     return checkpoint
 
 

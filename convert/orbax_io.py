@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import jetspec_jax.checkpoint.orbax as folders
 from convert.folders import Checkpoint, locate
 from jetspec_jax import __version__
+from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import new_folder, write_files
 from jetspec_jax.checkpoint.orbax import FORMAT, MANIFEST, VERSION, WEIGHTS
 from jetspec_jax.checkpoint.orbax_arrays import first_line, open_checkpointer, progress, quiet
@@ -65,10 +66,12 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
         FileNotFoundError: There is no such folder.
         CheckpointError: It is no whole Orbax folder, or one of another version, or its parameters are not its
             config's (all that differ are listed), or not finite, or they cannot be read.
-        ValueError: It is a Hugging Face folder.
+        CheckpointError: It is a Hugging Face folder.
     """
     checkpoint = locate(folder)
     if checkpoint.layout != "orbax":
-        raise ValueError(f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}")
+        raise CheckpointError(
+            f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}"
+        )
     settings = checkpoint.config, shardings
     return folders.read_orbax(checkpoint.folder, *settings, allow_nonfinite=checkpoint.allow_nonfinite)

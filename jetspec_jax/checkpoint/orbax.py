@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 import jetspec_jax
-from jetspec_jax.checkpoint.content import CheckpointError, read_object
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, read_object
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -135,6 +135,10 @@ def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
     place = (folder / WEIGHTS).absolute()
     if not place.is_dir():
         raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
+    for stored in place.rglob("*"):
+        # Orbax would wait for ever for what comes out of a pipe.
+        if not stored.is_dir():
+            check_regular(stored)
     return place
 
 

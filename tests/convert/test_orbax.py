@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from convert import orbax_io, to_huggingface, to_orbax
 from convert.orbax_io import read_orbax
+from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
 from tests.convert.checkpoints import (
     DRAFT,
@@ -160,6 +162,13 @@ class TestRefused:
         with pytest.raises(ValueError, match="weights cannot be read: "):
             to_huggingface(orbax, tmp_path / "back")
         assert not (tmp_path / "back").exists()
+
+    def test_a_pipe_in_place_of_a_file(self, tmp_path, orbax):
+        data = next((orbax / "weights").rglob("d/*"))
+        data.unlink()
+        os.mkfifo(data)
+        with pytest.raises(CheckpointError, match=f"{data} is no regular file"):
+            to_huggingface(orbax, tmp_path / "back")
 
     def test_a_hugging_face_folder(self, tmp_path, orbax):
         with pytest.raises(ValueError, match="is a Hugging Face folder; an Orbax folder holds"):

@@ -138,9 +138,14 @@ class Checkpoints:
             raise Finding(f"logits of shape {rows.shape}")
         if head is None:
             return
-        [tree] = generate_tree(target, head, [PROMPT], PARAMS, budget=16, width=3)
-        [plain] = generate(target, [PROMPT], PARAMS)
         # Weights of 1e38 are finite and their products are not: then there is nothing to compare.
+        try:
+            [tree] = generate_tree(target, head, [PROMPT], PARAMS, budget=16, width=3)
+            [plain] = generate(target, [PROMPT], PARAMS)
+        except ValueError as error:
+            if "logits are not numbers" not in str(error):
+                raise
+            return
         if np.isfinite(rows).all():
             difference = first_divergence(target, PROMPT, PARAMS, tree.token_ids, plain.token_ids)
             if difference is not None and not difference.is_tie:

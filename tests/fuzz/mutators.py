@@ -173,7 +173,9 @@ def repeat_key(path, rng):
         return pick(rng, [where for container, _, where in places if container is raw])[0]
 
     key = _edited(path, edit)
-    path.write_text(path.read_text().rstrip()[:-1] + f', "{key}": {json.dumps(pick(rng, VALUES))}}}')
+    # Whatever was done to the text before, it need not be Unicode any more.
+    more = f', "{key}": {json.dumps(pick(rng, VALUES))}}}'.encode("utf-8", "surrogatepass")
+    path.write_bytes(path.read_bytes().rstrip()[:-1] + more)
     return key
 
 

@@ -12,7 +12,8 @@ from tests.decode.tiny import TINY, random_head, random_target, with_windows, wo
 from tests.fuzz.mutators import pick
 from tests.fuzz.outcomes import Finding, ending
 
-ALLOWED = (ValueError, TypeError, DeviceMemoryError)
+# A model that is a text is looked for as a folder.
+ALLOWED = (ValueError, TypeError, FileNotFoundError, DeviceMemoryError)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONFIG = with_windows(TINY, None)
 
