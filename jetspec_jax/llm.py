@@ -76,8 +76,8 @@ class LLM:
 
         Args:
             target: A folder, a hub id, a loaded target, or "demo" (the default): the small embedded pair.
-            draft_head: A folder, a hub id or a loaded head. None is the demo's own head for the demo, and
-                plain decoding for any other target.
+            draft_head: A folder, a hub id, a loaded head, or "demo": the embedded one. None is that head for
+                the demo, and plain decoding for any other target.
             model: vLLM's name for the target.
             budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
             width: Most children of a node; None is all candidates.
@@ -111,7 +111,9 @@ class LLM:
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
         if target == "demo":
-            target, draft_head = DEMO_TARGET, DEMO_DRAFT_HEAD if draft_head is None else draft_head
+            target, draft_head = DEMO_TARGET, "demo" if draft_head is None else draft_head
+        if draft_head == "demo":
+            draft_head = DEMO_DRAFT_HEAD
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
         ours = target if isinstance(target, Target) else replace(reading, path_or_id=target)
         head: Head | Source | None = None

@@ -32,6 +32,10 @@ def test_texts_and_token_ids_are_the_same_prompt(llm):
     assert by_text.text == llm.target.tokenizer.decode(by_text.token_ids)
 
 
+def test_the_demo_s_head_has_its_name(llm):
+    assert LLM("demo", "demo", budget=16).draft_head.config == llm.draft_head.config
+
+
 def test_a_chat_is_its_template_s_text(llm):
     params = SamplingParams(max_tokens=8)
     prompt = llm.target.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
