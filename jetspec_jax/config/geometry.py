@@ -119,6 +119,14 @@ class Recurrence:
         """Elements of a sequence's state."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
+    def slot_bytes(self, itemsize: int) -> int:
+        """Bytes that a sequence keeps: its state in float32, and the rows that the convolution still sees.
+
+        Args:
+            itemsize: Bytes of an element of those rows.
+        """
+        return 4 * self.state_size + itemsize * (self.kernel - 1) * self.channels
+
 
 @dataclass(frozen=True)
 class LayerConfig:
