@@ -97,8 +97,8 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
 
     They are: float32 logits ``[B, N, V]`` as often as sampling copies them (or draft logits ``[B, D, V]``,
     where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
-    makes of them, for a recurrent one also what its rows are to each other; and, where attention is plain XLA, what it makes in a forward of the target, or of the
-    head if that is more: the head has no windows.
+    makes of them, for a recurrent one also what its rows are to each other; and, where attention is plain
+    XLA, what it makes in a forward of the target, or of the head if that is more: the head has no windows.
     """
     target, slots, nodes = decoder.target, size.slots, decoder.bucket
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size

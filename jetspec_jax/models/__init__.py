@@ -54,9 +54,11 @@ def build(
     return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
 
 
-def abstract(config: ModelConfig | DraftHeadConfig) -> Transformer | DraftHead:
+def abstract(
+    config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32)
+) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters still name their axes."""
-    return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0)))
+    return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0), dtype=dtype))
 
 
 @functools.cache
