@@ -80,8 +80,9 @@ class GatedDeltaNet(nnx.Module):
         """What the layer adds to the stream, and what a store needs of the block."""
         projected = self.project(x)
         q, k, v = self.heads(self.convolve(projected.rows, history))
-        rates = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        decay = rates * jax.nn.softplus(projected.a + self.dt_bias[...].astype(jnp.float32))
+        bias = self.dt_bias[...].astype(jnp.float32)[None, None]
+        rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
+        decay = -rates * jax.nn.softplus(projected.a + bias)
         out, delta = gated_delta(
             q, k, v, decay, jax.nn.sigmoid(projected.b), history.state, parents=history.parents
         )
