@@ -404,11 +404,9 @@ class TestDecayRates:
     def test_converted(self, tmp_path, config):
         pytest.importorskip("orbax.checkpoint")
         from convert.conversion import to_huggingface, to_orbax
-        from convert.verification import verify
 
-        source, orbax, back = FOLDER / "qwen3_5", tmp_path / "orbax", tmp_path / "back"
-        to_orbax(source, orbax, dtype="bfloat16")
-        assert verify(source, orbax, dtype="bfloat16").ok
+        orbax, back = tmp_path / "orbax", tmp_path / "back"
+        to_orbax(FOLDER / "qwen3_5", orbax, dtype="bfloat16")
         exact = golden("qwen3_5")[1]["model.layers.0.linear_attn.A_log"]
         rates, others = held(read_orbax_weights(orbax, config, jnp.dtype(jnp.float16)))
         assert others == jnp.float16
@@ -417,6 +415,16 @@ class TestDecayRates:
         written = load_file(back / "model.safetensors")
         np.testing.assert_array_equal(written["model.layers.0.linear_attn.A_log"], exact, strict=True)
         assert written["model.layers.0.linear_attn.norm.weight"].dtype == np.float16
+
+    @pytest.mark.wide
+    @pytest.mark.parametrize("dtype", ["stored", "bfloat16"])
+    def test_verified(self, tmp_path, dtype):
+        pytest.importorskip("orbax.checkpoint")
+        from convert.conversion import to_orbax
+        from convert.verification import verify
+
+        to_orbax(FOLDER / "qwen3_next", tmp_path / "orbax", dtype=dtype)
+        assert verify(FOLDER / "qwen3_next", tmp_path / "orbax", dtype=dtype).ok
 
     def test_bytes(self, config):
         count = num_parameters(config)
