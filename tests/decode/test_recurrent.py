@@ -70,7 +70,8 @@ def test_a_prompt_in_chunks_of_any_size(target):
     for kept, next_token in others:
         assert next_token == token
         for ours, expected in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_allclose(ours, expected, atol=1e-5)
+            # Rows before the convolution are several times larger than states.
+            np.testing.assert_allclose(ours, expected, atol=1e-5 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize(
