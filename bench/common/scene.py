@@ -27,8 +27,7 @@ ENDLESS = 2**30
 
 def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int) -> Weights:
     """Parameters of a model: normal with deviation 0.02, norms and scales 1."""
-    shapes = weights_of(abstract(config))
-    normal = _random_like(shapes, dtype, seed, 0.02)
+    normal = _random_like(weights_of(abstract(config, dtype)), seed, 0.02)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would be most of every token's stream, and all tokens choose the same experts.
@@ -69,7 +68,7 @@ class Scene:
 
     def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
         """Stores full of normal values, also in pages that hold nothing."""
-        return _random_like(split(self._shapes(decoder, dtype))[0], dtype, seed=2, scale=1.0)
+        return _random_like(split(self._shapes(decoder, dtype))[0], seed=2, scale=1.0)
 
     def slots(
         self, decoder: TreeDecoder, dtype: jnp.dtype, budget: int, params: SamplingParams
@@ -112,7 +111,7 @@ class Scene:
         return jax.eval_shape(lambda: self._empty(decoder, dtype))
 
 
-def _random_like(shapes: Any, dtype: jnp.dtype, seed: int, scale: float) -> Any:
+def _random_like(shapes: Any, seed: int, scale: float) -> Any:
     """Normal values for every floating leaf; other leaves stay zero.
 
     Leaf by leaf, so that a few small programs serve a whole model and no more than one leaf's random bits are
@@ -121,7 +120,7 @@ def _random_like(shapes: Any, dtype: jnp.dtype, seed: int, scale: float) -> Any:
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     values = [
-        _normal(key, jnp.asarray(scale, dtype), shape=leaf.shape)
+        _normal(key, jnp.asarray(scale, leaf.dtype), shape=leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
         else jnp.zeros(leaf.shape, leaf.dtype)
         for key, leaf in zip(keys, leaves, strict=True)

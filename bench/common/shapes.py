@@ -50,30 +50,30 @@ def _qwen3(
     return PairShape(target, _head(own, layers, block_size=16, mask_token_id=151669))
 
 
-def _published(raw: dict[str, Any], **head: Any) -> PairShape:
-    """A target by its published config, with a head of five Qwen3-style layers."""
+def _published(raw: dict[str, Any], *, layers: int = 5, **head: Any) -> PairShape:
+    """A target by its published config, with a head of some Qwen3-style layers."""
     target = parse_model_config(raw)
     own = ModelConfig.uniform(
         "qwen3",
-        5,
+        layers,
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         rms_norm_eps=1e-6,
         max_position_embeddings=target.max_position_embeddings,
         **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope": Rope(1e6, 128), **head},
     )
-    head_config = _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1)
+    head_config = _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1, taps=5)
     return PairShape(target, head_config)
 
 
 def _head(
-    own: ModelConfig, num_target_layers: int, *, block_size: int, mask_token_id: int
+    own: ModelConfig, num_target_layers: int, *, block_size: int, mask_token_id: int, taps: int | None = None
 ) -> DraftHeadConfig:
     return DraftHeadConfig(
         layers=own,
         block_size=block_size,
         num_target_layers=num_target_layers,
-        tap_layers=tuple(default_tap_layers(own.num_layers, num_target_layers)),
+        tap_layers=tuple(default_tap_layers(taps or own.num_layers, num_target_layers)),
         mask_token_id=mask_token_id,
         causal=True,
     )
@@ -181,6 +181,32 @@ GEMMA4_26B_A4B = {
     "use_double_wide_mlp": False,
     "vocab_size": 262144,
 }
+QWEN3_6_35B_A3B = {
+    "model_type": "qwen3_5_moe_text",
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
 
 SHAPES = {
     "tiny": _tiny(),
@@ -193,6 +219,9 @@ SHAPES = {
     "qwen3-30b-a3b": _published(QWEN3_30B_A3B, num_kv_heads=4, mlp_size=6144),
     "gpt-oss-20b": _published(GPT_OSS_20B, mlp_size=8640),
     "gemma4-26b-a4b": _published(GEMMA4_26B_A4B, mlp_size=8448),
+    "qwen3.6-35b-a3b": _published(
+        QWEN3_6_35B_A3B, layers=8, num_kv_heads=4, rope=Rope(1e7, 128), mlp_size=6144
+    ),
 }
 
 

@@ -1,9 +1,9 @@
 """What a round cannot do without: the bytes that it must read and the operations that it must compute.
 
 Every phase that runs a model reads that model's parameters once, the keys and values of the context once for
-each slot, of the embedding table only the rows of its tokens, and of routed experts those that its tokens
-choose. Logits, masks, norms and what is kept between two kernels are left out: a lower bound may be too low,
-never too high.
+each slot, of recurrent layers each slot's state, of the embedding table only the rows of its tokens, and of
+routed experts those that its tokens choose. Logits, masks, norms and what is kept between two kernels are
+left out: a lower bound may be too low, never too high.
 
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
 """
@@ -44,11 +44,12 @@ def round_work(
     work = {
         "verify": Work(
             itemsize
-            * (body + chosen + lm_head + rows * target.hidden_size + batch * _prefix(target, context)),
+            * (body + chosen + lm_head + rows * target.hidden_size + batch * _prefix(target, context))
+            + batch * _states(target, itemsize),
             2 * rows * (body + own + lm_head) + rows * _scores(target, context),
         ),
-        # Of each slot's path at least the root is written.
-        "settle": Work(itemsize * batch * _token(target), 0),
+        # Of each slot's path at least the root is written; a state is read again, and written.
+        "settle": Work(itemsize * batch * _token(target) + 2 * batch * _states(target, itemsize), 0),
     }
     if head is None:
         return work
@@ -91,6 +92,11 @@ def _prefix(config: ModelConfig, context: int) -> int:
 def _scores(config: ModelConfig, context: int) -> int:
     """Operations of one row's attention to the context and itself: products with keys and with values."""
     return sum(4 * layer.num_heads * layer.head_dim * _seen(layer.window, context) for layer in config.layers)
+
+
+def _states(config: ModelConfig, itemsize: int) -> int:
+    """Bytes that a slot keeps in recurrent layers, however long it is."""
+    return sum(own.slot_bytes(itemsize) for layer in config.layers if (own := layer.recurrence) is not None)
 
 
 def _seen(window: int | None, context: int) -> int:

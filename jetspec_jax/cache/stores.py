@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Int32
 
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import empty_paged_store
+from jetspec_jax.cache.recurrent import empty_recurrent_store
 from jetspec_jax.cache.ring import RingStore, ring_pages
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
@@ -34,7 +35,7 @@ class Store(Protocol):
         ...
 
     def view(self, slots: Slots, block: Block) -> Any:
-        """What the layer's operation needs of some slots for a block after their tokens; copies no rows."""
+        """What the layer's operation needs of some slots for a block after their tokens; copies no pages."""
         ...
 
     def commit(self, slots: Slots, stash: Any, path: Int32[Array, "B R"], count: Int[Array, "B"]) -> "Store":
@@ -63,12 +64,20 @@ def empty_stores(
         config: The layers.
         num_pages: P, of the pool that block tables name.
         page_size: Tokens of a page.
-        dtype: Of keys and values.
+        dtype: Of keys and values, and of a convolution's rows.
         slots: All slots: each gets a ring in the stores of layers with a window, of no more pages than it can
-            name. None keeps all layers' tokens in the pool.
+            name, and a state in those of recurrent layers. None keeps all layers' tokens in the pool.
+
+    Raises:
+        ValueError: A layer is recurrent, and there are no slots.
     """
     stores: list[Store] = []
     for layer in config.layers:
+        if layer.recurrence is not None:
+            if slots is None:
+                raise ValueError("a recurrent layer keeps a state for each slot, and there are no slots")
+            stores.append(empty_recurrent_store(len(slots.lengths), layer.recurrence, dtype))
+            continue
         rows = page_size, layer.num_kv_heads, layer.head_dim, dtype
         if slots is None or layer.window is None:
             stores.append(empty_paged_store(num_pages, *rows))

@@ -8,6 +8,9 @@ from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.describe import describe
 
+# Numbers that people read in a larger unit.
+BYTES = ("file_bytes", "weight_bytes", "cache_bytes", "state_bytes")
+
 
 def add_info_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
@@ -48,8 +51,9 @@ def _table(report: dict[str, Any]) -> str:
             value = f"{value:,}"
         elif key == "unused_tensors":
             value = ", ".join(f"{count:,} ({reason})" for reason, count in value.items())
-        elif key in ("file_bytes", "weight_bytes_bf16"):
-            value = f"{value:,} ({value / 2**20:,.1f} MiB)"
+        elif key.startswith(BYTES):
+            unit, size = ("MiB", 2**20) if value >= 2**20 else ("KiB", 2**10)
+            value = f"{value:,} ({value / size:,.1f} {unit})" if value else "0"
         shown[key.replace("_", " ")] = value
     width = max(map(len, shown))
     return "\n".join(f"{key:<{width}}  {value}" for key, value in shown.items())

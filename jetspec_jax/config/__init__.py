@@ -11,7 +11,7 @@ from jetspec_jax.config.draft_head import (
     parse_draft_head_config,
 )
 from jetspec_jax.config.fields import IGNORE_OPTION, read_json
-from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Rope
+from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Recurrence, Rope
 from jetspec_jax.config.target import (
     MODEL_TYPES,
     is_draft_head,
@@ -26,6 +26,7 @@ __all__ = [
     "Experts",
     "LayerConfig",
     "ModelConfig",
+    "Recurrence",
     "Rope",
     "check_head_fits",
     "default_tap_layers",

@@ -92,8 +92,45 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """A gated delta net: what a layer has that keeps a state in place of keys and values.
+
+    Attributes:
+        num_key_heads: Heads of its queries and keys.
+        num_value_heads: Heads of its values and of its state; a multiple of those, which they share evenly.
+        key_dim: Elements of a head's query, and of its key.
+        value_dim: Elements of a head's value.
+        kernel: Tokens that its convolution sees, the own one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of a row that the convolution passes over: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's state."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    def slot_bytes(self, itemsize: int) -> int:
+        """Bytes that a sequence keeps: its state in float32, and the rows that the convolution still sees.
+
+        Args:
+            itemsize: Bytes of an element of those rows.
+        """
+        return 4 * self.state_size + itemsize * (self.kernel - 1) * self.channels
+
+
+@dataclass(frozen=True)
 class LayerConfig:
-    """A decoder layer.
+    """A decoder layer: of attention, or a recurrent one, which has no heads of attention.
 
     Attributes:
         num_heads: Query heads.
@@ -106,6 +143,7 @@ class LayerConfig:
         mlp_size: Features of the dense feed-forward block; 0 where there is none.
         activation: Between that block's two products.
         experts: The routed experts, if there are any.
+        recurrence: What a recurrent layer has in place of attention; None is attention.
     """
 
     num_heads: int
@@ -118,6 +156,7 @@ class LayerConfig:
     mlp_size: int = 0
     activation: Activation = SILU
     experts: Experts | None = None
+    recurrence: Recurrence | None = None
 
     @property
     def kv_size(self) -> int:

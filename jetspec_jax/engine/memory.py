@@ -29,6 +29,8 @@ from pallas_kernels.dispatch import gpu_problem
 # Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
 # of them. XLA reserves those for greedy requests too. A test holds this against XLA's own count.
 LOGITS_COPIES = 6
+# Likewise of a recurrent layer: arrays of all pairs of rows for each value head, and of all channels of rows.
+PAIR_COPIES, ROW_COPIES = 4, 6
 
 
 def empty_state(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> DecodeState:
@@ -95,13 +97,13 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
 
     They are: float32 logits ``[B, N, V]`` as often as sampling copies them (or draft logits ``[B, D, V]``,
     where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
-    makes of them; and, where attention is plain XLA, what it makes in a forward of the target, or of the
-    head if that is more: the head has no windows.
+    makes of them, for a recurrent one also what its rows are to each other; and, where attention is plain
+    XLA, what it makes in a forward of the target, or of the head if that is more: the head has no windows.
     """
     target, slots, nodes = decoder.target, size.slots, decoder.bucket
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
-    keys_values = [layer.kv_size for layer in target.layers]
+    stash = sum(_stash_bytes(layer, dtype) for layer in target.layers)
     taps = len(taps_of(decoder.proposer)) * target.hidden_size * rows
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
@@ -112,7 +114,27 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             head = decoder.proposer.config
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
-    return 4 * logits + dtype.itemsize * (taps + rows * (sum(keys_values) + layer)) + attention
+    pairs = max(slots * nodes**2, PREFILL_CHUNK**2)
+    recurrence = max(_recurrence_bytes(layer, rows, pairs) for layer in target.layers)
+    return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence
+
+
+def _stash_bytes(layer: LayerConfig, dtype: jnp.dtype) -> int:
+    """Bytes that a commit of a row could need of a layer."""
+    own = layer.recurrence
+    if own is None:
+        return dtype.itemsize * layer.kv_size
+    # Keys, what is added to the state, and decays are float32.
+    wide = own.num_key_heads * own.key_dim + own.num_value_heads * (own.value_dim + 1)
+    return dtype.itemsize * own.channels + 4 * wide
+
+
+def _recurrence_bytes(layer: LayerConfig, rows: int, pairs: int) -> int:
+    """Bytes that a recurrent layer makes of its rows, and of all pairs of them; see `gated_delta`."""
+    own = layer.recurrence
+    if own is None:
+        return 0
+    return 4 * (PAIR_COPIES * pairs * own.num_value_heads + ROW_COPIES * rows * own.channels)
 
 
 def _attention_bytes(config: ModelConfig, size: EngineSize, rows: int, block: int, dtype: jnp.dtype) -> int:

@@ -21,7 +21,7 @@ from jetspec_jax.config import (
     check_head_fits,
     parse_model_config,
 )
-from jetspec_jax.device.memory import weight_bytes
+from jetspec_jax.device.memory import num_parameters, weight_bytes
 
 
 def describe(
@@ -91,6 +91,8 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
         return found[0] if len(found) == 1 else found
 
     layers = config.layers
+    # A recurrent layer has no heads of attention.
+    attention = [layer for layer in layers if layer.recurrence is None]
     experts = [layer.experts for layer in layers]
     # A model of several modalities has another type than its text model.
     types = {"model_type": raw["model_type"]}
@@ -99,17 +101,18 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     return {
         **types,
         "layers": config.num_layers,
+        "recurrent_layers": config.num_layers - len(attention),
         "hidden_size": config.hidden_size,
         "intermediate_size": of_layers(layer.mlp_size for layer in layers),
         "experts": of_layers(own.count if own else 0 for own in experts),
         "experts_per_token": of_layers(own.routing.top_k if own else 0 for own in experts),
         "expert_size": of_layers(own.size if own else 0 for own in experts),
-        "heads": of_layers(layer.num_heads for layer in layers),
-        "kv_heads": of_layers(layer.num_kv_heads for layer in layers),
-        "head_dim": of_layers(layer.head_dim for layer in layers),
+        "heads": of_layers(layer.num_heads for layer in attention),
+        "kv_heads": of_layers(layer.num_kv_heads for layer in attention),
+        "head_dim": of_layers(layer.head_dim for layer in attention),
         "vocab_size": config.vocab_size,
         "context_limit": config.max_position_embeddings,
-        "rope_theta": of_layers(layer.rope.theta for layer in layers),
+        "rope_theta": of_layers(layer.rope.theta for layer in attention),
         "sliding_windows": sorted({w for w in config.windows if w is not None}),
         "tied_embeddings": config.tie_word_embeddings,
         "cache_bytes_per_token_bf16": 2 * sum(layer.kv_size for layer in layers if layer.window is None),
@@ -119,6 +122,10 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
             layer.kv_size * PAGE_SIZE * ring_pages(layer.window, PAGE_SIZE)
             for layer in layers
             if layer.window is not None
+        ),
+        # Likewise what recurrent layers keep.
+        "state_bytes_per_slot_bf16": sum(
+            layer.recurrence.slot_bytes(2) for layer in layers if layer.recurrence is not None
         ),
     }
 
@@ -131,7 +138,7 @@ def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHe
         headers = find_headers(path_or_id, folder)
         file_bytes, unused = headers.file_bytes, headers.plan(config).unused
     return {
-        "parameters": bfloat16 // 2,
+        "parameters": num_parameters(config),
         # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
         "weight_bytes_bf16": bfloat16,
         "file_bytes": file_bytes,

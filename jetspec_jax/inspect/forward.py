@@ -162,7 +162,7 @@ def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype
     """Empty stores and slots in which each sequence has one page that holds all of it."""
     batch, length = ids.shape
     slots = Slots.of(jnp.arange(batch, dtype=jnp.int32)[:, None], jnp.zeros(batch, jnp.int32))
-    return empty_stores(config, batch, max(length, 1), dtype), slots
+    return empty_stores(config, batch, max(length, 1), dtype, slots), slots
 
 
 def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.attention import Attention
 from jetspec_jax.models.feed_forward import MLP, ExpertMLP
-from jetspec_jax.models.layers import KV, Attend, RMSNorm
+from jetspec_jax.models.layers import Attend, RMSNorm, Rows
 
 
 class DecoderLayer(nnx.Module):
@@ -29,10 +29,14 @@ class DecoderLayer(nnx.Module):
         """Makes layer ``layer``."""
         m, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
-        self.self_attn = self.ATTENTION(config, layer, rngs=rngs, dtype=dtype)
+        self.make_mixer(config, layer, rngs=rngs, dtype=dtype)
         self.post_attention_layernorm = self.NORM(m, eps, axis="embed", dtype=dtype)
         block = MLP if config.layers[layer].experts is None else self.EXPERTS
         self.mlp = block(config, layer, rngs=rngs, dtype=dtype)
+
+    def make_mixer(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        """Makes the block that lets tokens know of each other: attention, unless a family has others."""
+        self.self_attn = self.ATTENTION(config, layer, rngs=rngs, dtype=dtype)
 
     def __call__(
         self,
@@ -40,18 +44,24 @@ class DecoderLayer(nnx.Module):
         delta: Float[Array, "B N M"] | None,
         positions: Int[Array, "B N"],
         attend: Attend,
-    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, KV]:
+    ) -> tuple[Float[Array, "B N M"], Float[Array, "B N M"] | None, Rows]:
         """Runs the layer over a residual stream of ``x + delta``.
 
         The sum is left to whoever reads the stream next, which is always a norm: it adds and normalises in
         one pass. ``delta`` is None before the first layer, and after layers that leave nothing to add.
 
         Returns:
-            The stream after this layer, again as two terms, and the block's own keys and values.
+            The stream after this layer, again as two terms, and what a store keeps of the block.
         """
         normed, x = self.input_layernorm.after(x, delta)
-        attended, kv = self.self_attn(normed, positions, attend)
-        return *self.feed(x, attended), kv
+        mixed, rows = self.mix(normed, positions, attend)
+        return *self.feed(x, mixed), rows
+
+    def mix(
+        self, normed: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
+    ) -> tuple[Float[Array, "B N M"], Rows]:
+        """What the block of `make_mixer` adds to the stream, and what a store keeps of it."""
+        return self.self_attn(normed, positions, attend)
 
     def feed(
         self, x: Float[Array, "B N M"], attended: Float[Array, "B N M"]

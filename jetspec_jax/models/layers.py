@@ -1,6 +1,7 @@
 """Blocks that every family is made of.
 
-Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size.
+Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size; of recurrent
+layers, K key heads of size D, V value heads of size E, C channels of the convolution.
 
 Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Every
 parameter names its axes where it is made, and nothing else here knows about devices.
@@ -12,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.rms_norm import rms_norm
 
@@ -22,6 +23,42 @@ class KV(NamedTuple):
 
     k: Float[Array, "B N G E"]
     v: Float[Array, "B N G E"]
+
+
+class RecurrentRows(NamedTuple):
+    """What a recurrent layer leaves of some tokens, of which a store makes the state after any of them.
+
+    Attributes:
+        rows: Queries, keys and values as they were projected, before the convolution.
+        k: Keys, normalised.
+        delta: What each token adds to the state along its key, on the path that leads to it.
+        decay: Logarithm of what the state is multiplied with at each token, never positive.
+    """
+
+    rows: Float[Array, "B N C"]
+    k: Float32[Array, "B N K D"]
+    delta: Float32[Array, "B N V E"]
+    decay: Float32[Array, "B N V"]
+
+
+#: What a layer's store keeps of a block's tokens.
+Rows = KV | RecurrentRows
+
+
+class History(NamedTuple):
+    """What a recurrent layer knows of the tokens before a block, and how the block hangs together.
+
+    Attributes:
+        rows: The last ones before the convolution, the oldest first; zero where there are none. None: nothing
+            is before the block.
+        state: The state after the last of them; None likewise.
+        parents: Of each token of a tree the one before it, -1 for the root; None: each follows the one to its
+            left.
+    """
+
+    rows: Float[Array, "B taps C"] | None
+    state: Float32[Array, "B V D E"] | None
+    parents: Int32[Array, "B N"] | None
 
 
 @runtime_checkable
@@ -42,6 +79,15 @@ class Attend(Protocol):
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
         """Attends with the queries of one layer."""
+        ...
+
+
+@runtime_checkable
+class Mix(Attend, Protocol):
+    """Whatever the layers of a target may ask about other tokens: attention, and what recurrent ones keep."""
+
+    def history(self, layer: int) -> History:
+        """What a recurrent layer starts from."""
         ...
 
 
@@ -74,6 +120,10 @@ def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
     terms = math.prod(size for axis, size in zip(axes, x.shape, strict=True) if axis in others)
     # XLA counts the terms of both sides: of the row, and of the weights.
     return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
+
+
+#: Metadata of a parameter that has one type whatever type the others are asked to have.
+KEPT_DTYPE = "kept_dtype"
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import Key, Skip
-from jetspec_jax.models.layers import KV, Attend, einsum, param
+from jetspec_jax.models.layers import Mix, Rows, einsum, param
 
 
 class ForwardOutput(NamedTuple):
@@ -19,12 +19,13 @@ class ForwardOutput(NamedTuple):
         hidden: Final-normed hidden states. Logits are made of them by `Transformer.logits`, for the rows that
             need any: a prompt chunk needs one row, not a chunk times the vocabulary.
         taps: Outputs of the tapped layers, concatenated; F is 0 when nothing is tapped.
-        stash: Per layer, the block's own keys and values: whatever a commit could need.
+        stash: Per layer, whatever a commit could need of the block: its keys and values, or what makes up a
+            state.
     """
 
     hidden: Float[Array, "B N M"]
     taps: Float[Array, "B N F"]
-    stash: tuple[KV, ...]
+    stash: tuple[Rows, ...]
 
 
 class Transformer(nnx.Module):
@@ -69,23 +70,23 @@ class Transformer(nnx.Module):
         self,
         tokens: Int[Array, "B N"],
         positions: Int[Array, "B N"],
-        attend: Attend,
+        mix: Mix,
         *,
         taps: tuple[int, ...] = (),
     ) -> ForwardOutput:
-        """Runs the layers over a block of tokens; reads stores through ``attend`` and writes nothing.
+        """Runs the layers over a block of tokens; reads stores through ``mix`` and writes nothing.
 
         Args:
             tokens: Token ids.
             positions: Rotary positions.
-            attend: Attention over the committed prefix and the block.
+            mix: What the layers know of the committed prefix and the block.
             taps: Layers (0-based) whose outputs, before the final norm, are returned.
         """
         x, delta = self.embed(tokens), None
         stash, outputs = [], {}
         for i, layer in enumerate(self.layers):
-            x, delta, kv = layer(x, delta, positions, attend)
-            stash.append(kv)
+            x, delta, rows = layer(x, delta, positions, mix)
+            stash.append(rows)
             if i in taps:
                 outputs[i] = x if delta is None else x + delta
         hidden, x = self.norm.after(x, delta)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate, logits, tree_logits
+from jetspec_jax import logits, tree_logits
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import PagedStore
@@ -17,10 +17,9 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine import memory, pages, scheduler
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.ties import TIE, choice_rows, gaps
-from tests.decode.tiny import TINY, TinyEngine, random_target, serve, with_windows
+from tests.decode.tiny import TINY, TinyEngine, random_target, with_windows
+from tests.decode.waves import serve_waves, with_nan
 from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -33,11 +32,6 @@ ORACLE = OracleProposer(CONFIG.vocab_size)
 @pytest.fixture(scope="module")
 def target():
     return random_target(CONFIG, 5)
-
-
-def with_nan(stores):
-    """What no commit has written may be anything."""
-    return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), stores)
 
 
 @pytest.fixture(scope="module")
@@ -123,25 +117,5 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages, waves):
     runner.state = dataclasses.replace(runner.state, stores=with_nan(runner.state.stores))
     rings = [None if type(store) is PagedStore else store.ring for store in runner.state.stores]
     assert rings == [1, 2, 4, None, 44]
-    lengths = []
-    for wave, members in enumerate(waves):
-        prompts = [rng.integers(0, 64, rng.integers(1, 110)).tolist() for _ in range(members)]
-        params = [
-            SamplingParams(temperature=float(i % 2), seed=i, max_tokens=int(rng.integers(15, 35)))
-            for i in range(members)
-        ]
-        free = [dataclasses.replace(own, max_tokens=own.max_tokens + ORACLE.depth + 1) for own in params]
-        truth = [generate(target, [p], own)[0].token_ids for p, own in zip(prompts, free, strict=True)]
-        sequences = [[] for _ in range(4)]
-        for slot, prompt, tokens in zip(made.scheduler.free_slots, prompts, truth, strict=False):
-            sequences[slot] = prompt + tokens
-        runner.weights = runner.weights._replace(proposer=plant(sequences, LIMIT))
-        with compilations() as seen:
-            outputs = serve(made, prompts, params)
-        assert wave == 0 or seen == []
-        for prompt, own, output, tokens in zip(prompts, params, outputs, truth, strict=True):
-            assert output.token_ids == tokens[: own.max_tokens]
-            rows = choice_rows(target, prompt, output.token_ids, own)
-            assert not ((rows.argmax(-1) != output.token_ids) & (gaps(rows) >= TIE)).any()
-            lengths += output.accept_lengths
+    lengths = serve_waves(made, ORACLE, waves, rng, limit=LIMIT)
     assert np.mean(lengths) > 3

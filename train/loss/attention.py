@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, A anchors of a sequence, K slots of a block, H heads, G KV heads, E head size.
 """
 
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
 
@@ -12,20 +13,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.cache.block import causal_bits
-from jetspec_jax.models.layers import KV, Attend
+from jetspec_jax.models.layers import KV, Attend, History, Mix
 from pallas_kernels.tree_attention import tree_attention
 
 Implementation = Literal["cudnn", "xla"]
 
 
-def causal_attend(implementation: Implementation | None = None) -> Attend:
+def causal_attend(implementation: Implementation | None = None) -> Mix:
     """Every token sees itself and the tokens before it, by JAX's own attention.
 
     Args:
         implementation: "cudnn", "xla", or None for the best that this device and dtype support.
     """
+    return _CausalAttend(implementation)
 
-    def attend(
+
+@dataclass(frozen=True)
+class _CausalAttend:
+    implementation: Implementation | None
+
+    def __call__(
+        self,
         layer: int,
         q: Float[Array, "B T H E"],
         kv: KV,
@@ -34,9 +42,10 @@ def causal_attend(implementation: Implementation | None = None) -> Attend:
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B T H E"]:
+        """Attends with the queries of one layer."""
         if sinks is not None:
             return with_sinks(q, kv, scale=scale, window=window, sinks=sinks)
-        chosen = implementation or best_implementation(q.dtype, q.shape[1])
+        chosen = self.implementation or best_implementation(q.dtype, q.shape[1])
         # A window of w tokens holds the token itself and the w - 1 before it.
         local = None if window is None else (window - 1, 0)
         with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
@@ -50,7 +59,9 @@ def causal_attend(implementation: Implementation | None = None) -> Attend:
                 implementation=chosen,
             )
 
-    return attend
+    def history(self, layer: int) -> History:
+        """A whole sequence, from its start."""
+        return History(None, None, None)
 
 
 def with_sinks(
