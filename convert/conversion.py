@@ -15,7 +15,8 @@ from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put, read_headers
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
-from jetspec_jax.models import Weights
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.models import Weights, kept_dtypes
 
 #: The word for leaving each parameter in the type that it is stored in.
 STORED = "stored"
@@ -102,7 +103,7 @@ def to_huggingface(
     to = parse_dtype(dtype)
     weights = read_orbax(checkpoint)
     if to is not None:
-        cast_in_place(weights, to)
+        cast_in_place(weights, checkpoint.config, to)
         if not checkpoint.allow_nonfinite:
             _refuse_lost(weights, dtype)
     save_checkpoint(
@@ -135,13 +136,13 @@ def named(weights: Weights) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in flat.items()}
 
 
-def cast_in_place(weights: Weights, dtype: np.dtype) -> None:
-    """Gives all parameters a type, one by one, so that only one is there twice."""
-    flat = nnx.traversals.flatten_mapping(weights)
+def cast_in_place(weights: Weights, config: ModelConfig | DraftHeadConfig, dtype: np.dtype) -> None:
+    """Gives parameters a type, but those of `kept_dtypes`, one by one, so that only one is there twice."""
+    flat, kept = nnx.traversals.flatten_mapping(weights), kept_dtypes(config)
     # What is not finite is for the caller to see; a warning per array would say less.
     with np.errstate(over="ignore", invalid="ignore"):
         for path in list(flat):
-            put(weights, path, flat.pop(path).astype(dtype, copy=False))
+            put(weights, path, flat.pop(path).astype(kept.get(path, dtype), copy=False))
 
 
 def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:

@@ -6,6 +6,7 @@ a program of the whole model would hold all weights in float32 at once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.models import Transformer, Weights, bind
-from jetspec_jax.models.layers import KV, Attend
+from jetspec_jax.models.layers import KV, History, Mix
 from jetspec_jax.models.transformer import ForwardOutput
 
 # Tokens of the sequence that outputs are computed of; less where the model takes less.
@@ -125,9 +126,20 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
 def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> ForwardOutput:
     """A target over one sequence, each layer when the one before it is done."""
     block = Block.chain(tokens)
-    over_block: Attend = attend_over(None, None, block)
+    return target(tokens, block.depths, _LayerByLayer(attend_over(None, None, block)), taps=taps)
 
-    def attend(
+
+@dataclass(frozen=True)
+class _LayerByLayer:
+    """Has each layer of attention begin when the layers before it are done.
+
+    Python runs ahead of the device, and would have all layers' weights converted to float32 at once.
+    """
+
+    over_block: Mix
+
+    def __call__(
+        self,
         layer: int,
         q: Float[Array, "B N H E"],
         kv: KV,
@@ -136,11 +148,13 @@ def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...
         window: int | None,
         sinks: Float[Array, "H"] | None = None,
     ) -> Float[Array, "B N H E"]:
-        # Python runs ahead of the device, and would have all layers' weights converted to float32 at once.
+        """Attends once the queries are there."""
         q = jax.block_until_ready(q)
-        return over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
+        return self.over_block(layer, q, kv, scale=scale, window=window, sinks=sinks)
 
-    return target(tokens, block.depths, attend, taps=taps)
+    def history(self, layer: int) -> History:
+        """Nothing to wait for: of four layers one is of attention."""
+        return self.over_block.history(layer)
 
 
 def fixed_tokens(config: ModelConfig) -> Int[Array, "1 T"]:

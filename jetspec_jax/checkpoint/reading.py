@@ -32,7 +32,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
     untied,
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights
+from jetspec_jax.models import Weights, kept_dtypes
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,7 +63,8 @@ def read_weights(
     Args:
         folder: The checkpoint.
         config: Its config.
-        dtype: The type of all parameters; None leaves each in the type that it is stored in.
+        dtype: The type of all parameters but those of `kept_dtypes`; None leaves each in the type that it is
+            stored in.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
@@ -81,7 +82,8 @@ def read_weights(
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        for path, value in _read(folder, files, headers, plan, dtype, allow_nonfinite):
+        kept = kept_dtypes(config)
+        for path, value in _read(folder, files, headers, plan, dtype, kept, allow_nonfinite):
             put(weights, path, jnp.asarray(value))
     return weights
 
@@ -101,7 +103,8 @@ def read_parameters(
     """
     with contextlib.ExitStack() as stack:
         files, headers = _open(folder, stack)
-        yield from _read(folder, files, headers, headers.plan(config), dtype, allow_nonfinite)
+        plan, kept = headers.plan(config), kept_dtypes(config)
+        yield from _read(folder, files, headers, plan, dtype, kept, allow_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,7 @@ def _read(
     headers: Headers,
     plan: TensorPlan,
     dtype: jnp.dtype | None,
+    kept: Mapping[ParameterPath, jnp.dtype],
     allow_nonfinite: bool,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """The parameters of a plan, one by one, once its copies are known to be copies."""
@@ -264,7 +268,8 @@ def _read(
         plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, disable=None, leave=False
     )
     for source, own_dtype in zip(bar, dtypes, strict=True):
-        value = np.empty(source.parameter.shape, own_dtype)
+        path = source.parameter.path
+        value = np.empty(source.parameter.shape, kept.get(path, own_dtype))
         for key in source.keys:
             try:
                 with np.errstate(over="ignore"):  # what overflows is not finite, and is named below
@@ -274,7 +279,7 @@ def _read(
                 raise CheckpointError(f"{folder}: {', '.join(key.names)}: {error} ({where})") from error
         if not (allow_nonfinite or is_finite(value)):
             raise CheckpointError(_nonfinite(source, value, files))
-        yield source.parameter.path, value
+        yield path, value
 
 
 def _nonfinite(source: StoredParameter, value: np.ndarray, files: Mapping[str, Shard]) -> str:

@@ -15,6 +15,7 @@ IGNORE_OPTION = "--ignore-config-key"
 MAX_LAYERS = 512
 MAX_HEADS = 2**12  # heads, and elements of one
 MAX_EXPERTS = 2**10
+MAX_KERNEL = 2**6  # tokens that a convolution sees
 MAX_SIZE = 2**20  # other sizes, and vocabularies
 MAX_TOKENS = 2**30  # contexts and windows
 

@@ -1,8 +1,9 @@
 """What the configs of several families say in the same words."""
 
+from collections.abc import Collection
 from typing import Any
 
-from jetspec_jax.config.fields import MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields
+from jetspec_jax.config.fields import MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Fields, is_int
 from jetspec_jax.config.geometry import Experts, Rope
 from jetspec_jax.config.rope import FULL, SLIDING, context_of
 
@@ -76,23 +77,39 @@ def check_top_k(fields: Fields, experts: Experts, *names: str) -> None:
         )
 
 
-def read_layer_types(fields: Fields, num_layers: int, surplus: int = 0) -> list[str] | None:
-    """Of each layer whether it slides; None where the config does not say.
+def read_layer_types(
+    fields: Fields, num_layers: int, surplus: int = 0, *, types: Collection[str] = (FULL, SLIDING)
+) -> list[str] | None:
+    """Each layer's type, such as whether it slides; None where the config does not say.
 
     Args:
         fields: The config.
         num_layers: How many layers it has.
         surplus: How many more the list may go on with, as `Fields.layers` has it.
+        types: Those that the family has.
 
     Raises:
-        ValueError: It is no list of as many types, or one is neither full nor sliding attention.
+        ValueError: It is no list of as many types, or one is none of the family's.
     """
     kinds = fields.layers("layer_types", num_layers, surplus=surplus)
     if kinds is None:
         return None
-    if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+    if unknown := [kind for kind in kinds if kind not in types]:
         raise ValueError(f"{fields.where}: unsupported layer types {unknown} in layer_types")
     return kinds
+
+
+def read_routed_layers(fields: Fields, num_layers: int) -> set[int]:
+    """The layers that have experts: every so many-th, counted from 1, unless it is listed as dense.
+
+    Raises:
+        ValueError: The list is none, or has what is no layer.
+    """
+    step = fields.integer("decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in dense):
+        raise fields.error("mlp_only_layers", "a list of layers", dense)
+    return {layer for layer in range(num_layers) if (layer + 1) % step == 0} - set(dense)
 
 
 def read_window(fields: Fields, slides: bool) -> int | None:

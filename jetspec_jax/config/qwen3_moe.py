@@ -1,8 +1,15 @@
 """The config of Qwen3-MoE (``model_type`` "qwen3_moe"): Qwen3 with routed experts in most or all layers."""
 
-from jetspec_jax.config.fields import MAX_EXPERTS, Fields, is_int
+from jetspec_jax.config.fields import MAX_EXPERTS, Fields
 from jetspec_jax.config.geometry import Experts, LayerConfig, ModelConfig
-from jetspec_jax.config.layers import check_top_k, read_decoder, read_heads, read_num_layers, read_window
+from jetspec_jax.config.layers import (
+    check_top_k,
+    read_decoder,
+    read_heads,
+    read_num_layers,
+    read_routed_layers,
+    read_window,
+)
 from jetspec_jax.config.rope import QWEN3_TYPES, read_rope
 from pallas_kernels.expert_choice import RouterRule
 
@@ -33,7 +40,7 @@ def read(fields: Fields) -> ModelConfig:
         "window": read_window(fields, fields.flag("use_sliding_window")),
     }
     num_layers = read_num_layers(fields)
-    routed = _routed_layers(fields, num_layers)
+    routed = read_routed_layers(fields, num_layers)
     fields.inert("intermediate_size")
     dense = fields.integer("intermediate_size") if len(routed) < num_layers else 0
     return ModelConfig(
@@ -47,12 +54,3 @@ def read(fields: Fields) -> ModelConfig:
             for layer in range(num_layers)
         ),
     )
-
-
-def _routed_layers(fields: Fields, num_layers: int) -> set[int]:
-    """Every so many-th layer has experts, counted from 1, unless it is listed as dense."""
-    step = fields.integer("decoder_sparse_step", default=1)
-    dense = fields.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(is_int(layer) and 0 <= layer < num_layers for layer in dense):
-        raise fields.error("mlp_only_layers", "a list of layers", dense)
-    return {layer for layer in range(num_layers) if (layer + 1) % step == 0} - set(dense)

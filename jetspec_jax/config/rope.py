@@ -21,6 +21,8 @@ def read_rope(
     types: Collection[str] = ("default",),
     *,
     theta: float | None = None,
+    share: float | None = None,
+    inert: Collection[str] = (),
 ) -> Rope:
     """The one rotary embedding of a model, from either dialect or both.
 
@@ -31,9 +33,12 @@ def read_rope(
         head_dim: Elements of a head.
         types: The rope types that the family may have.
         theta: The base of a file that has none.
+        share: The part of a head that turns by a file that does not say; None: all of it turns, in any file.
+        inert: Settings of the family that have no effect on text.
 
     Raises:
-        ValueError: The type or a setting is not supported, or there is no base, or there are two.
+        ValueError: The type or a setting is not supported, or there is no base, or there are two of it or of
+            the turning part.
     """
     bases = {fields.positive("rope_theta")} if "rope_theta" in fields else set()
     found = []
@@ -41,6 +46,7 @@ def read_rope(
         if (own := fields.object(name)) is not None:
             if "rope_theta" in own:
                 bases.add(own.positive("rope_theta"))
+            own.inert(*inert)
             found.append((own, _kind(own, types)))
     if not bases and theta is not None:
         bases = {theta}
@@ -49,7 +55,11 @@ def read_rope(
     if len(bases) > 1:
         raise ValueError(f"{fields.where}: rope_theta is given twice and differs: {sorted(bases)}")
     (theta,) = bases
-    ropes = {_rope(own, kind, head_dim, theta) for own, kind in found} or {Rope(theta, head_dim)}
+    found = found or [(Fields({}, f"{fields.where}: rope_parameters"), "default")]
+    if share is not None:
+        _assume_share(fields, [own for own, _ in found], share)
+    partial = share is not None
+    ropes = {_rope(own, kind, head_dim, theta, partial=partial) for own, kind in found}
     if len(ropes) > 1:
         raise ValueError(f"{fields.where}: rope_parameters and rope_scaling mean the same and differ")
     return ropes.pop()
@@ -162,6 +172,16 @@ def part_of_head(where: str, key: str, share: float, head_dim: int, *, odd: bool
             f"it must be at most 1 and make {wanted} turn"
         )
     return size
+
+
+def _assume_share(fields: Fields, found: Collection[Fields], share: float) -> None:
+    """Gives the objects of a rotary embedding the turning part that one of them or the config itself has."""
+    key = "partial_rotary_factor"
+    said = {own.positive(key) for own in (fields, *found) if key in own}
+    if len(said) > 1:
+        raise ValueError(f"{fields.where}: {key} is given twice and differs: {sorted(said)}")
+    for own in found:
+        own.assume(**{key: next(iter(said), share)})
 
 
 def _layer_rope(own: Fields, head_dim: int, types: Collection[str], *, partial: bool) -> Rope:

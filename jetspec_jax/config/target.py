@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_moe, step
+from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_5, qwen3_moe, qwen3_next, step
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
@@ -33,24 +33,25 @@ READERS: Mapping[str, Read] = {
     "gemma4_text": gemma4.read,
     "gpt_oss": gpt_oss.read,
     "step3p5": step.read,
+    "qwen3_5_text": qwen3_5.read_dense,
+    "qwen3_5_moe_text": qwen3_5.read_moe,
+    "qwen3_next": qwen3_next.read,
 }
 #: The models that hold one of them among others, of which text is all that is used.
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", gemma3.WRAPPER_KEYS),
     "gemma4": Wrapper("gemma4_text", gemma4.WRAPPER_KEYS),
     "step3p7": Wrapper("step3p5", step.WRAPPER_KEYS),
+    "qwen3_5": Wrapper("qwen3_5_text", qwen3_5.WRAPPER_KEYS),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", qwen3_5.WRAPPER_KEYS),
 }
 MODEL_TYPES = (*READERS, *WRAPPERS)
 
-_GATED_DELTA_NET = "most of its layers have linear attention (gated delta net)"
 _POSITIONS = "its rotary embedding has positions on three axes, and images enter several layers"
 #: Relatives of these families, and what they have that no model here has; their text models end in "_text".
 RELATIVES: Mapping[str, str] = {
     "qwen2": "its queries and keys have biases and no norms",
     "qwen2_moe": "its queries and keys have biases and no norms",
-    "qwen3_next": _GATED_DELTA_NET,
-    "qwen3_5": _GATED_DELTA_NET,
-    "qwen3_5_moe": _GATED_DELTA_NET,
     "qwen3_vl": _POSITIONS,
     "qwen3_vl_moe": _POSITIONS,
     "gemma2": "its attention scores are capped",

@@ -5,15 +5,16 @@ For a CPU Linux says how much is free. A device that does not say how much memor
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import abstract, weights_of
+from jetspec_jax.models import abstract, kept_dtypes, weights_of
 
 #: Bytes by what they are for.
 Bytes = Mapping[str, int]
@@ -70,14 +71,19 @@ def check_memory(
     raise DeviceMemoryError("\n".join(lines))
 
 
+def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
+    """Elements of a config's parameters."""
+    return sum(math.prod(shape) for shape in _parameter_shapes(config).values())
+
+
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a config's parameters."""
-    return sum(_parameter_sizes(config)) * dtype.itemsize
+    """Bytes of a config's parameters in a type, which some of them may not have (`kept_dtypes`)."""
+    return sum(_parameter_bytes(config, dtype))
 
 
 def largest_parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
     """Bytes of the largest of a config's parameters."""
-    return max(_parameter_sizes(config)) * dtype.itemsize
+    return max(_parameter_bytes(config, dtype))
 
 
 def array_bytes(tree: Any) -> int:
@@ -85,9 +91,15 @@ def array_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> list[int]:
+    kept, shapes = kept_dtypes(config), _parameter_shapes(config)
+    return [math.prod(shape) * kept.get(path, dtype).itemsize for path, shape in shapes.items()]
+
+
 @functools.cache
-def _parameter_sizes(config: ModelConfig | DraftHeadConfig) -> tuple[int, ...]:
-    return tuple(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights_of(abstract(config))))
+def _parameter_shapes(config: ModelConfig | DraftHeadConfig) -> Mapping[tuple[str | int, ...], Sequence[int]]:
+    leaves = nnx.traversals.flatten_mapping(weights_of(abstract(config)))
+    return {path: leaf.shape for path, leaf in leaves.items()}
 
 
 def _device() -> Any:

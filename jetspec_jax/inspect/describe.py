@@ -21,7 +21,7 @@ from jetspec_jax.config import (
     check_head_fits,
     parse_model_config,
 )
-from jetspec_jax.device.memory import weight_bytes
+from jetspec_jax.device.memory import num_parameters, weight_bytes
 
 
 def describe(
@@ -131,7 +131,7 @@ def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHe
         headers = find_headers(path_or_id, folder)
         file_bytes, unused = headers.file_bytes, headers.plan(config).unused
     return {
-        "parameters": bfloat16 // 2,
+        "parameters": num_parameters(config),
         # What a device takes: MXFP4, the smallest form of a file, is widened when it is read.
         "weight_bytes_bf16": bfloat16,
         "file_bytes": file_bytes,

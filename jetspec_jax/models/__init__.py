@@ -5,6 +5,8 @@ arrays, and a program binds them to a module again while it is traced (`bind`): 
 ``nnx.jit`` would cost milliseconds at every call.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
@@ -16,8 +18,11 @@ from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
+from jetspec_jax.models.layers import KEPT_DTYPE
 from jetspec_jax.models.qwen3 import Qwen3
+from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
+from jetspec_jax.models.qwen3_next import Qwen3Next
 from jetspec_jax.models.step import Step
 from jetspec_jax.models.transformer import Transformer
 
@@ -28,6 +33,9 @@ FAMILIES: dict[str, type[Transformer]] = {
     "gemma4_text": Gemma4,
     "gpt_oss": GptOss,
     "step3p5": Step,
+    "qwen3_5_text": Qwen3_5,
+    "qwen3_5_moe_text": Qwen3_5,
+    "qwen3_next": Qwen3Next,
 }
 
 #: Nested dicts (and integer-keyed dicts for layers) of arrays: a module's parameters.
@@ -40,7 +48,7 @@ def build(
     rngs: nnx.Rngs,
     dtype: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> Transformer | DraftHead:
-    """A randomly initialised module with parameters of type ``dtype``."""
+    """A randomly initialised module with parameters of type ``dtype``, but for those of `kept_dtypes`."""
     if isinstance(config, DraftHeadConfig):
         return DraftHead(config, rngs=rngs, dtype=dtype)
     return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
@@ -49,6 +57,17 @@ def build(
 def abstract(config: ModelConfig | DraftHeadConfig) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters still name their axes."""
     return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0)))
+
+
+@functools.cache
+def kept_dtypes(config: ModelConfig | DraftHeadConfig) -> Mapping[tuple[str | int, ...], jnp.dtype]:
+    """The types of the parameters that keep them whatever type is asked for, by the paths of the weights."""
+    parameters = nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))
+    return {
+        tuple(path): kept  # pyright: ignore[reportReturnType]
+        for path, parameter in parameters
+        if (kept := parameter.get_metadata().get(KEPT_DTYPE)) is not None
+    }
 
 
 class _OneKey(nnx.Rngs):

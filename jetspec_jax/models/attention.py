@@ -54,10 +54,17 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
     ) -> tuple[Float[Array, "B N M"], KV]:
         """The attention's output and the block's own keys and values."""
-        q, kv = self.finish(self.project(x), positions)
+        out, kv = self.attended(self.project(x), positions, attend)
+        return self.output(out, x), kv
+
+    def attended(
+        self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"], attend: Attend
+    ) -> tuple[Float[Array, "B N H E"], KV]:
+        """The heads' outputs, and the block's own keys and values."""
+        q, kv = self.finish(projected, positions)
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         out = attend(self.layer, q, kv, scale=self.scale, window=self.window, sinks=self.sink_logits())
-        return self.output(out, x), kv
+        return out, kv
 
     def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
         """Queries, keys and values in one product."""

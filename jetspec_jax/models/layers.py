@@ -1,7 +1,7 @@
 """Blocks that every family is made of.
 
-Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size. Of recurrent layers:
-K key heads of size D, V value heads of size E, C channels of the convolution.
+Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size; of recurrent
+layers, K key heads of size D, V value heads of size E, C channels of the convolution.
 
 Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Every
 parameter names its axes where it is made, and nothing else here knows about devices.
@@ -120,6 +120,10 @@ def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
     terms = math.prod(size for axis, size in zip(axes, x.shape, strict=True) if axis in others)
     # XLA counts the terms of both sides: of the row, and of the weights.
     return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
+
+
+#: Metadata of a parameter that has one type whatever type the others are asked to have.
+KEPT_DTYPE = "kept_dtype"
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:

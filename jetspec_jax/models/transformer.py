@@ -19,7 +19,8 @@ class ForwardOutput(NamedTuple):
         hidden: Final-normed hidden states. Logits are made of them by `Transformer.logits`, for the rows that
             need any: a prompt chunk needs one row, not a chunk times the vocabulary.
         taps: Outputs of the tapped layers, concatenated; F is 0 when nothing is tapped.
-        stash: Per layer, what a commit could need of the block: its keys and values, or what a state is made of.
+        stash: Per layer, whatever a commit could need of the block: its keys and values, or what makes up a
+            state.
     """
 
     hidden: Float[Array, "B N M"]

@@ -12,15 +12,22 @@ FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
 # Second goldens of a family. No draft head is trained for them: it sees nothing of what they differ in.
 VARIANTS = ("qwen3_moe_sliding",)
-# For tests that compile much: others have all that these two are made of.
+# For tests that compile much: others have all that these are made of.
+IN_PARTS = ("gemma3", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next")
 EACH_PART = pytest.mark.parametrize(
     "family",
-    [wide(name) if name in ("gemma3", "qwen3_moe_sliding") else name for name in NAMES],
+    [
+        wide(name) if name in ("gemma3", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next") else name
+        for name in NAMES
+    ],
     indirect=True,
 )
 
 # Longer than the windows of 8, by three of them.
 IDS = np.random.default_rng(0).integers(0, 64, (2, 33)).astype(np.int32)
+# Of recurrent families, whose transformers computes in chunks of 64 tokens, and these in chunks of 256.
+LONG_IDS = np.random.default_rng(1).integers(0, 64, (1, 600)).astype(np.int32)
+LONG_PLACES = np.s_[:, 7::16]
 TOLERANCE = 1e-4
 
 
@@ -32,3 +39,8 @@ def golden_target(name):
 def golden_logits(name):
     """What transformers makes of `IDS`."""
     return np.load(FOLDER / name / "logits.npy")
+
+
+def long_golden_logits(name):
+    """What transformers makes of `LONG_IDS`, at `LONG_PLACES`."""
+    return np.load(FOLDER / name / "long_logits.npy")

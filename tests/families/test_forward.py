@@ -14,7 +14,15 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
-from tests.families.goldens import EACH_PART, IDS, TOLERANCE, golden_logits
+from tests.families.goldens import (
+    EACH_PART,
+    IDS,
+    LONG_IDS,
+    LONG_PLACES,
+    TOLERANCE,
+    golden_logits,
+    long_golden_logits,
+)
 from tests.marks import wide
 from train.loss.attention import causal_attend
 
@@ -29,6 +37,15 @@ def test_logits_are_those_of_transformers(family, target):
     theirs = golden_logits(family)
     assert theirs.std() > 0.5
     close(logits(target, IDS), theirs)
+
+
+@pytest.mark.parametrize("family", [wide("qwen3_5_moe"), "qwen3_5", wide("qwen3_next")], indirect=True)
+def test_many_chunks_of_a_recurrence(family, target):
+    """Rounding adds up over hundreds of tokens: the more where a norm makes short vectors longer."""
+    theirs = long_golden_logits(family)
+    ours = np.asarray(logits(target, LONG_IDS))[LONG_PLACES]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(ours.argmax(axis=-1), theirs.argmax(axis=-1))
 
 
 @EACH_PART

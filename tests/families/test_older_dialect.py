@@ -17,6 +17,19 @@ QWEN3_MOE = (
     ("dtype", "num_local_experts", "rope_parameters"),
     {**VERSION_4, "max_window_layers": 4, "num_experts": 8, "rope_scaling": None, "rope_theta": 500000},
 )
+PUBLISHED_ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+    "rope_theta": 10000000,
+    "rope_type": "default",
+}
+OF_QWEN3_5 = {
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish",
+}
 # Of each golden the keys that its config has in the newer dialect alone, and those of the older one.
 OLDER = {
     "gemma3": (
@@ -48,8 +61,27 @@ OLDER = {
             "rope_theta": 150000,
         },
     ),
+    # As published: they repeat the part of a head that turns.
+    "qwen3_5": (
+        ("rope_parameters",),
+        {"rope_parameters": PUBLISHED_ROPE, "partial_rotary_factor": 0.5, **OF_QWEN3_5},
+    ),
+    "qwen3_5_moe": (
+        ("layer_types", "rope_parameters"),
+        {
+            "full_attention_interval": 4,
+            "mlp_only_layers": [],
+            "rope_parameters": PUBLISHED_ROPE,
+            "partial_rotary_factor": 0.5,
+            **OF_QWEN3_5,
+        },
+    ),
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe_sliding": QWEN3_MOE,
+    "qwen3_next": (
+        ("dtype", "rope_parameters"),
+        {**VERSION_4, "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 500000},
+    ),
     # Never in version 4: as the model's own code has it.
     "step3p7": (
         (

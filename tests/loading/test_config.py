@@ -87,10 +87,6 @@ class TestTarget:
     @pytest.mark.parametrize(
         ("model_type", "feature"),
         [
-            ("qwen3_next", "linear attention (gated delta net)"),
-            ("qwen3_5", "linear attention (gated delta net)"),
-            ("qwen3_5_moe", "linear attention (gated delta net)"),
-            ("qwen3_5_moe_text", "linear attention (gated delta net)"),
             ("qwen3_vl_moe", "positions on three axes"),
             ("gemma3n_text", "embeddings for each layer"),
             ("gemma2", "attention scores are capped"),

@@ -8,6 +8,7 @@ from jetspec_jax.config import parse_model_config
 from tests.loading import test_gemma3 as gemma3
 from tests.loading import test_gemma4 as gemma4
 from tests.loading import test_gpt_oss as gpt_oss
+from tests.loading import test_qwen3_5 as qwen3_5
 from tests.loading import test_qwen3_moe as moe
 from tests.loading import test_step as step
 from tests.loading.published import V4, V5, without
@@ -15,7 +16,13 @@ from tests.loading.published import V4, V5, without
 FP8 = {"quant_method": "fp8"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 #: Configs of several modalities, by the type of their text model.
-WRAPPED = {"gemma3_text": gemma3.nested, "gemma4_text": gemma4.nested, "step3p5": step.wrapped}
+WRAPPED = {
+    "gemma3_text": gemma3.nested,
+    "gemma4_text": gemma4.nested,
+    "step3p5": step.wrapped,
+    "qwen3_5_text": qwen3_5.wrapped,
+    "qwen3_5_moe_text": qwen3_5.wrapped,
+}
 
 
 def forms(raw):
@@ -81,6 +88,7 @@ SAME = {
             {**without(step.NEWER_TEXT, "num_nextn_predict_layers"), "num_mtp_layers": 3},
         ],
     ),
+    **qwen3_5.same_models(),
 }
 
 #: Settings that change the model, which nobody may ignore.
@@ -122,6 +130,7 @@ CHANGES = [
     (step.HUB_TEXT, "moe_router_activation", "softmax"),
     (step.HUB_TEXT, "use_moe_router_bias", False),
     (step.HUB_TEXT, "query_pre_attn_scalar", 64),
+    *qwen3_5.CHANGES,
 ]
 
 
@@ -349,6 +358,7 @@ REFUSED = [
             "rope_parameters and rope_theta mean the same and differ": {"rope_theta": [1e4] * 45},
         },
     ),
+    *qwen3_5.REFUSED,
 ]
 
 
@@ -381,11 +391,16 @@ def test_refused(raw, changes, complaint):
             parse_model_config(form)
 
 
-@pytest.mark.parametrize("text", [gemma3.OLDER, gemma4.PUBLISHED, step.HUB_TEXT], ids=WRAPPED)
+@pytest.mark.parametrize(
+    "text",
+    [gemma3.OLDER, gemma4.PUBLISHED, step.HUB_TEXT, qwen3_5.TEXT_27B, qwen3_5.TEXT_35B],
+    ids=WRAPPED,
+)
 class TestWrapper:
     def test_the_type_may_be_left_out(self, text):
-        wrap = WRAPPED[text["model_type"]]
-        assert parse_model_config(wrap(without(text, "model_type"))) == parse_model_config(text)
+        raw = WRAPPED[text["model_type"]](text)
+        untold = {**raw, "text_config": without(raw["text_config"], "model_type")}
+        assert parse_model_config(untold) == parse_model_config(text)
 
     def test_refused(self, text):
         raw = WRAPPED[text["model_type"]](text)

@@ -54,11 +54,19 @@ class Family:
 
     def _values(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Random values that follow from the tensor's name: norms and scales about 1, all else about 0."""
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if name.endswith("A_log"):  # as transformers makes it: a spread of rates, which noise would not have
+            rates = torch.linspace(0.05, 8.0, like.numel())
+            return rates[torch.randperm(like.numel(), generator=_generator(name))].log()
+        generator = _generator(name)
         noise = 0.2 * torch.randn(like.shape, generator=generator)
-        near_one = ("norm" in name and not self.centered) or name.endswith(("scale", "layer_scalar"))
+        plain = not self.centered or "linear_attn" in name
+        near_one = ("norm" in name and plain) or name.endswith(("scale", "layer_scalar", "dt_bias"))
         factor = next((own for part, own in self.louder.items() if part in name), 1.0)
         return (factor * (1 + noise if near_one else noise)).bfloat16().float()
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 GEMMA3 = {
@@ -85,6 +93,34 @@ GEMMA4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+# Value heads: three for a key head, or two.
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+QWEN3_5 = {
+    **COMMON,
+    **RECURRENT,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+SHARED_EXPERT = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# Queries and keys are normalised, and those of a tiny model are so short that this is mostly noise.
+LONGER = {"conv1d": 5.0, "in_proj_qkv": 2.0}
 
 FAMILIES = {
     # The sequences of the tests are longer than the original context, and the prefixes of their trees not.
@@ -215,6 +251,35 @@ FAMILIES = {
             "shared_experts.gate_proj": 12.0,
             "shared_experts.up_proj": 12.0,
         },
+        centered=True,
+    ),
+    "qwen3_5": Family(
+        lambda: transformers.Qwen3_5TextConfig(
+            **{**QWEN3_5, "linear_num_value_heads": 6}, intermediate_size=48
+        ),
+        transformers.Qwen3_5ForCausalLM,
+        louder=LONGER,
+        centered=True,
+    ),
+    "qwen3_5_moe": Family(
+        lambda: transformers.Qwen3_5MoeTextConfig(**QWEN3_5, **SHARED_EXPERT),
+        transformers.Qwen3_5MoeForCausalLM,
+        louder=LONGER,
+        centered=True,
+    ),
+    "qwen3_next": Family(
+        lambda: transformers.Qwen3NextConfig(
+            **{**COMMON, **RECURRENT, "max_position_embeddings": 1024},
+            **SHARED_EXPERT,
+            intermediate_size=48,
+            mlp_only_layers=[1],
+            norm_topk_prob=False,
+            # A dense layer, and attention first: the pattern need not be the published one.
+            layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25},
+        ),
+        transformers.Qwen3NextForCausalLM,
+        louder=LONGER,
         centered=True,
     ),
 }

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.families.goldens import FOLDER, IDS
+from tests.families.goldens import FOLDER, IDS, LONG_IDS, LONG_PLACES
 from tests.parity.families import FAMILIES
 
 
 @torch.no_grad()
-def logits_of(model):
-    """float32 logits of the goldens' sequences, whole and without a cache."""
-    return model(torch.from_numpy(IDS.astype(np.int64)), use_cache=False).logits.float().numpy()
+def logits_of(model, ids):
+    """float32 logits of whole sequences, without a cache."""
+    return model(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.float().numpy()
 
 
 def make(name):
@@ -25,9 +25,17 @@ def make(name):
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     model = FAMILIES[name].build()
-    logits = logits_of(model)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    logits = logits_of(model, IDS)
+    # As published: decay rates are the one parameter that is not rounded.
+    rates = {own: value.clone() for own, value in model.named_parameters() if own.endswith("A_log")}
+    long_logits = logits_of(model, LONG_IDS)[LONG_PLACES] if rates else None
+    model.to(torch.bfloat16)
+    for own, value in rates.items():
+        model.get_parameter(own).data = value
+    model.save_pretrained(folder)
     np.save(folder / "logits.npy", logits)
+    if long_logits is not None:
+        np.save(folder / "long_logits.npy", long_logits)
 
 
 if __name__ == "__main__":

@@ -183,5 +183,16 @@ def in_one_forward(model, prefix, tree):
     return theirs[:, length:]
 
 
+def path_by_path(model, prefix, tree):
+    """transformers over the prefix and the path to each node, for models that no mask can tell of a tree."""
+    parents, depths, tokens = map(np.asarray, (tree.parents, tree.depths, tree.tokens))
+    theirs = np.zeros((*tokens.shape, model.config.vocab_size), np.float32)
+    for depth in range(depths.max() + 1):
+        places = np.argwhere(depths == depth)
+        ids = [[*prefix[b], *tokens[b, path_to(parents[b], node)]] for b, node in places]
+        theirs[tuple(places.T)] = oracle_logits(model, ids)[:, -1]
+    return theirs
+
+
 def valid_rows(rows, tree):
     return np.asarray(rows)[np.asarray(tree.valid)]

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from jetspec_jax.config import parse_model_config
-from tests.loading import test_gemma3, test_gemma4
+from tests.loading import test_gemma3, test_gemma4, test_qwen3_5
 from tests.loading.published import without
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_qwen3_moe import OLDER, QWEN3_30B_A3B
@@ -33,6 +33,10 @@ pytestmark = pytest.mark.parity
         (transformers.Gemma3TextConfig, test_gemma3.OLDER),
         (transformers.Gemma3Config, test_gemma3.PUBLISHED_4B),
         (transformers.Gemma4TextConfig, test_gemma4.PUBLISHED),
+        (transformers.Qwen3_5TextConfig, test_qwen3_5.TEXT_27B),
+        (transformers.Qwen3_5MoeTextConfig, test_qwen3_5.TEXT_35B),
+        (transformers.Qwen3_5MoeConfig, test_qwen3_5.wrapped(test_qwen3_5.TEXT_35B)),
+        (transformers.Qwen3NextConfig, test_qwen3_5.NEXT_80B),
     ],
 )
 def test_translation(tmp_path, theirs, raw):

@@ -7,7 +7,7 @@ import transformers
 
 from jetspec_jax import load_target, logits
 from jetspec_jax.inspect.describe import describe
-from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, Family
+from tests.parity.families import GEMMA3, GEMMA4, GEMMA4_EXPERTS, LONGER, QWEN3_5, SHARED_EXPERT, Family
 from tests.parity.oracle import assert_close, oracle_logits, random_ids
 
 pytestmark = pytest.mark.parity
@@ -31,10 +31,27 @@ WRAPPERS = {
         ),
         transformers.Gemma4ForConditionalGeneration,
     ),
+    "qwen3_5_moe": Family(
+        lambda: transformers.Qwen3_5MoeConfig(
+            text_config={**QWEN3_5, **SHARED_EXPERT, "eos_token_id": 5},
+            vision_config={
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+            },
+        ),
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        louder=LONGER,
+        centered=True,
+    ),
 }
 SKIPPED = {
     "gemma3": {"vision tower", "projector of images"},
     "gemma4": {"vision tower", "audio tower"},
+    "qwen3_5_moe": {"vision tower"},
 }
 
 

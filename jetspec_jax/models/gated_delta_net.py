@@ -1,0 +1,140 @@
+"""The recurrent layers of Qwen3-Next and its successors: a gated delta net behind a short convolution.
+
+Shapes: B sequences, N tokens, M model, K key heads of size D, V value heads of size E, C channels of the
+convolution: queries, keys and values of all heads.
+
+Source: Gated Delta Networks (Yang et al., arXiv 2412.06464).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.models.layers import KEPT_DTYPE, History, RecurrentRows, RMSNorm, einsum, param
+from pallas_kernels.gated_delta import gated_delta
+
+# Inside the root that normalises queries and keys, whatever the model's own is.
+_EPS = 1e-6
+
+
+class Projected(NamedTuple):
+    """What a layer's input is projected to.
+
+    Attributes:
+        rows: Queries, keys and values, in this order.
+        z: Gates of the output.
+        b: Before the sigmoid, how much of its value each token writes.
+        a: What the decay is made of.
+    """
+
+    rows: Float[Array, "B N C"]
+    z: Float[Array, "B N V E"]
+    b: Float32[Array, "B N V"]
+    a: Float32[Array, "B N V"]
+
+
+class GatedDeltaNet(nnx.Module):
+    """A recurrence whose state decays, and learns each token's value as what its key should yield."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s recurrence."""
+        own = config.layers[layer].recurrence
+        assert own is not None, "a layer without a recurrence has attention"
+        m, v, e = config.hidden_size, own.num_value_heads, own.value_dim
+        self.layer, self.recurrence = layer, own
+        self.make_projections(m, rngs=rngs, dtype=dtype)
+        self.conv1d = param(rngs, (own.channels, own.kernel), ("channels", "kernel"), dtype)
+        # As of transformers: slow heads and fast ones.
+        rates = jax.random.uniform(rngs.params(), (v,), jnp.float32, minval=0.01, maxval=16.0)
+        kept = {KEPT_DTYPE: jnp.dtype(jnp.float32)}
+        self.A_log = nnx.Param(jnp.log(rates), axes=("value_heads",), **kept)
+        self.dt_bias = nnx.Param(jnp.ones((v,), dtype), axes=("value_heads",))
+        self.norm = RMSNorm(e, config.rms_norm_eps, axis="value_dim", dtype=dtype)
+        self.out_proj = param(rngs, (v, e, m), ("value_heads", "value_dim", "embed"), dtype)
+
+    def make_projections(self, hidden_size: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        """Makes the weights of `project`."""
+        own, m = self.recurrence, hidden_size
+        v, e = own.num_value_heads, own.value_dim
+        self.in_proj_qkv = param(rngs, (m, own.channels), ("embed", "channels"), dtype)
+        self.in_proj_z = param(rngs, (m, v, e), ("embed", "value_heads", "value_dim"), dtype)
+        self.in_proj_ba = param(rngs, (m, 2, v), ("embed", "ba", "value_heads"), dtype)
+
+    def project(self, x: Float[Array, "B N M"]) -> Projected:
+        """What the layer makes of its input before tokens know of each other."""
+        ba = einsum("bnm,mkv->bnkv", x, self.in_proj_ba[...], wide=True)
+        return Projected(
+            rows=einsum("bnm,mc->bnc", x, self.in_proj_qkv[...]),
+            z=einsum("bnm,mve->bnve", x, self.in_proj_z[...]),
+            b=ba[:, :, 0],
+            a=ba[:, :, 1],
+        )
+
+    def __call__(
+        self, x: Float[Array, "B N M"], history: History
+    ) -> tuple[Float[Array, "B N M"], RecurrentRows]:
+        """What the layer adds to the stream, and what a store needs of the block."""
+        projected = self.project(x)
+        q, k, v = self.heads(self.convolve(projected.rows, history))
+        bias = self.dt_bias[...].astype(jnp.float32)[None, None]
+        rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
+        decay = -rates * jax.nn.softplus(projected.a + bias)
+        out, delta = gated_delta(
+            q, k, v, decay, jax.nn.sigmoid(projected.b), history.state, parents=history.parents
+        )
+        gated = self.norm(out) * jax.nn.silu(projected.z.astype(jnp.float32))
+        added = einsum("bnve,vem->bnm", gated.astype(x.dtype), self.out_proj[...])
+        return added, RecurrentRows(projected.rows, k, delta, decay)
+
+    def convolve(self, rows: Float[Array, "B N C"], history: History) -> Float[Array, "B N C"]:
+        """Each channel over the token itself and those right before it on its path, then SiLU."""
+        batch, count, channels = rows.shape
+        taps = self.recurrence.kernel - 1
+        before = history.rows
+        if before is None:
+            before = jnp.zeros((batch, taps, channels), rows.dtype)
+        extended = jnp.concatenate([before.astype(rows.dtype), rows], axis=1)
+        weight = self.conv1d[...].astype(jnp.float32)
+        # Where in these rows, for each token, the one is that many places before it on its path.
+        index = _first_ancestors(history.parents, taps) if history.parents is not None else None
+        total = rows.astype(jnp.float32) * weight[None, None, :, taps]
+        for back in range(1, taps + 1):
+            if index is None:
+                seen = extended[:, taps - back : taps - back + count]
+            else:
+                seen = jnp.take_along_axis(extended, index[back][:, :, None], axis=1)
+            total += seen.astype(jnp.float32) * weight[None, None, :, taps - back]
+        return jax.nn.silu(total).astype(rows.dtype)
+
+    def heads(
+        self, rows: Float[Array, "B N C"]
+    ) -> tuple[Float32[Array, "B N K D"], Float32[Array, "B N K D"], Float32[Array, "B N V E"]]:
+        """Queries, normalised and scaled, keys, normalised, and values."""
+        own = self.recurrence
+        keys = own.num_key_heads * own.key_dim
+        q, k, v = jnp.split(rows.astype(jnp.float32), (keys, 2 * keys), axis=-1)
+        q, k = (_normalised(x.reshape(*x.shape[:2], -1, own.key_dim)) for x in (q, k))
+        return q * own.key_dim**-0.5, k, v.reshape(*v.shape[:2], -1, own.value_dim)
+
+
+def _normalised(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows D"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
+
+
+def _first_ancestors(parents: Int[Array, "B N"], taps: int) -> list[Int[Array, "B N"]]:
+    """Where each token, its parent, and so on are, in the ``taps`` rows before the block and then its own.
+
+    From the root a path goes on into the rows before the block, which are as many as it can need.
+    """
+    batch, count = parents.shape
+    above = jnp.broadcast_to(jnp.maximum(jnp.arange(taps, dtype=parents.dtype) - 1, 0)[None], (batch, taps))
+    above = jnp.concatenate([above, parents + taps], axis=1)
+    own = jnp.arange(taps, taps + count, dtype=parents.dtype)
+    index = [jnp.broadcast_to(own[None], (batch, count))]
+    for _ in range(taps):
+        index.append(jnp.take_along_axis(above, index[-1], axis=1))
+    return index

@@ -1,0 +1,144 @@
+"""Qwen3.5 and its successors: recurrent layers, and between them attention with a gate.
+
+Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E head size.
+"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jetspec_jax.config import LayerConfig, ModelConfig
+from jetspec_jax.models.attention import PROJECTION_AXES, Attention
+from jetspec_jax.models.decoder_layer import DecoderLayer
+from jetspec_jax.models.feed_forward import MLP, ExpertMLP
+from jetspec_jax.models.gated_delta_net import GatedDeltaNet
+from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key, Skip
+from jetspec_jax.models.layers import KV, Attend, CenteredRMSNorm, Mix, Rows, einsum, param
+from jetspec_jax.models.transformer import Transformer
+
+
+class GatedAttention(Attention):
+    """Attention with a gate for every element of a head's output, projected beside the head's query."""
+
+    NORM = CenteredRMSNorm
+
+    def make_projection(
+        self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
+    ) -> None:
+        """Makes a weight in which queries and gates take turns, before the key and the value."""
+        shape = hidden_size, own.num_kv_heads, 2 * (own.num_heads // own.num_kv_heads) + 2, own.head_dim
+        self.qkv_proj = param(rngs, shape, PROJECTION_AXES, dtype)
+
+    def attended(
+        self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"], attend: Attend
+    ) -> tuple[Float[Array, "B N H E"], KV]:
+        """The heads' outputs, each times the sigmoid of its gate, and the block's own keys and values."""
+        queries, gates = projected[..., :-2:2, :], projected[..., 1:-2:2, :]
+        projected = jnp.concatenate([queries, projected[..., -2:, :]], axis=-2)
+        out, kv = super().attended(projected, positions, attend)
+        gated = out * jax.nn.sigmoid(gates.reshape(out.shape).astype(jnp.float32))
+        return gated.astype(out.dtype), kv
+
+
+class SharedExpertMLP(ExpertMLP):
+    """Experts, and one that all tokens pass, each as far as its gate lets it."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        """Makes layer ``layer``'s router, its experts and the shared one, which is its dense block."""
+        super().__init__(config, layer, rngs=rngs, dtype=dtype)
+        self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
+        self.shared_gate = param(rngs, (config.hidden_size,), ("embed",), dtype)
+
+    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """Applies the chosen experts and the shared one to every token."""
+        gates = jax.nn.sigmoid(einsum("bnm,m->bn", x, self.shared_gate[...], wide=True))
+        return super().__call__(x) + (gates[:, :, None] * self.shared(x)).astype(x.dtype)
+
+
+class HybridLayer(DecoderLayer):
+    """A pre-norm layer, recurrent or of attention."""
+
+    NORM = CenteredRMSNorm
+    ATTENTION = GatedAttention
+    EXPERTS = SharedExpertMLP
+    RECURRENCE: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
+
+    def make_mixer(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> None:
+        """Makes the one or the other."""
+        self.recurrent = config.layers[layer].recurrence is not None
+        if self.recurrent:
+            self.linear_attn = self.RECURRENCE(config, layer, rngs=rngs, dtype=dtype)
+        else:
+            super().make_mixer(config, layer, rngs=rngs, dtype=dtype)
+
+    def mix(
+        self, normed: Float[Array, "B N M"], positions: Int[Array, "B N"], attend: Attend
+    ) -> tuple[Float[Array, "B N M"], Rows]:
+        """What the recurrence or the attention adds to the stream, and what a store keeps of the block."""
+        if not self.recurrent:
+            return super().mix(normed, positions, attend)
+        assert isinstance(attend, Mix), "a recurrent layer asks for the history of its block"
+        return self.linear_attn(normed, attend.history(self.linear_attn.layer))
+
+
+_MIXER, _MLP, _EXPERTS = "layers.{}.linear_attn.", "layers.{}.mlp.", "layers.{}.mlp.experts."
+
+#: What is alike in the files of all these families, but for `ENDS`.
+HYBRID_KEYS = tuple(
+    key.under("model.")
+    for key in (
+        *LAYER_KEYS,
+        Key(f"{_MIXER}conv1d.weight", f"{_MIXER}conv1d", "c k -> c () k"),
+        Key(f"{_MIXER}A_log", f"{_MIXER}A_log"),
+        Key(f"{_MIXER}dt_bias", f"{_MIXER}dt_bias"),
+        Key(f"{_MIXER}norm.weight", f"{_MIXER}norm.weight"),
+        Key(f"{_MIXER}out_proj.weight", f"{_MIXER}out_proj", "v e m -> m (v e)"),
+        Key(f"{_MLP}gate.weight", f"{_MLP}router"),
+        Key(f"{_MLP}shared_expert.gate_proj.weight", f"{_MLP}shared.gate_up_proj", "m i -> i m", np.s_[:, 0]),
+        Key(f"{_MLP}shared_expert.up_proj.weight", f"{_MLP}shared.gate_up_proj", "m i -> i m", np.s_[:, 1]),
+        Key(f"{_MLP}shared_expert.down_proj.weight", f"{_MLP}shared.down_proj", "i m -> m i"),
+        Key(f"{_MLP}shared_expert_gate.weight", f"{_MLP}shared_gate", "m -> () m"),
+        *(
+            Key(f"{_EXPERTS}{{}}.{name}.weight", f"{_EXPERTS}{path}", layout, part, expert=True)
+            for name, path, layout, part in (
+                ("gate_proj", "gate_up_proj", "m i -> i m", np.s_[:, 0]),
+                ("up_proj", "gate_up_proj", "m i -> i m", np.s_[:, 1]),
+                ("down_proj", "down_proj", "i m -> m i", ...),
+            )
+        ),
+        Key(f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}gate_up_proj", "e m two i -> e (two i) m", form="fused"),
+        Key(f"{_EXPERTS}down_proj", f"{_EXPERTS}down_proj", "e i m -> e m i", form="fused"),
+    )
+)
+
+#: Tensors of what predicts further tokens, which files of all these families may hold.
+FURTHER_TOKENS = Skip(r"mtp\..*", "layers that predict further tokens")
+
+
+class Qwen3_5(Transformer):
+    """A Qwen3.5 target, dense or mixed (``model_type`` "qwen3_5_text" and "qwen3_5_moe_text").
+
+    Alone or as a part of one for images, "qwen3_5" and "qwen3_5_moe". Published files hold experts fused,
+    transformers writes them one by one.
+    """
+
+    LAYER = HybridLayer
+    PREFIXES = ("model.", "model.language_model.")
+    SKIPPED = (FURTHER_TOKENS, Skip(r"(model\.)?visual\..*", "vision tower"))
+    KEYS = (
+        *ENDS,
+        *HYBRID_KEYS,
+        *(
+            Key(f"model.{_MIXER}{name}.weight", f"{_MIXER}{path}", layout, part)
+            for name, path, layout, part in (
+                ("in_proj_qkv", "in_proj_qkv", "m c -> c m", ...),
+                ("in_proj_z", "in_proj_z", "m v e -> (v e) m", ...),
+                ("in_proj_b", "in_proj_ba", "m v -> v m", np.s_[:, 0]),
+                ("in_proj_a", "in_proj_ba", "m v -> v m", np.s_[:, 1]),
+            )
+        ),
+    )

@@ -1,0 +1,121 @@
+"""The parts of Qwen3.5's and Qwen3-Next's layers, each alone, against float64."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jetspec_jax.cache.block import Block
+from jetspec_jax.models import bind
+from jetspec_jax.models.layers import History
+from tests.families import step_by_step
+from tests.families.goldens import FOLDER, golden_target
+from tests.marks import wide
+from train.loss.attention import causal_attend
+
+TOLERANCE = 1e-5
+
+
+def golden(name):
+    """A golden's config as it is stored, and its tensors."""
+    raw = json.loads((FOLDER / name / "config.json").read_text())
+    return raw, load_file(FOLDER / name / "model.safetensors")
+
+
+def part(name, layer, block):
+    """A golden's config, and the tensors of a block of one layer."""
+    raw, tensors = golden(name)
+    return raw, step_by_step.Tensors(tensors, f"model.layers.{layer}.{block}.")
+
+
+def rows(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(ours, theirs):
+    assert np.std(theirs) > 0.1
+    # Of a row's largest element: a norm makes what is nearly nothing, rounding and all, as large as the rest.
+    size = np.maximum(1, np.abs(theirs).max(axis=-1, keepdims=True))
+    np.testing.assert_array_less(np.abs(np.asarray(ours, np.float64) - theirs) / size, TOLERANCE)
+
+
+def recurrence_of(name, layer, x, history):
+    """What a golden's recurrent layer makes of rows: what it adds, and what it leaves for a store."""
+    target = golden_target(name)
+
+    @jax.jit
+    def run(weights, x, history):
+        return bind(target.config, weights).layers[layer].linear_attn(x, history)
+
+    return run(target.weights, jnp.asarray(x), history)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("count", [300, wide(600), wide(1)])
+def test_recurrence_of_a_sequence(name, count):
+    """Longer than a chunk."""
+    raw, tensors = part(name, 1, "linear_attn")
+    x = rows(0, 1, count, 32)
+    added, left = recurrence_of(name, 1, x, History(None, None, None))
+    own = golden_target(name).config.layers[1].recurrence
+    before = np.zeros((own.kernel - 1, own.channels))
+    state = np.zeros((own.num_value_heads, own.key_dim, own.value_dim))
+    expected, _ = step_by_step.recurrent(raw, tensors, x[0], [*range(-1, count - 1)], before, state)
+    close(added[0], expected)
+    close(left.rows[0], step_by_step.project(raw, tensors, x[0])[0])
+
+
+@pytest.mark.parametrize("name", [wide("qwen3_5"), "qwen3_next"])
+def test_recurrence_of_a_tree(name):
+    """Windows of the convolution and states follow parents, from the root on into what is stored."""
+    raw, tensors = part(name, 1, "linear_attn")
+    own = golden_target(name).config.layers[1].recurrence
+    rng = np.random.default_rng(1)
+    parents = np.array(
+        [[-1, *(rng.integers(0, i) for i in range(1, 24))], [-1, 0, 1, 2, 3, 3, 2, 1, 0, *range(8, 23)]]
+    )
+    x = rows(2, 2, 24, 32)
+    before = rows(3, 2, own.kernel - 1, own.channels)
+    state = rows(4, 2, own.num_value_heads, own.key_dim, own.value_dim)
+    history = History(jnp.asarray(before), jnp.asarray(state), jnp.asarray(parents, jnp.int32))
+    added, left = recurrence_of(name, 1, x, history)
+    for b in range(2):
+        expected, states = step_by_step.recurrent(raw, tensors, x[b], parents[b], before[b], state[b])
+        close(added[b], expected)
+        # What a store is left is the step from the parent's state to the own.
+        step = (
+            states[9]
+            - np.exp(np.asarray(left.decay, np.float64)[b, 9])[:, None, None] * states[parents[b, 9]]
+        )
+        keys = np.repeat(left.k[b, 9], own.num_value_heads // own.num_key_heads, axis=0)
+        close(np.einsum("vd,ve->vde", keys, left.delta[b, 9]), step)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_attention(name):
+    """Gates take turns with queries, and a part of a head turns."""
+    raw, tensors = part(name, 3, "self_attn")
+    target, x = golden_target(name), rows(5, 1, 40, 32)
+
+    @jax.jit
+    def run(weights, x):
+        layer = bind(target.config, weights).layers[3].self_attn
+        return layer(x, Block.chain(jnp.zeros((1, 40), jnp.int32)).depths, causal_attend())[0]
+
+    close(run(target.weights, jnp.asarray(x))[0], step_by_step.attention(raw, tensors, x[0]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+def test_mixture(name):
+    """Weights that add up to one, and as they are; the shared expert's gate."""
+    raw, tensors = part(name, 2, "mlp")
+    target, x = golden_target(name), rows(6, 1, 20, 32)
+
+    @jax.jit
+    def run(weights, x):
+        return bind(target.config, weights).layers[2].mlp(x)
+
+    close(run(target.weights, jnp.asarray(x))[0], step_by_step.experts(raw, tensors, x[0]))
