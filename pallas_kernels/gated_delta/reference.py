@@ -38,16 +38,17 @@ def gated_delta(
 ) -> GatedDelta:
     """See `api.gated_delta`, which explains the shapes and checks them."""
     batch, rows = q.shape[:2]
-    tokens = q, k, v, decay, beta
+    if state is None:
+        state = _zeros(k, v)
     if rows == 1:
-        return _one(*tokens, state)
+        return _one(q, k, v, decay, beta, state)
     if parents is not None:
-        return _together(*tokens, state, _seen(parents))
+        return _together(q, k, v, decay, beta, state, _seen(parents))
     parts = -(-rows // CHUNK)
     size = -(-rows // parts)
     seen = jnp.broadcast_to(jnp.tri(size, dtype=bool)[None], (batch, size, size))
     if parts == 1:
-        return _together(*tokens, state, seen)
+        return _together(q, k, v, decay, beta, state, seen)
 
     def cut(x: Array) -> Array:
         padding = [(0, 0), (0, parts * size - rows), *[(0, 0)] * (x.ndim - 2)]
@@ -57,13 +58,11 @@ def gated_delta(
         return jnp.moveaxis(x, 0, 1).reshape(batch, parts * size, *x.shape[3:])[:, :rows]
 
     def step(state: Array, part: tuple[Array, ...]) -> tuple[Array, GatedDelta]:
-        _, k, _, decay, _ = part
-        read = _together(*part, state, seen)
+        q, k, v, decay, beta = part
+        read = _together(q, k, v, decay, beta, state, seen)
         return _absorb(state, k, read.delta, decay), read
 
-    if state is None:
-        state = _zeros(k, v)
-    _, read = jax.lax.scan(step, state, tuple(map(cut, tokens)))
+    _, read = jax.lax.scan(step, state, (cut(q), cut(k), cut(v), cut(decay), cut(beta)))
     return GatedDelta(*map(joined, read))
 
 
@@ -96,14 +95,11 @@ def _one(
     v: Float[Array, "B 1 V E"],
     decay: Float[Array, "B 1 V"],
     beta: Float[Array, "B 1 V"],
-    state: Float[Array, "B V D E"] | None,
+    state: Float[Array, "B V D E"],
 ) -> GatedDelta:
     """A token alone: the recurrence itself, but that no state after it is made."""
     per_key = v.shape[2] // k.shape[2]
     overlap = jnp.repeat(jnp.sum(q * k, axis=-1), per_key, axis=2)[..., None]
-    if state is None:
-        delta = beta[..., None] * v
-        return GatedDelta(overlap * delta, delta)
     of_k, of_q = _read(k, q, jnp.exp(decay), state)
     delta = beta[..., None] * (v - of_k)
     return GatedDelta(of_q + overlap * delta, delta)
@@ -115,16 +111,14 @@ def _together(
     v: Float[Array, "B N V E"],
     decay: Float[Array, "B N V"],
     beta: Float[Array, "B N V"],
-    state: Float[Array, "B V D E"] | None,
+    state: Float[Array, "B V D E"],
     seen: Array,
 ) -> GatedDelta:
     """Tokens that each see themselves and their ancestors: ``seen[b, i, j]``, bool."""
     batch, rows, key_heads = k.shape[:3]
     heads = v.shape[2]
-    if state is not None:
-        kept = jnp.exp(_einsum("bij,bjv->biv", seen.astype(decay.dtype), decay))
-        of_k, of_q = _read(k, q, kept, state)
-        v = v - of_k
+    kept = jnp.exp(_einsum("bij,bjv->biv", seen.astype(decay.dtype), decay))
+    of_k, of_q = _read(k, q, kept, state)
     within = _decay_between(decay, seen)
 
     def weighted(gram: Float[Array, "B K N N"]) -> Float[Array, "B V N N"]:
@@ -134,15 +128,13 @@ def _together(
     by_head = jnp.moveaxis(beta, 1, 2)[..., None]
     delta = jax.lax.linalg.triangular_solve(
         by_head * weighted(_einsum("bikd,bjkd->bkij", k, k)),
-        by_head * jnp.moveaxis(v, 1, 2),
+        by_head * jnp.moveaxis(v - of_k, 1, 2),
         left_side=True,
         lower=True,
         unit_diagonal=True,
     )
     out = _einsum("bvij,bvje->bive", weighted(_einsum("bikd,bjkd->bkij", q, k)), delta)
-    if state is not None:
-        out = out + of_q
-    return GatedDelta(out, jnp.moveaxis(delta, 2, 1))
+    return GatedDelta(of_q + out, jnp.moveaxis(delta, 2, 1))
 
 
 def _seen(parents: Int32[Array, "B N"]) -> Array:
