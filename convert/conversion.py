@@ -17,7 +17,7 @@ from jetspec_jax.checkpoint.reading import put, read_headers
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights, kept_dtypes
+from jetspec_jax.models import Weights, dtype_of
 
 #: The word for leaving each parameter in the type that it is stored in.
 STORED = "stored"
@@ -138,12 +138,12 @@ def named(weights: Weights) -> dict[str, Any]:
 
 
 def cast_in_place(weights: Weights, config: ModelConfig | DraftHeadConfig, dtype: np.dtype) -> None:
-    """Gives parameters a type, but those of `kept_dtypes`, one by one, so that only one is there twice."""
-    flat, kept = nnx.traversals.flatten_mapping(weights), kept_dtypes(config)
+    """Gives parameters a type, as far as `dtype_of` lets it, one by one, so that only one is there twice."""
+    flat = nnx.traversals.flatten_mapping(weights)
     # What is not finite is for the caller to see; a warning per array would say less.
     with np.errstate(over="ignore", invalid="ignore"):
         for path in list(flat):
-            put(weights, path, flat.pop(path).astype(kept.get(path, dtype), copy=False))
+            put(weights, path, flat.pop(path).astype(dtype_of(config, path, dtype), copy=False))
 
 
 def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:

@@ -5,7 +5,7 @@ one at a time; the outputs are computed with one after the other, layer by layer
 weights there is little more in memory than the embedding in float32.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from convert.folders import Checkpoint, converted_files, kept_files, locate
 from convert.orbax_io import read_orbax
 from convert.outputs import fixed_tokens, outputs_of, read_on_host
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
-from jetspec_jax.config import DraftHeadConfig, check_head_fits
-from jetspec_jax.models import Weights, kept_dtypes
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
+from jetspec_jax.models import Weights, dtype_of
 
 # With a type named, the outputs differ by rounding: in bfloat16, which keeps 8 bits of 24, each weight by at
 # most 1/256, and the outputs of the tests' models by less than a tenth. A tensor that went to the wrong place
@@ -101,9 +101,7 @@ def verify(
         # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
         exact = jnp.dtype(jnp.float32) if to is not None and before is huggingface else None
         parameters = huggingface.parameters(exact)
-        names, differing = _compare(
-            held, parameters, kept_dtypes(before.config), source_is_held=before is orbax, to=to
-        )
+        names, differing = _compare(before.config, held, parameters, source_is_held=before is orbax, to=to)
         first = outputs(held)
         del held
         second = outputs(read_on_host(huggingface, exact))
@@ -152,21 +150,21 @@ def differing_files(source: Path, destination: Path) -> list[str]:
 
 
 def _compare(
+    config: ModelConfig | DraftHeadConfig,
     held: Weights,
     others: Iterable[tuple[ParameterPath, np.ndarray]],
-    kept: Mapping[ParameterPath, np.dtype],
     *,
     source_is_held: bool,
     to: np.dtype | None,
 ) -> tuple[list[str], list[str]]:
-    """Names of all parameters, and of those that differ; the source's are rounded before, but ``kept``."""
+    """Names of all parameters, and of those that differ; the source's are rounded before."""
     flat = nnx.traversals.flatten_mapping(held)
     names, differing = [], []
     for path, value in others:
         source, converted = (flat[path], value) if source_is_held else (value, flat[path])
         if to is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                source = source.astype(kept.get(path, to))
+                source = source.astype(dtype_of(config, path, to))
         names.append(".".join(map(str, path)))
         if source.dtype != converted.dtype or not np.array_equal(_bits(source), _bits(converted)):
             differing.append(names[-1])

@@ -18,7 +18,7 @@ from jetspec_jax.checkpoint.content import CheckpointError, check_regular, read_
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights, kept_dtypes
+from jetspec_jax.models import Weights, dtype_of
 
 #: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
@@ -86,17 +86,17 @@ def _check_finite(weights: Weights, where: str) -> None:
 def read_orbax_weights(
     folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, *, allow_nonfinite: bool = False
 ) -> Weights:
-    """The parameters of an Orbax folder on the device, all of one type but those of `kept_dtypes`.
+    """The parameters of an Orbax folder on the device, all of one type, as far as `dtype_of` lets them.
 
     Raises:
         CheckpointError: Values are not finite, and not allowed to be; and what `read_orbax` raises.
     """
     flat = nnx.traversals.flatten_mapping(read_orbax(folder, config, allow_nonfinite=allow_nonfinite))
-    weights, kept = {}, kept_dtypes(config)
+    weights: Weights = {}
     # One by one, so that only one is there twice.
     for path in list(flat):
         with np.errstate(over="ignore"):  # what overflows is not finite
-            value = flat.pop(path).astype(kept.get(path, dtype), copy=False)
+            value = flat.pop(path).astype(dtype_of(config, path, dtype), copy=False)
         if not (allow_nonfinite or is_finite(value)):
             name = ".".join(map(str, path))
             raise CheckpointError(f"{folder}: {name} holds values that are not finite in {dtype}")

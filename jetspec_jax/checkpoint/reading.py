@@ -32,7 +32,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
     untied,
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights, kept_dtypes
+from jetspec_jax.models import Weights, dtype_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,8 +63,8 @@ def read_weights(
     Args:
         folder: The checkpoint.
         config: Its config.
-        dtype: The type of all parameters but those of `kept_dtypes`; None leaves each in the type that it is
-            stored in.
+        dtype: The type of all parameters, as far as `dtype_of` lets it; None leaves each in the type that it
+            is stored in, likewise.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
@@ -82,8 +82,7 @@ def read_weights(
         left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
         if left:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        kept = kept_dtypes(config)
-        for path, value in _read(folder, files, headers, plan, dtype, kept, allow_nonfinite):
+        for path, value in _read(folder, files, headers, config, plan, dtype, allow_nonfinite):
             put(weights, path, jnp.asarray(value))
     return weights
 
@@ -103,8 +102,7 @@ def read_parameters(
     """
     with contextlib.ExitStack() as stack:
         files, headers = _open(folder, stack)
-        plan, kept = headers.plan(config), kept_dtypes(config)
-        yield from _read(folder, files, headers, plan, dtype, kept, allow_nonfinite)
+        yield from _read(folder, files, headers, config, headers.plan(config), dtype, allow_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -249,9 +247,9 @@ def _read(
     folder: Path,
     files: Mapping[str, Shard],
     headers: Headers,
+    config: ModelConfig | DraftHeadConfig,
     plan: TensorPlan,
     dtype: jnp.dtype | None,
-    kept: Mapping[ParameterPath, jnp.dtype],
     allow_nonfinite: bool,
 ) -> Iterator[tuple[ParameterPath, np.ndarray]]:
     """The parameters of a plan, one by one, once its copies are known to be copies."""
@@ -269,7 +267,7 @@ def _read(
     )
     for source, own_dtype in zip(bar, dtypes, strict=True):
         path = source.parameter.path
-        value = np.empty(source.parameter.shape, kept.get(path, own_dtype))
+        value = np.empty(source.parameter.shape, dtype_of(config, path, own_dtype))
         for key in source.keys:
             try:
                 with np.errstate(over="ignore"):  # what overflows is not finite, and is named below

@@ -18,7 +18,7 @@ from jetspec_jax.checkpoint.files import is_inside, new_folder, refuse_existing,
 from jetspec_jax.checkpoint.reading import INDEX
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
-from jetspec_jax.models import Weights, kept_dtypes
+from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Key
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
@@ -43,7 +43,7 @@ def save_checkpoint(
         raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
             not written, is left out of it.
         weights: The parameters.
-        dtype: The type to store all parameters in but those of `kept_dtypes`; None stores each in its own.
+        dtype: The type to store, as far as `dtype_of` lets it; None stores each parameter in its own.
         extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
             config.json is written in place of ``raw_config``.
         max_shard_bytes: Tensors of more bytes than this go into several files and an index. A single tensor
@@ -62,7 +62,7 @@ def save_checkpoint(
     _check_types(raw_config, weights, dtype, extra_files, max_shard_bytes)
     refuse_existing(folder)
     config = parse_config(raw_config) if config is None else config
-    plan, kept = expected_parameters(config), kept_dtypes(config)
+    plan = expected_parameters(config)
     leaves = nnx.traversals.flatten_mapping(weights)
     wanted = {parameter.path: parameter.shape for parameter in plan}
     differing = sorted(
@@ -75,7 +75,7 @@ def save_checkpoint(
     tensors = {}
     for parameter in plan:
         value = leaves[parameter.path]
-        to = kept.get(parameter.path, value.dtype if dtype is None else jnp.dtype(dtype))
+        to = dtype_of(config, parameter.path, value.dtype if dtype is None else jnp.dtype(dtype))
         if to not in FILE_DTYPES.values():
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
         tensors |= {key.name: _FileTensor(key, value, to) for key in parameter.forms[0]}

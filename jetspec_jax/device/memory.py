@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import abstract, kept_dtypes, weights_of
+from jetspec_jax.models import abstract, dtype_of, weights_of
 
 #: Bytes by what they are for.
 Bytes = Mapping[str, int]
@@ -77,7 +77,7 @@ def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a config's parameters in a type, which some of them may not have (`kept_dtypes`)."""
+    """Bytes of a config's parameters in a type, as far as `dtype_of` lets them have it."""
     return sum(_parameter_bytes(config, dtype))
 
 
@@ -92,8 +92,8 @@ def array_bytes(tree: Any) -> int:
 
 
 def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> list[int]:
-    kept, shapes = kept_dtypes(config), _parameter_shapes(config)
-    return [math.prod(shape) * kept.get(path, dtype).itemsize for path, shape in shapes.items()]
+    shapes = _parameter_shapes(config).items()
+    return [math.prod(shape) * dtype_of(config, path, dtype).itemsize for path, shape in shapes]
 
 
 @functools.cache

@@ -5,8 +5,6 @@ arrays, and a program binds them to a module again while it is traced (`bind`): 
 ``nnx.jit`` would cost milliseconds at every call.
 """
 
-import functools
-from collections.abc import Mapping
 from typing import Any, overload
 
 import jax
@@ -18,7 +16,6 @@ from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
-from jetspec_jax.models.layers import KEPT_DTYPE
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
@@ -48,7 +45,7 @@ def build(
     rngs: nnx.Rngs,
     dtype: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> Transformer | DraftHead:
-    """A randomly initialised module with parameters of type ``dtype``, but for those of `kept_dtypes`."""
+    """A randomly initialised module with parameters of type ``dtype``, as far as `dtype_of` lets it."""
     if isinstance(config, DraftHeadConfig):
         return DraftHead(config, rngs=rngs, dtype=dtype)
     return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
@@ -61,15 +58,13 @@ def abstract(
     return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0), dtype=dtype))
 
 
-@functools.cache
-def kept_dtypes(config: ModelConfig | DraftHeadConfig) -> Mapping[tuple[str | int, ...], jnp.dtype]:
-    """The types of the parameters that keep them whatever type is asked for, by the paths of the weights."""
-    parameters = nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))
-    return {
-        tuple(path): kept  # pyright: ignore[reportReturnType]
-        for path, parameter in parameters
-        if (kept := parameter.get_metadata().get(KEPT_DTYPE)) is not None
-    }
+def dtype_of(
+    config: ModelConfig | DraftHeadConfig, path: tuple[str | int, ...], dtype: jnp.dtype
+) -> jnp.dtype:
+    """The type that a parameter has, by its path in the weights, where all of them are to have one."""
+    family = DraftHead if isinstance(config, DraftHeadConfig) else FAMILIES[config.model_type]
+    name = ".".join("{}" if isinstance(part, int) else part for part in path)
+    return jnp.dtype(jnp.float32) if name in family.FLOAT32 else dtype
 
 
 class _OneKey(nnx.Rngs):

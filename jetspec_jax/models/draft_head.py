@@ -31,6 +31,7 @@ class DraftHead(nnx.Module):
     )
     PREFIXES: ClassVar[tuple[str, ...]] = ("",)
     SKIPPED: ClassVar[tuple[Skip, ...]] = ()
+    FLOAT32: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: DraftHeadConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
         """Makes a randomly initialised head with parameters of type ``dtype``."""

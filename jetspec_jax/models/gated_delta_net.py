@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.models.layers import KEPT_DTYPE, History, RecurrentRows, RMSNorm, einsum, param
+from jetspec_jax.models.layers import History, RecurrentRows, RMSNorm, einsum, param
 from pallas_kernels.gated_delta import gated_delta
 
 # Inside the root that normalises queries and keys, whatever the model's own is.
@@ -50,8 +50,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv1d = param(rngs, (own.channels, own.kernel), ("channels", "kernel"), dtype)
         # As of transformers: slow heads and fast ones.
         rates = jax.random.uniform(rngs.params(), (v,), jnp.float32, minval=0.01, maxval=16.0)
-        kept = {KEPT_DTYPE: jnp.dtype(jnp.float32)}
-        self.A_log = nnx.Param(jnp.log(rates), axes=("value_heads",), **kept)
+        self.A_log = nnx.Param(jnp.log(rates), axes=("value_heads",))
         self.dt_bias = nnx.Param(jnp.ones((v,), dtype), axes=("value_heads",))
         self.norm = RMSNorm(e, config.rms_norm_eps, axis="value_dim", dtype=dtype)
         self.out_proj = param(rngs, (v, e, m), ("value_heads", "value_dim", "embed"), dtype)

@@ -122,10 +122,6 @@ def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
     return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
 
 
-#: Metadata of a parameter that has one type whatever type the others are asked to have.
-KEPT_DTYPE = "kept_dtype"
-
-
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:
     """A normally initialised parameter (deviation 0.02) that names its axes."""
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, dtype), axes=axes)

@@ -86,6 +86,8 @@ class HybridLayer(DecoderLayer):
 
 
 _MIXER, _MLP, _EXPERTS = "layers.{}.linear_attn.", "layers.{}.mlp.", "layers.{}.mlp.experts."
+#: Logarithms of what the states decay by, which are float32 in all files.
+DECAY_RATES = f"{_MIXER}A_log"
 
 #: What is alike in the files of all these families, but for `ENDS`.
 HYBRID_KEYS = tuple(
@@ -93,7 +95,7 @@ HYBRID_KEYS = tuple(
     for key in (
         *LAYER_KEYS,
         Key(f"{_MIXER}conv1d.weight", f"{_MIXER}conv1d", "c k -> c () k"),
-        Key(f"{_MIXER}A_log", f"{_MIXER}A_log"),
+        Key(DECAY_RATES, DECAY_RATES),
         Key(f"{_MIXER}dt_bias", f"{_MIXER}dt_bias"),
         Key(f"{_MIXER}norm.weight", f"{_MIXER}norm.weight"),
         Key(f"{_MIXER}out_proj.weight", f"{_MIXER}out_proj", "v e m -> m (v e)"),
@@ -127,6 +129,7 @@ class Qwen3_5(Transformer):
     """
 
     LAYER = HybridLayer
+    FLOAT32 = (DECAY_RATES,)
     PREFIXES = ("model.", "model.language_model.")
     SKIPPED = (FURTHER_TOKENS, Skip(r"(model\.)?visual\..*", "vision tower"))
     KEYS = (

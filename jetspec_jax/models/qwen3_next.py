@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jetspec_jax.models.gated_delta_net import GatedDeltaNet, Projected
 from jetspec_jax.models.key_table import ENDS, Key
 from jetspec_jax.models.layers import einsum, param
-from jetspec_jax.models.qwen3_5 import FURTHER_TOKENS, HYBRID_KEYS, HybridLayer
+from jetspec_jax.models.qwen3_5 import DECAY_RATES, FURTHER_TOKENS, HYBRID_KEYS, HybridLayer
 from jetspec_jax.models.transformer import Transformer
 
 
@@ -54,6 +54,7 @@ class Qwen3Next(Transformer):
     """A Qwen3-Next target (``model_type`` "qwen3_next"). Published files hold its experts one by one."""
 
     LAYER = Qwen3NextLayer
+    FLOAT32 = (DECAY_RATES,)
     SKIPPED = (FURTHER_TOKENS,)
     KEYS = (
         *ENDS,

@@ -37,12 +37,14 @@ class Transformer(nnx.Module):
         PREFIXES: What the table's names begin with, and what may stand there instead, in all names of a
             file: models that are part of a larger one are published under a longer prefix.
         SKIPPED: What the family's checkpoints hold besides, of no use for text.
+        FLOAT32: Parameters that are float32 whatever type the others have: paths as those of key tables.
     """
 
     LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
     KEYS: ClassVar[tuple[Key, ...]]
     PREFIXES: ClassVar[tuple[str, ...]] = ("model.",)
     SKIPPED: ClassVar[tuple[Skip, ...]] = ()
+    FLOAT32: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype(jnp.float32)):
         """Makes a randomly initialised model with parameters of type ``dtype``."""

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jetspec_jax.cache.recurrent import RecurrentStore
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
+from jetspec_jax.cache.recurrent import RecurrentStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.config import Recurrence

@@ -12,14 +12,12 @@ FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
 # Second goldens of a family. No draft head is trained for them: it sees nothing of what they differ in.
 VARIANTS = ("qwen3_moe_sliding",)
-# For tests that compile much: others have all that these are made of.
-IN_PARTS = ("gemma3", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next")
+# Others have all that these are made of.
+MADE_OF_OTHERS = ("gemma3", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next")
+# For tests that compile much.
 EACH_PART = pytest.mark.parametrize(
     "family",
-    [
-        wide(name) if name in ("gemma3", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next") else name
-        for name in NAMES
-    ],
+    [wide(name) if name in MADE_OF_OTHERS else name for name in NAMES],
     indirect=True,
 )
 

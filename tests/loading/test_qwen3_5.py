@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jetspec_jax import load_target
@@ -15,7 +16,7 @@ from jetspec_jax.checkpoint.reading import read_headers, read_weights
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import Experts, LayerConfig, Recurrence, Rope, parse_model_config
 from jetspec_jax.device.memory import num_parameters, weight_bytes
-from jetspec_jax.models import kept_dtypes
+from jetspec_jax.models import build, dtype_of, weights_of
 from pallas_kernels.expert_choice import RouterRule
 from tests.families.goldens import FOLDER
 from tests.loading.published import without, write
@@ -373,10 +374,17 @@ def held(weights):
 class TestDecayRates:
     """They stay float32, whatever type the weights are to have."""
 
-    def test_where(self, config):
-        path = ("layers", 0, "linear_attn", "A_log")
-        assert kept_dtypes(config)[path] == jnp.float32
-        assert len(kept_dtypes(config)) == 3
+    @pytest.mark.parametrize("name", NAMES)
+    def test_of_a_new_model(self, name):
+        config, bfloat16 = parse_model_config(golden(name)[0]), jnp.dtype(jnp.bfloat16)
+        made = jax.eval_shape(lambda: weights_of(build(config, rngs=nnx.Rngs(0), dtype=bfloat16)))
+        leaves = nnx.traversals.flatten_mapping(made)
+        assert {path: leaf.dtype for path, leaf in leaves.items()} == {
+            path: dtype_of(config, path, bfloat16) for path in leaves
+        }
+        kept = [path for path, leaf in leaves.items() if leaf.dtype == jnp.float32]
+        assert {path[-1] for path in kept} == {"A_log"}
+        assert len(kept) == sum(layer.recurrence is not None for layer in config.layers)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_read_and_written(self, tmp_path, config, dtype):
