@@ -13,27 +13,16 @@ from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.recurrent import RecurrentStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
-from jetspec_jax.config import Recurrence
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import TINY, TinyEngine, random_head, random_target, serve
+from tests.decode.tiny import HYBRID, TinyEngine, random_head, random_target, serve
 from tests.decode.waves import serve_waves, with_nan
 from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
 PAGE, LIMIT = 64, 512
-(ATTENTION, *_) = TINY.layers
-# Three value heads to a key head, of another size.
-RECURRENT = dataclasses.replace(
-    ATTENTION, num_heads=0, num_kv_heads=0, head_dim=0, recurrence=Recurrence(2, 6, 8, 4, 4)
-)
-CONFIG = dataclasses.replace(
-    TINY,
-    model_type="qwen3_5_text",
-    max_position_embeddings=LIMIT,
-    layers=(ATTENTION, RECURRENT, RECURRENT),
-)
+CONFIG = dataclasses.replace(HYBRID, max_position_embeddings=LIMIT)
 ORACLE = OracleProposer(CONFIG.vocab_size)
 
 

@@ -10,7 +10,7 @@ import tokenizers
 import transformers
 
 from jetspec_jax import Head, Target
-from jetspec_jax.config import DraftHeadConfig, ModelConfig, Rope
+from jetspec_jax.config import DraftHeadConfig, ModelConfig, Recurrence, Rope
 from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.engine.engine import Engine
@@ -47,6 +47,26 @@ def with_mlp(config, size):
 
 
 SLIDING = dataclasses.replace(with_windows(TINY, 8, None), tie_word_embeddings=True)
+
+
+# Recurrent layers behind one of attention, with three value heads to a key head, of another size.
+HYBRID = dataclasses.replace(
+    TINY,
+    model_type="qwen3_5_text",
+    layers=(
+        TINY.layers[0],
+        *[
+            dataclasses.replace(
+                TINY.layers[0],
+                num_heads=0,
+                num_kv_heads=0,
+                head_dim=0,
+                recurrence=Recurrence(2, 6, key_dim=8, value_dim=4, kernel=4),
+            )
+        ]
+        * 2,
+    ),
+)
 
 
 def head_config(target, block_size=8, causal=True):

@@ -1,4 +1,4 @@
-"""A head of a target that scales its embeddings and caps its logits, in decoding and in training."""
+"""Heads of targets unlike Qwen3 draft in training as in decoding: scaled, capped, recurrent."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import pytest
 
 from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
-from tests.decode.tiny import TINY, random_head, random_target
+from tests.decode.tiny import HYBRID, TINY, random_head, random_target
 from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks
 
@@ -51,10 +51,7 @@ def test_the_scale_is_the_config_s_say(target, head):
     assert np.abs(unscaled - scaled).max() > 0.1
 
 
-@pytest.mark.parametrize("flags", [{}, {"scaled_embeddings": False, "capped_logits": True}])
-def test_training_drafts_as_decoding_does(target, head, flags):
-    head = with_flags(head, **flags)
-
+def drafts_in_training(target, head):
     @jax.jit
     def blocks(weights, head_weights):
         model, module = bind(target.config, weights), bind(head.config, head_weights)
@@ -64,5 +61,16 @@ def test_training_drafts_as_decoding_does(target, head, flags):
         hidden = draft_blocks(module, model, jnp.asarray(IDS), taps, anchors)[:, 0, 1:]
         return model.logits(hidden, capped=head.config.capped_logits)
 
-    ours = blocks(target.weights, head.weights)
-    np.testing.assert_allclose(np.asarray(ours), draft_logits(target, head, IDS), atol=1e-4)
+    return np.asarray(blocks(target.weights, head.weights))
+
+
+@pytest.mark.parametrize("flags", [{}, {"scaled_embeddings": False, "capped_logits": True}])
+def test_training_drafts_as_decoding_does(target, head, flags):
+    head = with_flags(head, **flags)
+    np.testing.assert_allclose(drafts_in_training(target, head), draft_logits(target, head, IDS), atol=1e-4)
+
+
+def test_taps_behind_recurrent_layers():
+    target, head = random_target(HYBRID, 0), random_head(HYBRID, 1, block_size=4)
+    assert [HYBRID.layers[i].recurrence is None for i in head.config.tap_layers] == [True, False]
+    np.testing.assert_allclose(drafts_in_training(target, head), draft_logits(target, head, IDS), atol=1e-4)
