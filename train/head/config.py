@@ -44,11 +44,17 @@ def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
 
 
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:
-    """The keys of a Qwen3-style decoder with the heads of a target's first layer, in the older dialect.
+    """The keys of a Qwen3-style decoder with the heads of a target's first layer of attention.
 
-    The rotary base is that of the target's full attention; its scaling is not copied.
+    They are of the older dialect. The rotary base is that of the target's full attention; its scaling is not
+    copied.
+
+    Raises:
+        ValueError: The target has no attention.
     """
-    own = config.layers[0]
+    own = next((layer for layer in config.layers if layer.recurrence is None), None)
+    if own is None:
+        raise ValueError("the target has no layer of attention, whose heads a draft head copies")
     # The head's attention has no window, so it takes the rotary base of a layer without one.
     full = next((layer for layer in config.layers if layer.window is None), own)
     return {
