@@ -31,14 +31,17 @@ def target():
     return random_target(CONFIG, 7)
 
 
-def test_a_prompt_in_chunks_of_any_size(target):
-    """The state and the next token are those of the whole prompt at once."""
+def test_a_prompt_in_chunks_of_any_size():
+    """The states and the next token are those of the whole prompt at once."""
+    attention, recurrent, _ = CONFIG.layers
+    config = dataclasses.replace(CONFIG, layers=(recurrent, attention, recurrent))
+    target = random_target(config, 7)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 200)).astype(np.int32)
     tables = jnp.arange(4, dtype=jnp.int32)[None]
 
     @jax.jit
     def step(stores, slots, tokens, count):
-        model, block = bind(CONFIG, target.weights), Block.chain(tokens, num_nodes=count)
+        model, block = bind(config, target.weights), Block.chain(tokens, num_nodes=count)
         output = model(block.tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
         last = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
         stores = commit(stores, slots, output.stash, chain_path(*tokens.shape), count)
@@ -47,7 +50,7 @@ def test_a_prompt_in_chunks_of_any_size(target):
     found = []
     for size in (200, 128, 7, 1):
         slots = Slots.of(tables, jnp.zeros(1, jnp.int32))
-        stores = with_nan(empty_stores(CONFIG, 4, PAGE, FLOAT32, slots))
+        stores = with_nan(empty_stores(config, 4, PAGE, FLOAT32, slots))
         for start in range(0, 200, size):
             count = min(size, 200 - start)
             chunk = np.resize(tokens[:, start : start + count], (1, size))
@@ -58,9 +61,10 @@ def test_a_prompt_in_chunks_of_any_size(target):
     assert len(whole) == 2
     for kept, next_token in others:
         assert next_token == token
-        for ours, expected in zip(jax.tree.leaves(kept), jax.tree.leaves(whole), strict=True):
-            # Rows before the convolution are several times larger than states.
-            np.testing.assert_allclose(ours, expected, atol=1e-5 * max(1, np.abs(expected).max()))
+        # The last layer's inputs come from attention, which rounds chunks of another size in another way.
+        for ours, expected, tolerance in zip(kept, whole, (1e-5, 5e-5), strict=True):
+            np.testing.assert_allclose(ours.state, expected.state, atol=tolerance)
+            np.testing.assert_allclose(ours.rows, expected.rows, atol=tolerance)
 
 
 @pytest.mark.parametrize(
