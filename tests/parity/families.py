@@ -41,6 +41,11 @@ class Family:
     centered: bool = False
     golden: bool = True
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers keep a state."""
+        return "linear_attention" in (getattr(self.config(), "layer_types", None) or ())
+
     def build(self) -> torch.nn.Module:
         """The model, in float32, ready to be asked."""
         model = self.model._from_config(

@@ -37,27 +37,23 @@ def test_logits(pair):
 
 # What little is left of a state by a strong decay is made longer by a norm, rounding and all.
 RECURRENT_TOLERANCE = 1e-3
+RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
+ATTENTIVE = [name for name in FAMILIES if name not in RECURRENT]
 
 
-@pytest.fixture
-def recurrent(pair):
-    """Of the families that keep a state."""
-    if "linear_attention" not in (getattr(pair[0].config, "layer_types", None) or ()):
-        pytest.skip("all layers have attention")
-    return pair
-
-
-def test_many_chunks(recurrent):
-    model, target = recurrent
+@pytest.mark.parametrize("pair", RECURRENT, indirect=True)
+def test_many_chunks(pair):
+    model, target = pair
     ids = random_ids(0, 2, 600)
     ours, theirs = np.asarray(logits(target, ids)), oracle_logits(model, ids)
     assert_close(ours, theirs, RECURRENT_TOLERANCE)
     np.testing.assert_array_equal(ours.argmax(axis=-1), theirs.argmax(axis=-1))
 
 
+@pytest.mark.parametrize("pair", RECURRENT, indirect=True)
 @pytest.mark.parametrize("prefix_length", [0, 1, 2, 21])
-def test_trees_path_by_path(recurrent, prefix_length):
-    model, target = recurrent
+def test_trees_path_by_path(pair, prefix_length):
+    model, target = pair
     prefix, tree = random_ids(2, 2, prefix_length), random_trees(prefix_length, (64, 50), max_depth=15)
     ours = valid_rows(tree_logits(target, prefix, tree), tree)
     theirs = valid_rows(path_by_path(model, prefix, tree), tree)
@@ -81,12 +77,11 @@ def deviation(values, exact):
     return np.median(np.sqrt(np.mean((np.asarray(values) - exact) ** 2, axis=-1)))
 
 
-# A window's edge falls before the tree, and inside it.
+# No mask tells a recurrence of a tree. A window's edge falls before the tree, and inside it.
+@pytest.mark.parametrize("pair", ATTENTIVE, indirect=True)
 @pytest.mark.parametrize("prefix_length", [21, 3])
 def test_trees(pair, prefix_length):
     model, target = pair
-    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
-        pytest.skip("no mask tells a recurrence of a tree")
     prefix, tree = random_ids(1, 2, prefix_length), random_trees(prefix_length, (48, 33))
     ours = np.asarray(tree_logits(target, prefix, tree))
     assert_close(valid_rows(ours, tree), valid_rows(in_one_forward(model, prefix, tree), tree))
