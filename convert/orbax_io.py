@@ -64,9 +64,8 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
 
     Raises:
         FileNotFoundError: There is no such folder.
-        CheckpointError: It is no whole Orbax folder, or one of another version, or its parameters are not its
-            config's (all that differ are listed), or not finite, or they cannot be read.
-        CheckpointError: It is a Hugging Face folder.
+        CheckpointError: It is a Hugging Face folder, no whole Orbax folder, or one of another version, or its
+            parameters are not its config's (all that differ are listed), or not finite, or cannot be read.
     """
     checkpoint = locate(folder)
     if checkpoint.layout != "orbax":

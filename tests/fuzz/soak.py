@@ -11,7 +11,6 @@ import gc
 import json
 import random
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from jetspec_jax.engine.engine import LOST
 from tests.fuzz.scenes import Scene
 
-# The first part of the time, in which memory settles, and the last, which is as long.
+# Memory is compared with the most of the first part of the time, in which it settles.
 SETTLING = 1 / 3
 MOST_GROWTH = 100 * 2**20
 # Seconds between two pauses, at most a sixth of the time; and between two interrupts, on average.
@@ -118,8 +117,7 @@ def main() -> None:
             memory.append((time.monotonic() - started, resident_bytes()))
             bar.update(round(min(memory[-1][0], seconds)) - bar.n)
     settled = max(size for when, size in memory if when <= max(SETTLING * seconds, memory[0][0]))
-    # What leaks stays. After a spell that compiled much, freed memory may lie scattered until the next.
-    growth = statistics.median(size for when, size in memory if when >= (1 - SETTLING) * seconds) - settled
+    growth = max(size for _, size in memory) - settled
     fine = not soak.errors and growth <= MOST_GROWTH
     report = {
         "minutes": round((time.monotonic() - started) / 60, 2),
