@@ -15,6 +15,8 @@ from jetspec_jax.tree.algorithms import check_algorithm
 ALL = "all"
 # The one algorithm that chooses budgets; its trees are another's.
 AUTO = "auto"
+# The one whose trees do not branch: what every tree is to be compared with.
+CHAIN = "chain"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def choose_methods(
         ValueError: A setting is out of its range.
     """
     # All that the head drafts, one node a depth.
-    chain = Method("chain", None, TreeSettings(head.config.block_size, 1))
+    chain = Method(CHAIN, None, TreeSettings(head.config.block_size, 1))
     groups = [
         [
             Method(f"{name} {budget}", name, TreeSettings(budget, width, None, algorithm, candidates))

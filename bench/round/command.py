@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
-from bench.common.methods import check_fixed_budgets, fixed_budget_names
+from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
 from bench.common.options import add_breadth_arguments, add_program_arguments, check_least
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     rows = []
     for case, found in measured.items():
-        row = row_of(case, found, measured[case.plain], shape, dtype.itemsize, setup, ceilings)
+        row = row_of(case, found, measured, shape, dtype.itemsize, setup, ceilings)
         rows.append({**row, "implementation": attention[case]})
     report = {
         **opening_of("round", arguments),
@@ -181,7 +181,7 @@ def _models(
 
 
 def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> list[RoundCase]:
-    """All cases, the plain step first in each scene.
+    """All cases, the plain step first in each scene; a chain holds no more than the head drafts.
 
     Raises:
         ValueError: A number is out of its range.
@@ -193,7 +193,11 @@ def cases_of(arguments: argparse.Namespace, shape: PairShape, setup: Setup) -> l
         settings = TreeSettings(budget, setup.width, None, algorithm, setup.candidates)
         settings.check(shape.target, shape.head.depth)
     scenes = itertools.product(sorted(set(arguments.batches)), sorted(set(arguments.contexts)))
-    trees = list(itertools.product(sorted({*arguments.budgets} - {1}), dict.fromkeys(algorithms)))
+    trees = dict.fromkeys(
+        (min(budget, shape.head.block_size) if algorithm == CHAIN else budget, algorithm)
+        for budget in sorted({*arguments.budgets} - {1})
+        for algorithm in algorithms
+    )
     cases = [
         case
         for batch, context in scenes

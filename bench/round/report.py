@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.common.floors import Ceilings
 from bench.common.kernel_trace import summarise
+from bench.common.methods import CHAIN
 from bench.common.shapes import PairShape
 from bench.common.timing import median
 from bench.round.measure import CaseRuns, RoundCase, Setup
@@ -21,7 +22,7 @@ TOKENS = 256
 def row_of(
     case: RoundCase,
     found: CaseRuns,
-    plain: CaseRuns,
+    measured: Mapping[RoundCase, CaseRuns],
     shape: PairShape,
     itemsize: int,
     setup: Setup,
@@ -32,13 +33,14 @@ def row_of(
     Args:
         case: The case.
         found: What was measured.
-        plain: What was measured of the same slots with budget 1.
+        measured: What was measured of all cases, the plain step of the same slots among them.
         shape: The target and the draft head.
         itemsize: Bytes of a parameter.
         setup: What all cases have in common.
         ceilings: What the device reaches.
     """
     milliseconds = 1e3 * median(found.seconds) / setup.rounds
+    chain = measured.get(case._replace(budget=shape.head.block_size, algorithm=CHAIN))
     works = round_work(
         shape.target,
         None if case.budget == 1 else shape.head,
@@ -66,7 +68,9 @@ def row_of(
         "floors": floors,
         "times_floor": milliseconds / floor,
         # The acceptance length from which on a tree beats plain decoding.
-        "times_plain": median(found.seconds) / median(plain.seconds),
+        "times_plain": median(found.seconds) / median(measured[case.plain].seconds),
+        # Likewise a chain: it does where its acceptance length is the chain's times this.
+        "times_chain": None if chain is None else median(found.seconds) / median(chain.seconds),
         "tokens_per_round": found.tokens_per_round,
         "experts_touched": mean(found.experts_touched.values()) if found.experts_touched else None,
         **host_work(found.tokens_per_round),
@@ -97,6 +101,7 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dic
                 "floor ms": row["floor_ms"],
                 "x floor": row["times_floor"],
                 "x plain": row["times_plain"],
+                **({} if row["times_chain"] is None else {"x chain": row["times_chain"]}),
                 "tokens": row["tokens_per_round"],
                 f"waits/{TOKENS} tokens": row[f"waits_per_{TOKENS}_tokens"],
                 "compile s": row["compile_seconds"]["decode"],

@@ -81,6 +81,7 @@ class TestReport:
             assert all(part["ms"] > 0 for part in row["floors"].values())
             assert row["times_floor"] == pytest.approx(row["round_ms"] / row["floor_ms"])
             assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
+            assert row["times_chain"] is None
             assert row["round_ms"] == pytest.approx(1e3 * np.median(row["dispatch_seconds"]) / 3)
             assert len(row["dispatch_seconds"]) == 2
             assert 1 <= row["tokens_per_round"] <= 8
@@ -121,7 +122,7 @@ class TestReport:
         assert plot.exists()
 
     @pytest.mark.usefixtures("made_up_times")
-    def test_algorithms_share_a_plain_step(self, report_of):
+    def test_algorithms_share_a_plain_step(self, report_of, capsys):
         report = report_of(
             "round",
             "--shape tiny --budgets 16 1 --contexts 40 --rounds 1 --repeats 1 --no-phases "
@@ -130,18 +131,23 @@ class TestReport:
         plain, *trees = report["rows"]
         assert [(row["budget"], row["algorithm"]) for row in report["rows"]] == [
             (1, "plain"),
-            (16, "chain"),
+            (8, "chain"),
             (16, "top_nodes"),
         ]
         for row in trees:
             assert row["times_plain"] == pytest.approx(row["round_ms"] / plain["round_ms"])
         assert [row["times_plain"] for row in trees] == pytest.approx([2.0, 3.0])
+        assert [row["times_chain"] for row in report["rows"]] == pytest.approx([0.5, 1.0, 1.5])
+        assert "x chain" in capsys.readouterr().out
         assert report["arguments"]["algorithms"] == ["chain", "top_nodes", "chain"]
 
     def test_all_algorithms_are_those_that_are_known(self):
         arguments = argparse.Namespace(batches=[1], contexts=[70, 40], budgets=[16, 8], algorithms=["all"])
         cases = cases_of(arguments, TINY, SETUP)
+        # The head drafts 8 nodes: a chain of 16 would be the same.
         trees = [(budget, name) for budget in (8, 16) for name in fixed_budget_names()]
+        trees.remove((16, "chain"))
+        assert TINY.head.block_size == 8
         assert set(algorithm_names()) - set(fixed_budget_names()) == {"auto"}
         assert cases == [
             case
@@ -237,6 +243,7 @@ def test_the_screen_shows_classes_and_the_longest_kernels():
     row = {
         **RoundCase(1, 70, 16)._asdict(),
         **dict.fromkeys(("round_ms", "floor_ms", "times_floor", "times_plain", "tokens_per_round"), 1.0),
+        "times_chain": None,
         "waits_per_256_tokens": 16,
         "compile_seconds": {"decode": 1.0},
         "phases_ms": {},
