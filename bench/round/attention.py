@@ -19,7 +19,7 @@ def implementation_of(
     """The implementation called ``name``, or without a name the first that takes the case.
 
     Args:
-        config: The target, of which the first layer is asked for.
+        config: The target, of which the first layer with attention is asked for.
         scene: Its slots.
         rows: Of a slot's block.
         dtype: Of the stores.
@@ -29,7 +29,8 @@ def implementation_of(
         ValueError: There is none of that name, or it does not take the case on this device.
     """
     check_known("implementation", [] if name is None else [name], implementations())
-    batch, array, layer = scene.batch, jax.ShapeDtypeStruct, config.layers[0]
+    batch, array = scene.batch, jax.ShapeDtypeStruct
+    layer = next(layer for layer in config.layers if layer.recurrence is None)
     q = array((batch, rows, layer.num_heads, layer.head_dim), dtype)
     kv = array((batch, rows, layer.num_kv_heads, layer.head_dim), dtype)
     pages = array((batch * scene.pages_per_slot, PAGE_SIZE, layer.num_kv_heads, layer.head_dim), dtype)

@@ -17,6 +17,7 @@ from bench.common.methods import fixed_budget_names
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES
 from bench.round import phases
+from bench.round.attention import implementation_of
 from bench.round.command import cases_of, groups
 from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.report import host_work, tables_of
@@ -236,6 +237,13 @@ class TestMeasuring:
     def test_waits_of_the_host(self, tokens, waits):
         assert USUAL_ROUNDS == 64
         assert host_work(tokens) == {"dispatches_per_round": 1 / 64, "waits_per_256_tokens": waits}
+
+
+def test_attention_is_that_of_the_layers_that_have_some():
+    target = SHAPES["qwen3.6-35b-a3b"].target
+    assert target.layers[0].recurrence is not None
+    case = RoundCase(batch=2, context=70, budget=12)
+    assert implementation_of(target, SETUP.scene(case, TINY), 16, FLOAT32, "xla") == "xla"
 
 
 def test_the_screen_shows_classes_and_the_longest_kernels():
