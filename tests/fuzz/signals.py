@@ -22,7 +22,8 @@ LONGEST = 30
 COMPILES = 0.1
 # A shell's background jobs ignore SIGINT, and so does what they start.
 LISTEN = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-PROGRAM = f"{LISTEN}; from jetspec_jax.cli import main; sys.exit(main())"
+# Before its own first line, while Python still imports it, a command ends as any Python program does.
+PROGRAM = f"{LISTEN}; from jetspec_jax.cli import main; print('runs', flush=True); sys.exit(main())"
 COMMAND = [sys.executable, "-c", PROGRAM, "generate", "--max-tokens", "40", "def f(x):"]
 
 
@@ -78,11 +79,13 @@ def interrupt_calls(scene: Scene, rng: random.Random, count: int) -> dict[str, i
 
 
 def interrupt_command(rng: random.Random, longest: float) -> str:
-    """Interrupts a command at some moment of its life; how it ended, "" where that is as it should be."""
+    """Interrupts a command at some moment of its run; how it ended, "" where that is as it should be."""
     pipe = subprocess.PIPE
     command = subprocess.Popen(COMMAND, text=True, stdout=pipe, stderr=pipe)
+    assert command.stdout is not None
+    assert command.stdout.readline() == "runs\n"
     try:
-        command.wait(rng.uniform(0.05, longest))
+        command.wait(rng.uniform(0, longest))
     except subprocess.TimeoutExpired:
         command.send_signal(signal.SIGINT)
     try:
@@ -100,14 +103,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=80, help="signals to one process (default: 80)")
     parser.add_argument("--commands", type=int, default=0, help="commands that get one each (default: 0)")
     parser.add_argument("--longest", type=float, default=20.0, help="most seconds before a command's signal")
+    parser.add_argument("--cases", type=int, default=12, help="requests to choose among (default: 12)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    outcomes = interrupt_calls(Scene(options.seed), rng, options.count)
+    outcomes = interrupt_calls(Scene(options.seed, options.cases), rng, options.count)
     failures = [interrupt_command(rng, options.longest) for _ in tqdm(range(options.commands), disable=None)]
     report = {"signals": options.count, "outcomes": outcomes, "commands": options.commands}
-    print(json.dumps({**report, "failures": list(filter(None, failures))}))
-    sys.exit(any(failures))
+    print(json.dumps({**report, "failures": list(filter(None, failures))}), flush=True)
+    # After interrupts that struck in JAX's own callbacks Python has crashed while it took itself down.
+    os._exit(any(failures))
 
 
 if __name__ == "__main__":
