@@ -41,7 +41,7 @@ def test_after_a_signal_the_next_call_works(count):
     # In a process of its own: what a signal leaves half done must not be collected in other tests.
     command = [sys.executable, "-m", "tests.fuzz.signals", "--count", str(count), "--cases", "6"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     assert sum(json.loads(done.stdout)["outcomes"].values()) == count
 
 
