@@ -64,6 +64,7 @@ def prefill(
         own.lengths + count,
         settings.sampling,
         max_depth=0,
+        vocab_size=config.vocab_size,
     )
     written = after_forward(count, choice)
     shown = state.proposer

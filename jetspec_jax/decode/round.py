@@ -224,7 +224,12 @@ class Round:
 
     def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
         choices = choose_tokens(
-            logits, tree.depths, state.slots.lengths + 1, state.settings.sampling, max_depth=self.depth
+            logits,
+            tree.depths,
+            state.slots.lengths + 1,
+            state.settings.sampling,
+            max_depth=self.depth,
+            vocab_size=self.target.vocab_size,
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)
         taken = (path >= 0) & state.active[:, None]
