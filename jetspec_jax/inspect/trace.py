@@ -29,6 +29,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import NO_PARENT, ROOT_INDEX, Auto, Hints, TokenTree, algorithm_of
+from pallas_kernels import shards
 
 
 class RoundTrace(NamedTuple):
@@ -206,7 +207,16 @@ def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32
     parents = jnp.maximum(tree.parents, ROOT_INDEX)
     sequence = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
     totals = jax.nn.logsumexp(values, axis=-1)
-    own = values[sequence, parents, tree.tokens] - totals[sequence, parents]
+    if shards.count() == 1:
+        own = values[sequence, parents, tree.tokens] - totals[sequence, parents]
+    else:
+        # Only one part of the vocabulary has the token's logit; all parts' sums are needed.
+        size = values.shape[-1]
+        column = tree.tokens - size * shards.index()
+        found = values[sequence, parents, jnp.clip(column, 0, size - 1)]
+        found = jnp.where((column >= 0) & (column < size), found, -jnp.inf)
+        of_all = shards.gather(jnp.stack([found, totals[sequence, parents]]))
+        own = jnp.max(of_all[:, 0], axis=0) - jax.nn.logsumexp(of_all[:, 1], axis=0)
     return jnp.where(tree.parents == NO_PARENT, 0.0, own)
 
 

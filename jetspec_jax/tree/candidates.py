@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels import shards
 
 # XLA:GPU has a kernel for the top 16 of rows from this size on; shorter ones it sorts.
 _LEAST_CHUNK = 1024
@@ -34,8 +36,15 @@ def top_candidates(draft_logits: Float[Array, "B D V"], count: int) -> Candidate
     """The top `count` tokens of each row with their full-vocabulary log-probabilities.
 
     `count` is static and in 1..V. Log-probabilities are float32 whatever the logits are.
+
+    Where several devices each compute a part of the vocabulary (see `pallas_kernels.shards`), V is a device's
+    own part: all are of one size, in order, and -inf after the last token. `count` is in 1..the size of the
+    whole vocabulary, and all devices return the same bits.
     """
     batch, depth, vocab = draft_logits.shape
+    whole, wanted = shards.count() == 1, count
+    if not whole:
+        count = min(wanted, vocab)
     rows = batch * depth
     # The best of every chunk, then the best of those: a draft's few rows are work for few blocks of a GPU,
     # their chunks for many. Chunks and their winners are in order, so the lower id stays first among equals.
@@ -51,12 +60,57 @@ def top_candidates(draft_logits: Float[Array, "B D V"], count: int) -> Candidate
     # Only the winners are normalised.
     top = top.reshape(batch, depth, count)
     best = top[:, :, :1]
+    if not whole:
+        best = _finite(best)
     below = logits - best
     total = jnp.sum(jnp.exp(below), axis=-1, keepdims=True)
     # -inf times 0 is no number, and a token without probability adds nothing.
     moment = jnp.sum(jnp.where(below > -jnp.inf, jnp.exp(below) * below, 0.0), axis=-1, keepdims=True)
+    if not whole:
+        return _of_all_parts(top, tokens.reshape(top.shape) + vocab * shards.index(), total, moment, wanted)
     return Candidates(
         tokens.reshape(top.shape).astype(jnp.int32),
         top - best - jnp.log(total),
         (jnp.log(total) - moment / total)[:, :, 0],
     )
+
+
+def _of_all_parts(
+    top: Float32[Array, "B D own"],
+    tokens: Int32[Array, "B D own"],
+    total: Float32[Array, "B D 1"],
+    moment: Float32[Array, "B D 1"],
+    count: int,
+) -> Candidates:
+    """The best `count` of what all parts of the vocabulary found, in one gather.
+
+    Args:
+        top: The best logits of this device's part.
+        tokens: Their ids in the whole vocabulary.
+        total: Sum of the exponentials of what lies between each of its logits and the finite best.
+        moment: Sum of those exponentials, each times what it is made of.
+        count: How many are wanted, of which a part may have fewer.
+    """
+    batch, depth, own = top.shape
+    numbers = jax.lax.bitcast_convert_type(jnp.concatenate([top, total, moment], axis=2), jnp.int32)
+    of_all = shards.gather(jnp.concatenate([tokens, numbers], axis=2))
+    tokens, numbers = of_all[..., :own], jax.lax.bitcast_convert_type(of_all[..., own:], jnp.float32)
+
+    # In the order of the parts, so that the lower id stays first among equals.
+    def side_by_side(x: Shaped[Array, "parts B D own"]) -> Shaped[Array, "B D found"]:
+        return jnp.moveaxis(x, 0, 2).reshape(batch, depth, -1)
+
+    top, place = jax.lax.top_k(side_by_side(numbers[..., :own]), count)
+    tokens = jnp.take_along_axis(side_by_side(tokens), place, axis=2, mode="promise_in_bounds")
+    best = top[:, :, :1]
+    # What each part measured from its own best, measured from the best of all.
+    shift = _finite(numbers[..., 0]) - _finite(best[:, :, 0])
+    scale, total, moment = jnp.exp(shift), numbers[..., own], numbers[..., own + 1]
+    moment = jnp.sum(jnp.where(scale > 0, scale * (moment + shift * total), 0.0), axis=0)
+    total = jnp.sum(scale * total, axis=0)
+    return Candidates(tokens, top - best - jnp.log(total)[:, :, None], jnp.log(total) - moment / total)
+
+
+def _finite(best: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The best logits of parts, among them some without any token: -inf less -inf is no number."""
+    return jnp.maximum(best, jnp.finfo(jnp.float32).min)

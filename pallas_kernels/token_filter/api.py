@@ -1,6 +1,7 @@
 """The operation as a caller sees it: checks and the choice of an implementation.
 
-Shapes: B slots, N rows of each, V vocabulary.
+Shapes: B slots, N rows of each, V vocabulary. Where several devices each compute a part of the vocabulary
+(see `shards`), V is a device's own part: all are of one size, and -inf where they are padded.
 """
 
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from pallas_kernels.checks import refuse, wrong_arrays
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.token_filter import pallas_triton, reference
 
-OPERATION = Operation.of("least_kept", reference.least_kept, pallas_triton.least_kept)
+OPERATION = Operation.of(
+    "least_kept", reference.least_kept, pallas_triton.least_kept, pallas_triton.unsupported
+)
 implementations = OPERATION.implementations
 
 

@@ -15,11 +15,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import shards
 from pallas_kernels.token_filter.reference import float_at
 
 _CHUNK = 4096  # entries of a row in the registers of a program at a time
 _BITS_AT_ONCE = 2
 _FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def unsupported(*_: object) -> str | None:
+    """Why the kernel cannot run such a call on any GPU; None if it can."""
+    if shards.count() > 1:
+        return f"it sums over whole rows, and {shards.count()} devices each hold a part of them"
+    return None
 
 
 def least_kept(

@@ -1,13 +1,20 @@
 """The filters' threshold in plain JAX: the specification, the test oracle and the fallback.
 
 Nothing is sorted: a few readings of the logits find a threshold exactly.
+
+Where several devices each compute a part of the vocabulary, each reads its own logits, and one gather after
+every reading brings the parts' results together. All devices reduce the same gathered bits by the same
+program, so their thresholds are equal, bit for bit. Padding of -inf weighs nothing in top-p, and top-k counts
+it last.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int, Num, Shaped, UInt32
+
+from pallas_kernels import shards
 
 # Bits of a threshold that one reading of the logits finds, from 2**bits - 1 sums. With more of them XLA:GPU
 # stores what they are made of between two kernels.
@@ -27,19 +34,20 @@ def least_kept(
     heat = jnp.where(samples, temperature, 1.0)[:, None]
 
     def search() -> Float32[Array, "B N"]:
-        highest = jnp.max(logits, axis=-1).astype(jnp.float32)
+        highest = _of_all_parts(jnp.max, jnp.max(logits, axis=-1)).astype(jnp.float32)
 
         def weigh() -> Float32[Array, "B N V"]:
             return jnp.exp((logits.astype(jnp.float32) - highest[:, :, None]) / heat[:, :, None])
 
         def by_top_k() -> Float32[Array, "B N"]:
             # All tokens are at or above -inf, so to keep as many as there are keeps all.
-            count = jnp.where(by_k, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])
+            most = shards.count() * logits.shape[-1]
+            count = jnp.where(by_k, jnp.minimum(top_k, most), most)
             return _threshold(logits, lambda: jnp.ones((1, 1, 1), jnp.int32), count[:, None])
 
         def by_top_p(least: Float32[Array, "B N"]) -> Float32[Array, "B N"]:
             kept = logits.astype(jnp.float32) >= least[:, :, None]
-            total = jnp.sum(jnp.where(kept, weigh(), 0), axis=-1)
+            total = _of_all_parts(jnp.sum, jnp.sum(jnp.where(kept, weigh(), 0), axis=-1))
             found = _threshold(logits, weigh, top_p[:, None] * total)
             # top_p 1 keeps all, though a float32 sum may reach 1 before the last token: a slot that does not
             # filter must not lose its tail because another one does. Rounding must not undo top-k either.
@@ -86,11 +94,20 @@ def _threshold(
         # Sums apart become one kernel on XLA:GPU, which reads the logits once. One reduction of several
         # operands has what they are made of stored first.
         totals = [jnp.sum(terms, axis=-1) for terms in steps]
+        if shards.count() > 1:
+            totals = list(_of_all_parts(jnp.sum, jnp.stack(totals)))
         return rank + step * sum((total >= goal).astype(jnp.uint32) for total in totals)
 
     # The number of turns is static: a GPU's host then has no condition to wait for.
     rank = jax.lax.fori_loop(0, bits // _BITS_AT_ONCE, narrow, jnp.zeros(logits.shape[:2], jnp.uint32))
     return float_at(rank, logits.dtype).astype(jnp.float32)
+
+
+def _of_all_parts(
+    reduce: Callable[..., Num[Array, "*shape"]], own: Num[Array, "*shape"]
+) -> Num[Array, "*shape"]:
+    """What all parts of the vocabulary found, reduced; the same bits on every device."""
+    return reduce(shards.gather(own), axis=0) if shards.count() > 1 else own
 
 
 def float_at(rank: UInt32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
