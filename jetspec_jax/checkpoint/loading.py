@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
+from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
+from jetspec_jax.device.mesh import as_mesh, describe_mesh
+from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import Weights
 
 
@@ -27,6 +31,7 @@ class Target:
         weights: Its parameters, a plain pytree.
         eos_token_ids: Tokens that end a sequence.
         tokenizer: A transformers tokenizer, or None when the checkpoint has none.
+        mesh: The devices that share the weights; None is one.
         keeper: The engine that decoded last, for the next call; it is freed with the target.
     """
 
@@ -34,6 +39,7 @@ class Target:
     weights: Weights
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = None
+    mesh: Mesh | None = None
     keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
 
     @property
@@ -54,10 +60,12 @@ class Head:
     Attributes:
         config: Its geometry.
         weights: Its parameters, a plain pytree.
+        mesh: The devices that share the weights; None is one.
     """
 
     config: DraftHeadConfig
     weights: Weights
+    mesh: Mesh | None = None
 
     def __repr__(self) -> str:
         """Its size and what it drafts."""
@@ -74,10 +82,19 @@ def load_target(
     path_or_id: str | Path,
     *,
     dtype: str = "auto",
+    mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
 ) -> Target:
-    """Loads a target from a local folder or from the Hugging Face hub; the arguments are `Source`'s.
+    """Loads a target from a local folder or from the Hugging Face hub.
+
+    Args:
+        path_or_id: As in `Source`.
+        dtype: As in `Source`.
+        mesh: The devices that share the weights, a mesh with the axes "expert" and "tensor", of which one may
+            be missing; None is one device.
+        ignore_config_keys: As in `Source`.
+        allow_nonfinite: As in `Source`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -86,7 +103,8 @@ def load_target(
         ValueError: An argument is out of its range; a TypeError where it is of another type.
         DeviceMemoryError: The device cannot hold the weights.
     """
-    return read_target(Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite))
+    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite)
+    return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
 def load_draft_head(
@@ -94,6 +112,7 @@ def load_draft_head(
     *,
     dtype: str = "auto",
     target: Target | None = None,
+    mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
 ) -> Head:
@@ -102,7 +121,9 @@ def load_draft_head(
     Args:
         path_or_id: A folder, or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
         dtype: As in `Source`.
-        target: When given, a head that does not fit it is refused before its weights are read.
+        target: When given, a head that does not fit it is refused before its weights are read, and the head
+            lies on the target's devices.
+        mesh: As for `load_target`; a head that it cannot split stays whole on every device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
 
@@ -114,12 +135,14 @@ def load_draft_head(
     """
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
-    return read_draft_head(Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite), target)
+    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite)
+    return read_draft_head(source, target, None if mesh is None else as_mesh(mesh))
 
 
-def read_target(source: Source) -> Target:
-    """The target of a source; raises what `load_target` does."""
+def read_target(source: Source, mesh: Mesh | None = None) -> Target:
+    """The target of a source, on the devices of a mesh of `make_mesh`; raises what `load_target` does."""
     config, dtype = source.target_config, source.weights_dtype
+    check_partition(config, mesh)
     check_memory(lambda: {TARGET_WEIGHTS: weight_bytes(config, dtype)})
     folder = source.folder
     eos = read_eos_token_ids(folder)
@@ -127,20 +150,26 @@ def read_target(source: Source) -> Target:
         raise CheckpointError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    return Target(config, _read(source, config), eos, load_tokenizer(folder))
+    return Target(config, _read(source, config, mesh), eos, load_tokenizer(folder), mesh)
 
 
-def read_draft_head(source: Source, target: Target | None = None) -> Head:
-    """The draft head of a source; raises what `load_draft_head` does."""
+def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | None = None) -> Head:
+    """The draft head of a source, on the devices of its target; raises what `load_draft_head` does."""
     config = source.head_config
     if target is not None:
         check_head_fits(config, target.config)
+        if mesh is not None and mesh != target.mesh:
+            raise ValueError(
+                f"mesh is {describe_mesh(mesh)}, and the target lies on {describe_mesh(target.mesh)}"
+            )
+        mesh = target.mesh
     dtype = source.weights_dtype
     check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype)})
-    return Head(config, _read(source, config))
+    return Head(config, _read(source, config, mesh), mesh)
 
 
-def _read(source: Source, config: ModelConfig | DraftHeadConfig) -> Weights:
+def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:
     """The weights of a folder of either layout."""
     read = read_orbax_weights if is_orbax(source.folder) else read_weights
-    return read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)
+    weights = read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)
+    return weights if mesh is None else place(weights, config, mesh)

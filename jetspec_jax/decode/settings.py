@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
@@ -84,6 +85,7 @@ def make_decoder(
     *,
     proposer: Proposer | None = None,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> TreeDecoder:
     """The decoder of an engine: its static settings, checked.
 
@@ -112,4 +114,5 @@ def make_decoder(
         settings.algorithm,
         settings.breadth.candidates,
         implementation=implementation,
+        mesh=mesh,
     )

@@ -90,6 +90,14 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+def describe_mesh(mesh: Mesh | None) -> str:
+    """A mesh in words."""
+    if mesh is None:
+        return "one device"
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"a mesh of {sizes} (devices {', '.join(str(device.id) for device in mesh.devices.flat)})"
+
+
 def size_of(mesh: Mesh | None) -> int:
     """Devices that share one model."""
     return 1 if mesh is None else math.prod(mesh.devices.shape)

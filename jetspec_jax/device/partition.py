@@ -73,6 +73,22 @@ def spread(config: Config, mesh: Mesh | None) -> Config:
     return replace(config, layers=layers, vocab_size=-(-config.vocab_size // parts) * parts)
 
 
+def own_stores(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """A decoder whose stores are as large as a device's part of them."""
+    if mesh is None:
+        return config
+    parts = size_of(mesh)
+
+    def own(layer: LayerConfig) -> LayerConfig:
+        rec = layer.recurrence
+        if rec is None:
+            return replace(layer, num_kv_heads=layer.num_kv_heads // parts)
+        keys, values = rec.num_key_heads // parts, rec.num_value_heads // parts
+        return replace(layer, recurrence=replace(rec, num_key_heads=keys, num_value_heads=values))
+
+    return replace(config, layers=tuple(map(own, spread(config, mesh).layers)))
+
+
 @functools.cache
 def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:
     """How every parameter of a config's module is split, in the structure of its weights."""

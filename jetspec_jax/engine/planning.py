@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jetspec_jax.arguments import check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
@@ -12,6 +13,7 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.device.memory import Bytes
+from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
@@ -84,6 +86,7 @@ def plan_engine(
     num_pages: int | None = None,
     proposer: Proposer | None = None,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> EnginePlan:
     """An engine for some trees.
 
@@ -97,11 +100,14 @@ def plan_engine(
         num_pages: Pages of all slots together; None is enough for every slot to be full.
         proposer: A proposer other than the head's.
         implementation: Of tree attention; None picks the best.
+        mesh: The devices that share the models; None is one.
 
     Raises:
-        ValueError: The head does not fit, or a setting is out of its range.
+        ValueError: The head does not fit, a setting is out of its range, or the mesh cannot split a model.
     """
-    decoder = make_decoder(target, head, settings, proposer=proposer, implementation=implementation)
+    decoder = make_decoder(
+        target, head, settings, proposer=proposer, implementation=implementation, mesh=mesh
+    )
     decoder = replace(decoder, max_rounds=MAX_ROUNDS)
     return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages), dtype)
 
@@ -155,6 +161,7 @@ def plan_requests(
         capacity=default_capacity(target.config, need) if capacity is None else capacity,
         proposer=proposer,
         implementation=implementation,
+        mesh=target.mesh,
     )
     requests = [
         make_request(target, plan.decoder, settings, one.prompt, child, hint, index=index)
@@ -270,6 +277,11 @@ def check_models(target: object, head: object) -> None:
     """Raises TypeError for what is no loaded target, or neither None nor a loaded head."""
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
+    if isinstance(target, Target) and isinstance(head, Head) and head.mesh != target.mesh:
+        raise ValueError(
+            f"the draft head lies on {describe_mesh(head.mesh)} and the target on "
+            f"{describe_mesh(target.mesh)}: load both with the same mesh"
+        )
 
 
 def _of_each(

@@ -4,12 +4,13 @@ They run the very modules, stores and proposer that decoding runs, so what they 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from jetspec_jax.arguments import check_type, shown
@@ -20,11 +21,14 @@ from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
+from jetspec_jax.device.mesh import WHOLE, everywhere
+from jetspec_jax.device.partition import is_split, own_stores, parameter_specs
 from jetspec_jax.engine.planning import check_models
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.transformer import ForwardOutput
 from jetspec_jax.tree import TokenTree
+from pallas_kernels import shards
 
 #: Token ids ``[B, T]``: an array, or lists of one length.
 TokenIds = ArrayLike | Sequence[Sequence[int]]
@@ -42,7 +46,9 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
         ValueError: The ids are misshapen or out of range.
     """
     check_models(target, None)
-    return _logits(target.config, target.weights, _ids(target.config, token_ids, "token_ids", least=1))
+    return _logits(
+        target.config, target.mesh, target.weights, _ids(target.config, token_ids, "token_ids", least=1)
+    )
 
 
 def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
@@ -55,7 +61,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     ids = _ids(target.config, [list(token_ids)], "token_ids", least=1)
     count = ids.shape[1]
     ids = jnp.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
-    return _last_logits(target.config, target.weights, ids, jnp.int32(count))
+    return _last_logits(target.config, target.mesh, target.weights, ids, jnp.int32(count))
 
 
 def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[Array, "B N V"]:
@@ -77,7 +83,7 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
     if tokens.shape[0] != prefix.shape[0]:
         raise ValueError(f"{prefix.shape[0]} prefixes for {tokens.shape[0]} trees")
     tree = jax.tree.map(jnp.asarray, tree)
-    return _tree_logits(target.config, target.weights, prefix, tree)
+    return _tree_logits(target.config, target.mesh, target.weights, prefix, tree)
 
 
 def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float[Array, "B D V"]:
@@ -97,59 +103,105 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
     check_head_fits(draft_head.config, target.config)
     ids = _ids(target.config, token_ids, "token_ids", least=1)
     proposer = DraftHeadProposer(draft_head.config)
-    return _draft_logits(target.config, proposer, target.weights, draft_head.weights, ids)
+    models = target.config, target.mesh, proposer
+    return _draft_logits(*models, target.weights, draft_head.weights, ids)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(config: ModelConfig, weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    target = bind(config, weights)
-    return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
+# A program of whole sequences: the target's config and its mesh are static.
+_jit = functools.partial(jax.jit, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@_jit
+def _logits(
+    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    def run(weights: Weights, ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        target = bind(config, weights)
+        return target.logits(_forward(target, ids).hidden).astype(jnp.float32)
+
+    return _together(config, mesh, run)(weights, ids)
+
+
+@_jit
 def _last_logits(
-    config: ModelConfig, weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]
+    config: ModelConfig, mesh: Mesh | None, weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]
 ) -> Float[Array, "1 1 V"]:
-    target = bind(config, weights)
-    # What follows the last token is padding, which a causal row does not see.
-    hidden = _forward(target, ids).hidden
-    return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
+    def run(weights: Weights, ids: Int[Array, "1 T"], count: Int[Array, ""]) -> Float[Array, "1 1 V"]:
+        target = bind(config, weights)
+        # What follows the last token is padding, which a causal row does not see.
+        hidden = _forward(target, ids).hidden
+        return target.logits(jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1, axis=1))
+
+    return _together(config, mesh, run)(weights, ids, count)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@_jit
 def _tree_logits(
-    config: ModelConfig, weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree
+    config: ModelConfig, mesh: Mesh | None, weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree
 ) -> Float[Array, "B N V"]:
-    target = bind(config, weights)
-    stores, slots = _one_page_each(config, prefix, target.embed_tokens[...].dtype)
-    if prefix.shape[1]:
-        stash = _forward(target, prefix).stash
-        count = jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32)
-        stores = commit(stores, slots, stash, chain_path(*prefix.shape), count)
-        slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
-    block = Block.of_tree(tree)
-    attend = attend_over(stores, slots, block)
-    hidden = target(block.tokens, block.positions(slots.lengths), attend).hidden
-    return target.logits(hidden).astype(jnp.float32)
+    def run(weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree) -> Float[Array, "B N V"]:
+        target = bind(config, weights)
+        own = own_stores(config, mesh)
+        stores, slots = _one_page_each(own, prefix, target.embed_tokens[...].dtype)
+        if prefix.shape[1]:
+            stash = _forward(target, prefix).stash
+            count = jnp.full(prefix.shape[:1], prefix.shape[1], jnp.int32)
+            stores = commit(stores, slots, stash, chain_path(*prefix.shape), count)
+            slots = slots._replace(lengths=slots.lengths + prefix.shape[1])
+        block = Block.of_tree(tree)
+        attend = attend_over(stores, slots, block)
+        hidden = target(block.tokens, block.positions(slots.lengths), attend).hidden
+        return target.logits(hidden).astype(jnp.float32)
+
+    return _together(config, mesh, run)(weights, prefix, tree)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _draft_logits(
     config: ModelConfig,
+    mesh: Mesh | None,
     proposer: DraftHeadProposer,
     weights: Weights,
     head_weights: Weights,
     ids: Int[Array, "B T"],
 ) -> Float[Array, "B D V"]:
-    target = bind(config, weights)
-    context = ids[:, :-1]
-    state, slots = _one_page_each(proposer.config.layers, ids, target.embed_tokens[...].dtype)
-    if context.shape[1]:
-        taps = _forward(target, context, taps=proposer.taps).taps
-        count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
-        state = proposer.commit(head_weights, state, taps, slots, count)
-        slots = slots._replace(lengths=slots.lengths + count)
-    return proposer.propose(head_weights, state, target, ids[:, -1], slots).astype(jnp.float32)
+    def run(weights: Weights, ids: Int[Array, "B T"], head_weights: Weights) -> Float[Array, "B D V"]:
+        target = bind(config, weights)
+        context, head = ids[:, :-1], proposer.config
+        own = own_stores(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        state, slots = _one_page_each(own, ids, target.embed_tokens[...].dtype)
+        if context.shape[1]:
+            taps = _forward(target, context, taps=proposer.taps).taps
+            count = jnp.full(context.shape[:1], context.shape[1], jnp.int32)
+            state = proposer.commit(head_weights, state, taps, slots, count)
+            slots = slots._replace(lengths=slots.lengths + count)
+        return proposer.propose(head_weights, state, target, ids[:, -1], slots).astype(jnp.float32)
+
+    specs = () if mesh is None else (proposer.weight_specs(mesh),)
+    return _together(config, mesh, run, *specs)(weights, ids, head_weights)
+
+
+def _together(
+    config: ModelConfig, mesh: Mesh | None, run: Callable[..., Array], *last: Any
+) -> Callable[..., Float[Array, "B N V"]]:
+    """A function of the target's weights and whole arrays on all devices; its logits are put together.
+
+    Args:
+        config: The target.
+        mesh: The devices; without them the function as it is.
+        run: What each device runs.
+        *last: Specs of the last arguments, where those are not whole.
+    """
+    if mesh is None:
+        return run
+
+    def together(weights: Weights, *others: Any) -> Float[Array, "B N V"]:
+        whole = [WHOLE] * (len(others) - len(last))
+        specs = parameter_specs(config, mesh), *whole, *last
+        logits = everywhere(mesh, run, specs, PartitionSpec(None, None, shards.ALL))(weights, *others)
+        return logits[:, :, : config.vocab_size]
+
+    return together
 
 
 def _forward(target: Transformer, ids: Int[Array, "B T"], *, taps: tuple[int, ...] = ()) -> ForwardOutput:

@@ -141,7 +141,7 @@ def test_stores_are_written_in_place(program, bucket, slots):
         lowered = decoder.program.lower(decoder, weights, state, number)
     else:
         chunk, is_last = jax.ShapeDtypeStruct((32,), jnp.int32), jax.ShapeDtypeStruct((), bool)
-        own = config, decoder.proposer, None
+        own = config, decoder.proposer, None, None
         lowered = prefill.lower(*own, weights, state, number, chunk, number, is_last)
     text = lowered.compile().as_text()
     heads, length = config.layers[0].num_kv_heads, config.layers[0].head_dim
