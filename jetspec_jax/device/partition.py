@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
@@ -52,7 +52,7 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) ->
         raise ValueError(f"{size_of(mesh)} devices cannot split the model: {'; '.join(wrong)}")
 
 
-def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> bool:
+def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Whether a mesh splits a model's layers: a target's always, a draft head's where all of it divides."""
     return isinstance(config, ModelConfig) or not _undivided(config.layers, mesh, features=True)
 
@@ -90,7 +90,7 @@ def own_stores(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
 
 
 @functools.cache
-def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:
+def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> Any:
     """How every parameter of a config's module is split, in the structure of its weights."""
     split = SPLIT if is_split(config, mesh) else {}
 
@@ -118,7 +118,7 @@ def _kv_heads(layer: LayerConfig, parts: int) -> int:
     return layer.num_kv_heads if layer.recurrence is not None else math.lcm(layer.num_kv_heads, parts)
 
 
-def _undivided(config: ModelConfig, mesh: Mesh, *, features: bool = False) -> list[str]:
+def _undivided(config: ModelConfig, mesh: Mesh | AbstractMesh, *, features: bool = False) -> list[str]:
     """What of a decoder's layers does not divide, and of a head's context ``features``."""
     parts, experts, tensor = size_of(mesh), mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR]
     found: dict[str, list[int]] = {}
