@@ -1,7 +1,7 @@
 """Devices that compute one program together, each its part: who they are, and what they tell each other.
 
-Inside of a `jax.shard_map` over the axes `ALL` of a mesh each device runs the program on its own parts of the
-arrays. A program that no mesh encloses, or one of a single device, is whole: here it has one part, and nothing
+Inside of a `jax.shard_map` over the axes `ALL` of a mesh each device runs the program on its own parts of
+the arrays. A program that no mesh encloses, or one of a single device, is whole: it has one part, and nothing
 is lowered for these calls.
 
 Whatever steers control (a choice, a count, a condition) must be equal on all devices, bit for bit. A sum of

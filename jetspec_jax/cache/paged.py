@@ -9,6 +9,7 @@ from typing import Self, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jetspec_jax.cache.block import Block
@@ -42,6 +43,11 @@ class PagedStore:
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         return sum(pool.size * pool.dtype.itemsize for pool in (self.k, self.v))
+
+    def specs(self, axes: tuple[str, ...]) -> Self:
+        """How a mesh splits the store: by KV heads."""
+        spec = PartitionSpec(None, None, axes)
+        return replace(self, k=spec, v=spec)
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
         """What attention reads: the pool, and where each slot's tokens lie in it."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jetspec_jax.cache.block import Block
@@ -57,6 +58,10 @@ class RecurrentStore:
     def num_bytes(self) -> int:
         """Bytes of rows and states."""
         return sum(array.size * array.dtype.itemsize for array in (self.rows, self.state))
+
+    def specs(self, axes: tuple[str, ...]) -> Self:
+        """How a mesh splits the store: by heads, the rows by what goes with them."""
+        return replace(self, rows=PartitionSpec(None, None, axes), state=PartitionSpec(None, axes))
 
     def view(self, slots: Slots, block: Block) -> RecurrentPrefix:
         """What these slots know of their committed tokens."""

@@ -34,6 +34,10 @@ class Store(Protocol):
         """Bytes on the device."""
         ...
 
+    def specs(self, axes: tuple[str, ...]) -> "Store":
+        """The store with specs in place of arrays: how a mesh with these axes splits each."""
+        ...
+
     def view(self, slots: Slots, block: Block) -> Any:
         """What the layer's operation needs of some slots for a block after their tokens; copies no pages."""
         ...

@@ -47,11 +47,13 @@ class Parameter:
     Attributes:
         path: Where it is in the nested weights.
         shape: Its shape.
+        axes: What its axes are called.
         forms: The ways of storing it, each a set of tensors that make it up. The first one is written.
     """
 
     path: ParameterPath
     shape: tuple[int, ...]
+    axes: tuple[str, ...]
     forms: tuple[tuple[Key, ...], ...]
 
     @property
@@ -107,7 +109,8 @@ def expected_parameters(
         forms = defaultdict(list)
         for key in own:
             forms[key.form] += key.of(indices, parameter.shape)
-        expected.append(Parameter(path, parameter.shape, tuple(map(tuple, forms.values()))))
+        axes = tuple(parameter.get_metadata()["axes"])
+        expected.append(Parameter(path, parameter.shape, axes, tuple(map(tuple, forms.values()))))
     return expected
 
 

@@ -3,9 +3,11 @@
 Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, P pages, T pages per slot.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Int
@@ -13,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.decode.loop import jit_rounds, repeat_rounds
+from jetspec_jax.decode.on_mesh import split_proposer, state_specs
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.round import Round
 from jetspec_jax.decode.state import (
@@ -25,6 +28,8 @@ from jetspec_jax.decode.state import (
     release,
     split,
 )
+from jetspec_jax.device.mesh import shardings
+from jetspec_jax.device.partition import spread
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import Routing
 
@@ -72,11 +77,25 @@ class TreeDecoder(Round):
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
         """
-        proposer = self.proposer
+        make = functools.partial(
+            self._empty_state, slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
+        )
+        if self.mesh is None:
+            return make()
+        specs = state_specs(self.proposer, jax.eval_shape(make), self.mesh)
+        # On each device its own part, so that none ever holds all.
+        return jax.jit(make, out_shardings=shardings(self.mesh, specs))()
+
+    def _empty_state(
+        self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
+    ) -> DecodeState:
+        proposer, mesh = self.proposer, self.mesh
+        if mesh is not None and proposer is not None:
+            proposer = split_proposer(proposer).spread(mesh)
         tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
         free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
         return DecodeState(
-            stores=empty_stores(self.target, num_pages, page_size, dtype, free),
+            stores=empty_stores(spread(self.target, mesh), num_pages, page_size, dtype, free),
             proposer=None if proposer is None else proposer.empty_state(num_pages, page_size, dtype),
             slots=free,
             anchors=jnp.zeros(slots, jnp.int32),
@@ -113,7 +132,7 @@ class TreeDecoder(Round):
         is_last: Bool[ArrayLike, ""],
     ) -> tuple[DecodeState, Int[Array, ""]]:
         """Commits one chunk of a prompt: see `jetspec_jax.decode.prefill.prefill`. ``state`` is donated."""
-        settings = self.target, self.proposer, self.implementation
+        settings = self.target, self.proposer, self.implementation, self.mesh
         return prefill(*settings, weights, state, slot, tokens, count, is_last)
 
     def decode(
@@ -143,11 +162,16 @@ class TreeDecoder(Round):
 def _decode(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
 ) -> tuple[DecodeState, RoundRecord]:
-    # What no round changes is made before the loop: XLA would make some of it in every round.
-    if decoder.proposer is not None:
-        weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
+    def dispatch(
+        weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+    ) -> tuple[DecodeState, RoundRecord]:
+        # What no round changes is made before the loop: XLA would make some of it in every round.
+        if decoder.proposer is not None:
+            weights = weights._replace(proposer=decoder.proposer.prepare(weights.proposer))
 
-    def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
-        return decoder.round(weights, state)
+        def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
+            return decoder.round(weights, state)
 
-    return repeat_rounds(step, state, rounds, most=decoder.max_rounds)
+        return repeat_rounds(step, state, rounds, most=decoder.max_rounds)
+
+    return decoder.on_mesh(dispatch)(weights, state, rounds)

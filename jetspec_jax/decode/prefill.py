@@ -7,23 +7,26 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.on_mesh import on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.choice import choose_tokens
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def prefill(
     config: ModelConfig,
     proposer: Proposer | None,
     implementation: str | None,
+    mesh: Mesh | None,
     weights: DecodeWeights,
     state: DecodeState,
     slot: Int[Array, ""],
@@ -40,6 +43,7 @@ def prefill(
         config: The target's geometry.
         proposer: The proposer; None without one.
         implementation: Of tree attention.
+        mesh: The devices that share the models; None is one.
         weights: The parameters.
         state: The state.
         slot: Which slot.
@@ -50,6 +54,21 @@ def prefill(
     Returns:
         The state, and the first generated token (meaningful after the last chunk).
     """
+    chunk = functools.partial(_prefill, config, proposer, implementation)
+    return on_mesh(mesh, config, proposer, chunk)(weights, state, slot, tokens, count, is_last)
+
+
+def _prefill(
+    config: ModelConfig,
+    proposer: Proposer | None,
+    implementation: str | None,
+    weights: DecodeWeights,
+    state: DecodeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, "C"],
+    count: Int[Array, ""],
+    is_last: Bool[Array, ""],
+) -> tuple[DecodeState, Int[Array, ""]]:
     target = bind(config, weights.target)
     own = jax.tree.map(lambda x: x[slot][None], state.slots)
     settings = jax.tree.map(lambda x: x[slot][None], state.settings)

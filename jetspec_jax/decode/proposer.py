@@ -4,10 +4,11 @@ A proposer yields draft logits for the depths below the anchor, from a state of 
 whenever tokens are committed. The draft head is one; the decoder knows no more of it than this seam.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.cache.attention import attend_over
@@ -15,7 +16,10 @@ from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.config import DraftHeadConfig
+from jetspec_jax.device.mesh import WHOLE
+from jetspec_jax.device.partition import is_split, parameter_specs, spread
 from jetspec_jax.models import Transformer, Weights, bind
+from pallas_kernels import shards
 
 
 @runtime_checkable
@@ -103,6 +107,18 @@ class DraftHeadProposer:
     def empty_state(self, num_pages: int, page_size: int, dtype: jnp.dtype) -> Any:
         """A store per layer of the head."""
         return empty_stores(self.config.layers, num_pages, page_size, dtype)
+
+    def spread(self, mesh: Mesh) -> "DraftHeadProposer":
+        """The proposer whose state is as large as it lies on a mesh."""
+        return replace(self, config=spread(self.config, mesh))
+
+    def weight_specs(self, mesh: Mesh) -> Any:
+        """How a mesh splits the head's parameters."""
+        return parameter_specs(self.config, mesh)
+
+    def state_specs(self, state: Any, mesh: Mesh) -> Any:
+        """How a mesh splits the head's stores: as its layers, unless they stay whole."""
+        return tuple(store.specs(shards.ALL) for store in state) if is_split(self.config, mesh) else WHOLE
 
     def prepare(self, weights: Weights | PreparedHead) -> PreparedHead:
         """The parameters, and the context's projections made contiguous."""

@@ -12,19 +12,23 @@ Plain decoding is the same round with a tree of one node.
 Shapes: B slots, N nodes (the bucket), D draft depth, F tap size, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, commit
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.on_mesh import check_proposer, on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, is_stop
+from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.tree import (
@@ -119,6 +123,8 @@ class Round:
             algorithm's own number.
         implementation: Of tree attention; None picks the best.
         observes: Whether records tell what trees of each smaller bucket would have had accepted.
+        mesh: The devices that share the models; None is one. What the three parts of a round see is then a
+            device's own part: `on_mesh` makes programs of them.
     """
 
     target: ModelConfig
@@ -129,6 +135,7 @@ class Round:
     candidates: int | None = None
     implementation: str | None = None
     observes: bool = False
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -141,6 +148,8 @@ class Round:
         if self.bucket > 1 and self.proposer is None:
             raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
         check_breadth(self.breadth, self.target.vocab_size)
+        check_partition(self.target, self.mesh)
+        check_proposer(self.proposer, self.mesh)
 
     @property
     def breadth(self) -> Breadth:
@@ -151,6 +160,10 @@ class Round:
     def depth(self) -> int:
         """D, the largest depth of the trees; 0 in plain decoding."""
         return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
+
+    def on_mesh(self, function: Callable[..., tuple[DecodeState, Any]]) -> Callable[..., Any]:
+        """A function of weights, a state and others that all devices run: see `on_mesh`."""
+        return on_mesh(self.mesh, self.target, self.proposer, function)
 
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
         """One round of speculation over all slots; those that are not active keep their state."""

@@ -15,8 +15,8 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import abstract
 
 #: The mesh axis that splits a parameter's axis; an axis that is not named is whole on every device. All
-#: matrices have the model's width as one of their axes, so one line splits them all.
-RULES: Mapping[str, str] = {"embed": "fsdp"}
+#: matrices have the model's width as one of their axes, the draft head's first under a name of its own.
+RULES: Mapping[str, str] = {"embed": "fsdp", "features": "fsdp"}
 
 
 def parameter_shardings(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:

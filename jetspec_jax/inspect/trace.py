@@ -4,6 +4,7 @@ For people who want to see a tree, and for measurements. It is the decoding of `
 and the same parts of a round, in a program that also returns what passes between them.
 """
 
+import functools
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
     traced_round = jit_rounds(_traced_round, decoder.bucket)
 
     def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:
-        state, record, passed = traced_round(decoder, weights, state)
+        state, (record, passed) = traced_round(decoder, weights, state)
         seen.append(passed)
         return state, jax.tree.map(lambda one: one[None], record)
 
@@ -177,8 +178,14 @@ class _Seen(NamedTuple):
 
 def _traced_round(
     decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
-) -> tuple[DecodeState, RoundRecord, _Seen]:
+) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
     """`TreeDecoder.round`, which also returns what its pieces hand to each other."""
+    return decoder.on_mesh(functools.partial(_pieces, decoder))(weights, state)
+
+
+def _pieces(
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
+) -> tuple[DecodeState, tuple[RoundRecord, _Seen]]:
     tree, candidates = decoder.propose(weights, state)
     verified = decoder.verify(weights, state, tree)
     after, record, accepted = decoder.settle(weights, state, tree, verified)
@@ -191,7 +198,7 @@ def _traced_round(
         _target_log_probs(tree, verified.logits),
         accepted,
     )
-    return after, record, seen
+    return after, (record, seen)
 
 
 def _target_log_probs(tree: TokenTree, logits: Float[Array, "B N V"]) -> Float32[Array, "B N"]:

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jetspec_jax.config import LayerConfig, ModelConfig
-from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
+from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, joined, param
 from jetspec_jax.models.rotary import rotary
 from pallas_kernels.qkv_rotary import qkv_rotary
 
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
             self.k_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
         self.layer, self.rope, self.eps = layer, own.rope, config.rms_norm_eps
         self.scale = e**-0.5 if own.attention_scale is None else own.attention_scale
-        self.window = own.window
+        self.window, self.num_heads = own.window, h
 
     def make_projection(
         self, hidden_size: int, own: LayerConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype
@@ -95,4 +95,4 @@ class Attention(nnx.Module):
 
     def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """What the heads' outputs, of the layer's input ``x``, add to the residual stream."""
-        return einsum("bnhe,hem->bnm", out, self.o_proj[...])
+        return joined(einsum("bnhe,hem->bnm", out, self.o_proj[...]), out.shape[2], self.num_heads)

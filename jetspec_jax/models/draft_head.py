@@ -18,6 +18,7 @@ from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
+from pallas_kernels import shards
 
 
 class DraftHead(nnx.Module):
@@ -37,7 +38,7 @@ class DraftHead(nnx.Module):
         """Makes a randomly initialised head with parameters of type ``dtype``."""
         self.config = config
         m, eps = config.layers.hidden_size, config.layers.rms_norm_eps
-        self.fc = param(rngs, (len(config.tap_layers) * m, m), ("taps", "embed"), dtype)
+        self.fc = param(rngs, (len(config.tap_layers) * m, m), ("taps", "features"), dtype)
         self.hidden_norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
         self.layers = nnx.List(
             [DecoderLayer(config.layers, i, rngs=rngs, dtype=dtype) for i in range(config.layers.num_layers)]
@@ -67,7 +68,10 @@ class DraftHead(nnx.Module):
             positions: The tokens' absolute positions.
             projection: What `context_projection` makes.
         """
-        features = self.hidden_norm(einsum("btf,fm->btm", taps, self.fc[...]))
+        features = einsum("btf,fm->btm", taps, self.fc[...])
+        if features.shape[2] < self.config.layers.hidden_size:
+            features = jnp.concatenate(list(shards.gather(features)), axis=-1)
+        features = self.hidden_norm(features)
         projected = einsum("btm,mlgke->btlgke", features, projection)
         return tuple(
             layer.self_attn.finish(projected[:, :, i], positions)[1] for i, layer in enumerate(self.layers)

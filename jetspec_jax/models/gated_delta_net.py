@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.models.layers import History, RecurrentRows, RMSNorm, einsum, param
+from jetspec_jax.models.layers import History, RecurrentRows, RMSNorm, einsum, joined, param
 from pallas_kernels.gated_delta import gated_delta
 
 # Inside the root that normalises queries and keys, whatever the model's own is.
@@ -87,6 +87,7 @@ class GatedDeltaNet(nnx.Module):
         )
         gated = self.norm(out) * jax.nn.silu(projected.z.astype(jnp.float32))
         added = einsum("bnve,vem->bnm", gated.astype(x.dtype), self.out_proj[...])
+        added = joined(added, gated.shape[2], self.recurrence.num_value_heads)
         return added, RecurrentRows(projected.rows, k, delta, decay)
 
     def convolve(self, rows: Float[Array, "B N C"], history: History) -> Float[Array, "B N C"]:
@@ -114,7 +115,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float32[Array, "B N K D"], Float32[Array, "B N K D"], Float32[Array, "B N V E"]]:
         """Queries, normalised and scaled, keys, normalised, and values."""
         own = self.recurrence
-        keys = own.num_key_heads * own.key_dim
+        # On a mesh the rows are of some of the key heads, and of what goes with them.
+        keys = rows.shape[-1] // (own.channels // own.num_key_heads) * own.key_dim
         q, k, v = jnp.split(rows.astype(jnp.float32), (keys, 2 * keys), axis=-1)
         q, k = (_normalised(x.reshape(*x.shape[:2], -1, own.key_dim)) for x in (q, k))
         return q * own.key_dim**-0.5, k, v.reshape(*v.shape[:2], -1, own.value_dim)

@@ -14,14 +14,14 @@ from jetspec_jax.models.attention import PROJECTION_AXES, Attention
 from jetspec_jax.models.decoder_layer import SandwichLayer
 from jetspec_jax.models.feed_forward import MLP, RoutedExperts
 from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, NESTED_HEAD, SANDWICH_KEYS, Key, Skip
-from jetspec_jax.models.layers import WideRMSNorm, einsum, param
+from jetspec_jax.models.layers import WideRMSNorm, einsum, joined, param
 from jetspec_jax.models.transformer import Transformer
 from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.rms_norm import rms_norm
 
 # What layers hold beside those of Gemma 3.
 _OWN_KEYS = tuple(
-    Key(f"layers.{{}}.{name}", f"layers.{{}}.{path or name}", layout, part)
+    Key(f"layers.{{}}.{name}", f"layers.{{}}.{path or name}", layout, part, repeated="k_proj" in name)
     for name, path, layout, part in (
         ("layer_scalar", "", "", ...),
         # Where keys are values.
@@ -74,9 +74,9 @@ class Gemma4Router(nnx.Module):
     def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes the router."""
         m, count = config.hidden_size, experts.count
-        self.proj = param(rngs, (count, m), ("expert", "embed"), dtype)
+        self.proj = param(rngs, (count, m), ("router", "embed"), dtype)
         self.scale = nnx.Param(jnp.ones((m,), dtype), axes=("embed",))
-        self.per_expert_scale = nnx.Param(jnp.ones((count,), dtype), axes=("expert",))
+        self.per_expert_scale = nnx.Param(jnp.ones((count,), dtype), axes=("router",))
         self.routing, self.eps = experts.routing, config.rms_norm_eps
 
     def __call__(self, rows: Float[Array, "T M"]) -> ExpertChoice:
@@ -117,11 +117,11 @@ class Gemma4Layer(SandwichLayer):
 
     def feed_forward(self, normed: Float[Array, "B N M"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """The dense block, of the normed stream, and the experts, of the stream as it is."""
-        dense = self.mlp(normed)
         if not self.routed:
-            return dense
+            return self.mlp(normed)
         rows = x.reshape(-1, x.shape[-1])
-        routed = self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
+        own = self.mlp.own(normed), self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
+        dense, routed = joined(own, self.experts.own_size, self.experts.whole_size)
         routed = self.post_feedforward_layernorm_2(routed).reshape(x.shape)
         return self.post_feedforward_layernorm_1(dense) + routed
 

@@ -54,7 +54,7 @@ class GptOssExperts(ExpertMLP):
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s router and experts."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
-        self.router_bias = param(rngs, (self.experts.config.count,), ("expert",), dtype)
+        self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
 
     def logits(self, rows: Float[Array, "T M"]) -> Float32[Array, "T E"]:
         """What the router says, in float32."""
@@ -81,8 +81,12 @@ class GptOss(Transformer):
         *ENDS,
         *(key.under("model.") for key in LAYER_KEYS),
         Key(f"model.{_ATTENTION}q_proj.bias", f"{_ATTENTION}qkv_bias", "g r e -> (g r e)", np.s_[:, :-2]),
-        Key(f"model.{_ATTENTION}k_proj.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", np.s_[:, -2]),
-        Key(f"model.{_ATTENTION}v_proj.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", np.s_[:, -1]),
+        *(
+            Key(
+                f"model.{_ATTENTION}{name}.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", part, repeated=True
+            )
+            for name, part in (("k_proj", np.s_[:, -2]), ("v_proj", np.s_[:, -1]))
+        ),
         Key(f"model.{_ATTENTION}o_proj.bias", f"{_ATTENTION}o_bias"),
         Key(f"model.{_ATTENTION}sinks", f"{_ATTENTION}sinks"),
         Key(f"model.{_MLP}router.weight", f"{_MLP}router"),

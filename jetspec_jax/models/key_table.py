@@ -3,13 +3,27 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
-from jetspec_jax.models.mxfp4 import BLOCK_BYTES, packed_shapes, widen
+from jetspec_jax.models.mxfp4 import BLOCK, BLOCK_BYTES, packed_shapes, widen
+
+
+class OwnRows(NamedTuple):
+    """A device's part of a parameter, as an index for each axis.
+
+    Attributes:
+        rows: Which rows of the axis the part has, in its order; -1 is padding, which no file holds.
+        sizes: Rows of the axis in all, without padding.
+        repeats: How often the axis repeats each row of a file, in tensors of `Key.repeated`.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    sizes: tuple[int, ...]
+    repeats: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Key:
         form: Which way of storing the parameter this belongs to, if files differ in that. A file holds all
             tensors of one form and none of another, and forms share none. That of the table's first line for
             a parameter is what is written.
+        repeated: Whether the tensor is of KV heads, which devices repeat where there are more of them.
         scales: For a tensor of MXFP4 blocks, the name of its scales. ``layout`` is then that of the values,
             of three axes or more, and the file's last axis is one of them: the blocks lie along it.
     """
@@ -44,6 +59,7 @@ class Key:
     expert: bool = False
     form: str = ""
     scales: str = ""
+    repeated: bool = False
 
     def __post_init__(self):
         """Refuses what could never fit.
@@ -106,6 +122,59 @@ class Key:
         view = self._view(np.broadcast_to(0, shape))
         shape = parse_layout(self.layout).shape(view) if self.layout else view.shape
         return packed_shapes(shape) if self.scales else (shape,)
+
+    def of_part(self, own: OwnRows) -> tuple["Key", list[list[np.ndarray]]] | None:
+        """The entry of a device's part of a parameter, and what it needs of the file.
+
+        Returns:
+            The entry; and for each of `names` which rows of each axis. None where the device has nothing of
+            this tensor: that of another device's expert.
+
+        Raises:
+            ValueError: The part begins or ends inside of an MXFP4 block.
+        """
+        count = len(own.rows)
+        given = self.part if isinstance(self.part, tuple) else (self.part,)
+        at = given.index(...) if ... in given else len(given)
+        index = [*given[:at], *[slice(None)] * (count - len(given) + (... in given)), *given[at + 1 :]]
+        rows, sizes, local = [], [], list(index)
+        for axis, pick in enumerate(index):
+            row, size = own.rows[axis], own.sizes[axis]
+            if self.repeated:
+                row, size = row // own.repeats[axis], size // own.repeats[axis]
+            if isinstance(pick, int):
+                [place] = np.flatnonzero(row == pick % size) if pick % size in row else [None]
+                if place is None:
+                    return None
+                local[axis] = int(place)
+            elif pick == slice(None):
+                rows.append(row)
+                sizes.append(size)
+            else:
+                assert len(row) == size, f"{self.name}: a part of an axis that devices split"
+                sizes.append(len(range(size)[pick]))
+                rows.append(np.arange(sizes[-1]))
+        layout = parse_layout(self.layout) if self.layout else None
+        order = range(len(rows)) if layout is None else layout.order
+        axes = iter([(rows[axis], sizes[axis]) for axis in order])
+        in_file = []
+        for merged in [1] * len(rows) if layout is None else layout.merged:
+            flat = np.zeros(1, np.int64)
+            for row, size in (next(axes) for _ in range(merged)):
+                flat = np.where(row < 0, -1, flat[:, None] * size + row).reshape(-1)
+            in_file.append(flat)
+        entry = replace(self, part=tuple(local))
+        if not self.scales:
+            return entry, [in_file]
+        *others, values = in_file
+        starts = values[::BLOCK]
+        blocks = (starts[:, None] + np.arange(BLOCK)).reshape(-1)
+        if not np.array_equal(values, blocks) or (starts % BLOCK).any():
+            raise ValueError(
+                f"{self.name}: {len(values)} values of a row are no whole MXFP4 blocks of {BLOCK}"
+            )
+        numbers = starts // BLOCK
+        return entry, [[*others, numbers, np.arange(BLOCK_BYTES)], [*others, numbers]]
 
     def from_file(self, parameter: np.ndarray, *tensors: np.ndarray) -> None:
         """Fills (this part of) a parameter from the file's tensors, in the order of `names`.
@@ -185,13 +254,15 @@ ENDS = (
 #: The head of a text model that is part of another, where files keep it with that part.
 NESTED_HEAD = Key("language_model.lm_head.weight", "lm_head", form="nested")
 
+_KV = "m g e -> (g e) m"
+
 LAYER_KEYS = (
     *(
-        Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", layout, part)
+        Key(f"layers.{{}}.{name}.weight", f"layers.{{}}.{path}", layout, part, repeated=layout == _KV)
         for name, path, layout, part in (
             ("self_attn.q_proj", "self_attn.qkv_proj", "m g r e -> (g r e) m", np.s_[:, :, :-2]),
-            ("self_attn.k_proj", "self_attn.qkv_proj", "m g e -> (g e) m", np.s_[:, :, -2]),
-            ("self_attn.v_proj", "self_attn.qkv_proj", "m g e -> (g e) m", np.s_[:, :, -1]),
+            ("self_attn.k_proj", "self_attn.qkv_proj", _KV, np.s_[:, :, -2]),
+            ("self_attn.v_proj", "self_attn.qkv_proj", _KV, np.s_[:, :, -1]),
             ("self_attn.o_proj", "self_attn.o_proj", "h e m -> m (h e)", ...),
             ("mlp.gate_proj", "mlp.gate_up_proj", "m i -> i m", np.s_[:, 0]),
             ("mlp.up_proj", "mlp.gate_up_proj", "m i -> i m", np.s_[:, 1]),

@@ -4,17 +4,21 @@ Shapes: B sequences, N tokens, M model, H query heads, G KV heads, R = H / G, E 
 layers, K key heads of size D, V value heads of size E, C channels of the convolution.
 
 Modules compute in the dtype of their input; norms, softmax and rotary angles are float32 inside. Every
-parameter names its axes where it is made, and nothing else here knows about devices.
+parameter names its axes where it is made. On a mesh each device has its own part of some of these axes (see
+`pallas_kernels.shards`): what a layer knows of its sizes it then takes from its parameters, and what its own
+heads or features make is `joined` with the others'.
 """
 
 import math
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels import shards
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -120,6 +124,22 @@ def _is_multiplied_out(spec: str, x: Array, w: Array) -> bool:
     terms = math.prod(size for axis, size in zip(axes, x.shape, strict=True) if axis in others)
     # XLA counts the terms of both sides: of the row, and of the weights.
     return x.size == terms and w.size + terms in _MULTIPLIED_OUT and jax.default_backend() == "gpu"
+
+
+def joined(terms: Any, own: int, whole: int) -> Any:
+    """What all devices together make of a sum's terms: heads, features or experts.
+
+    Args:
+        terms: What this device's own make: an array, or several, which are added up in one go.
+        own: How many terms this device has.
+        whole: How many there are; where it has them all, nothing is added.
+    """
+    if own == whole:
+        return terms
+    if not isinstance(terms, tuple):
+        return shards.all_sum(terms)
+    flat, restore = ravel_pytree(terms)
+    return restore(shards.all_sum(flat))
 
 
 def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype) -> nnx.Param:

@@ -53,10 +53,10 @@ class SharedExpertMLP(ExpertMLP):
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
         self.shared_gate = param(rngs, (config.hidden_size,), ("embed",), dtype)
 
-    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """Applies the chosen experts and the shared one to every token."""
+    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """What this device's part of the chosen experts and of the shared one adds."""
         gates = jax.nn.sigmoid(einsum("bnm,m->bn", x, self.shared_gate[...], wide=True))
-        return super().__call__(x) + (gates[:, :, None] * self.shared(x)).astype(x.dtype)
+        return super().own(x) + (gates[:, :, None] * self.shared.own(x)).astype(x.dtype)
 
 
 class HybridLayer(DecoderLayer):

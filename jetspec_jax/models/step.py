@@ -42,12 +42,12 @@ class StepExperts(ExpertMLP):
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s router, its experts and the shared one, which is its dense block."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
-        self.router_bias = param(rngs, (self.experts.config.count,), ("expert",), dtype)
+        self.router_bias = param(rngs, (self.experts.config.count,), ("router",), dtype)
         self.shared = MLP(config, layer, rngs=rngs, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """Applies the chosen experts and the shared one to every token."""
-        return super().__call__(x) + self.shared(x)
+    def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        """What this device's part of the chosen experts and of the shared one adds."""
+        return super().own(x) + self.shared.own(x)
 
     def choose(self, rows: Float[Array, "T M"]) -> ExpertChoice:
         """Each row's experts; the bias takes part in the choice, not in the weights."""

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import Key, Skip
-from jetspec_jax.models.layers import Mix, Rows, einsum, param
+from jetspec_jax.models.layers import Mix, Rows, einsum, joined, param
+from pallas_kernels import shards
 
 
 class ForwardOutput(NamedTuple):
@@ -65,7 +66,16 @@ class Transformer(nnx.Module):
             tokens: Token ids.
             scaled: Whether the family's scale multiplies them; it is rounded to their dtype first.
         """
-        embedded, scale = self.embed_tokens[...][tokens], self.config.embedding_scale
+        table, vocab = self.embed_tokens[...], self.config.vocab_size
+        if table.shape[0] == vocab:
+            embedded = table[tokens]
+        else:
+            row = tokens - table.shape[0] * shards.index()
+            there = (row >= 0) & (row < table.shape[0])
+            # One device has the row, so the sum is exact.
+            own = jnp.where(there[:, :, None], table[jnp.where(there, row, 0)], 0)
+            embedded = joined(own, table.shape[0], vocab)
+        scale = self.config.embedding_scale
         return embedded * jnp.asarray(scale, embedded.dtype) if scaled and scale != 1.0 else embedded
 
     def __call__(
@@ -98,6 +108,8 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "B N M"], *, capped: bool = True) -> Float[Array, "B N V"]:
         """Logits of final-normed hidden states (the target's own, or a draft head's), in their dtype.
 
+        On a mesh they are those of the device's part of the vocabulary, and -inf beyond its end.
+
         Rows times the vocabulary is the largest array of a round. What reads it computes in float32, inside
         its own fusion: no float32 copy is ever stored.
 
@@ -107,6 +119,10 @@ class Transformer(nnx.Module):
         """
         table = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits, cap = einsum("bnm,vm->bnv", hidden, table[...]), self.config.logit_softcap
-        if not capped or cap is None:
-            return logits
-        return (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
+        if capped and cap is not None:
+            logits = (cap * jnp.tanh(logits.astype(jnp.float32) / cap)).astype(logits.dtype)
+        own, vocab = logits.shape[-1], self.config.vocab_size
+        if own * shards.count() > vocab and own != vocab:
+            token = own * shards.index() + jnp.arange(own, dtype=jnp.int32)
+            logits = jnp.where((token < vocab)[None, None], logits, -jnp.inf)
+        return logits

@@ -1,0 +1,132 @@
+"""Parameters on a mesh: each device's part, made of those rows of a checkpoint's tensors that it needs.
+
+The host holds one device's part of one parameter at a time.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
+from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.device.mesh import size_of
+from jetspec_jax.device.partition import channel_order, parameter_specs, spread
+from jetspec_jax.models import Weights, abstract, weights_of
+from jetspec_jax.models.key_table import OwnRows
+
+#: Makes the part of a parameter that has these rows, in this shape.
+MakePart = Callable[[OwnRows, tuple[int, ...]], np.ndarray]
+
+
+class Placement:
+    """Where the parameters of a model lie on a mesh."""
+
+    def __init__(self, config: ModelConfig | DraftHeadConfig, mesh: Mesh):
+        """Works out shapes and specs."""
+        self.mesh, self._layers = mesh, config if isinstance(config, ModelConfig) else config.layers
+        self._specs: Mapping[ParameterPath, PartitionSpec] = nnx.traversals.flatten_mapping(
+            parameter_specs(config, mesh)
+        )
+        flat = nnx.traversals.flatten_mapping(weights_of(abstract(spread(config, mesh))))
+        self._shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+
+    def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
+        """A parameter on all devices of this process, one part after the other."""
+        shape = self._shapes[parameter.path]
+        sharding = NamedSharding(self.mesh, self._specs[parameter.path])
+        arrays: dict[Any, jax.Array] = {}
+        by_part: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            bounds = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+            by_part.setdefault(bounds, []).append(device)
+        for bounds, devices in by_part.items():
+            part = make(self._own_rows(parameter, bounds), tuple(stop - start for start, stop in bounds))
+            for device in devices:
+                # Waited for, so that the host lets go of one part before it makes the next.
+                arrays[device] = jax.block_until_ready(jax.device_put(part, device))
+        ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
+        return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
+
+    def _own_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> OwnRows:
+        rows, sizes, repeats = [], [], []
+        placed = self._shapes[parameter.path]
+        for axis, (name, (start, stop)) in enumerate(zip(parameter.axes, bounds, strict=True)):
+            row, size, repeat = np.arange(start, stop), placed[axis], 1
+            if name == "vocab":
+                size = parameter.shape[axis]
+                row = np.where(row < size, row, -1)
+            elif name == "kv_heads":
+                repeat = size // parameter.shape[axis]
+            elif name == "channels" and stop - start < size:
+                layer: Any = parameter.path[1]
+                own = self._layers.layers[layer].recurrence
+                assert own is not None
+                row = channel_order(own, size_of(self.mesh))[start:stop]
+            rows.append(row)
+            sizes.append(size)
+            repeats.append(repeat)
+        return OwnRows(tuple(rows), tuple(sizes), tuple(repeats))
+
+
+def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
+    """Lays out weights that this process has whole, as `read_weights` would have read them from a file.
+
+    Args:
+        weights: Of a config's module.
+        config: The config.
+        mesh: The devices.
+    """
+    placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
+
+    def make(parameter: Parameter, own: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+        whole = np.asarray(flat[parameter.path])
+        part = np.empty(shape, whole.dtype)
+        for key in parameter.forms[0]:
+            if (found := key.of_part(own)) is not None:
+                local, [rows] = found
+                local.from_file(part, take_rows(key.to_file(whole), rows))
+        return part
+
+    return nnx.traversals.unflatten_mapping(
+        {
+            parameter.path: placement.put(parameter, functools.partial(make, parameter))
+            for parameter in expected_parameters(config)
+        }
+    )
+
+
+def take_rows(tensor: Any, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Some rows of each axis of a tensor; no others are read.
+
+    Args:
+        tensor: An array, or a tensor of a file that slices index.
+        rows: For each axis which rows, in any order, also more than once; -1 gives zeros.
+    """
+    runs = [_runs(own) for own in rows]
+    whole = [slice(0, len(own)) for own in rows]
+    if [target for own in runs for target, _ in own] == whole:
+        return np.asarray(tensor[tuple(source for own in runs for _, source in own)])
+    first = np.asarray(tensor[(slice(0, 1),) * len(rows)])
+    out = np.zeros(tuple(map(len, rows)), first.dtype)
+    for places in product(*runs):
+        block = tensor[tuple(source for _, source in places)]
+        out[tuple(target for target, _ in places)] = block
+    return out
+
+
+def _runs(rows: np.ndarray) -> list[tuple[slice, slice]]:
+    """Runs of rising neighbours: where they go, and where they come from."""
+    ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)]
+    found, start = [], 0
+    for end in map(int, ends):
+        if rows[start] >= 0:
+            found.append((slice(start, end), slice(int(rows[start]), int(rows[start]) + end - start)))
+        start = end
+    return found

@@ -1,0 +1,95 @@
+"""Meshes for decoding: the devices that share one model, and programs that run on all of them at once.
+
+A mesh has the axes of `pallas_kernels.shards`: routed experts are split by number over "expert" and by
+features over "tensor", all else over both together.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jetspec_jax.arguments import check_integer, check_type
+from pallas_kernels import shards
+
+#: The whole array on every device.
+WHOLE = PartitionSpec()
+
+
+def make_mesh(
+    tensor_parallel_size: int = 1, expert_parallel_size: int = 1, *, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of the first devices.
+
+    Args:
+        tensor_parallel_size: Parts of every expert; those of all else are as many times the next.
+        expert_parallel_size: Groups of whole experts.
+        devices: Which devices there are; None is all of all processes.
+
+    Raises:
+        TypeError: A size is no integer.
+        ValueError: A size is below 1, or there are too few devices.
+    """
+    tensor = check_integer("tensor_parallel_size", tensor_parallel_size, 1)
+    expert = check_integer("expert_parallel_size", expert_parallel_size, 1)
+    there = list(jax.devices() if devices is None else devices)
+    count = tensor * expert
+    if count > len(there):
+        possible = [f"{t} x {e}" for e in _divisors(expert) for t in range(1, len(there) // e + 1)]
+        raise ValueError(
+            f"tensor_parallel_size {tensor} x expert_parallel_size {expert} needs {count} devices, and there "
+            f"are {len(there)}; possible: {', '.join(possible)}"
+        )
+    return _mesh(np.asarray(there[:count], object).reshape(expert, tensor))
+
+
+def as_mesh(mesh: object) -> Mesh:
+    """A mesh of the same devices with both axes, in their order, that JAX leaves to programs that are manual.
+
+    Raises:
+        TypeError: It is no mesh.
+        ValueError: It has an axis of another name.
+    """
+    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+    assert isinstance(mesh, Mesh)
+    if unknown := [axis for axis in mesh.axis_names if axis not in shards.ALL]:
+        raise ValueError(f"mesh has the axes {unknown}; only {' and '.join(shards.ALL)} are known")
+    present = [axis for axis in shards.ALL if axis in mesh.axis_names]
+    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in present])
+    return _mesh(devices.reshape([mesh.shape.get(axis, 1) for axis in shards.ALL]))
+
+
+def everywhere(
+    mesh: Mesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
+    """A function that each device of a mesh runs on its own parts of the arguments.
+
+    Args:
+        mesh: The devices.
+        function: What they run; `pallas_kernels.shards` tells it which part it is.
+        in_specs: How each argument is split.
+        out_specs: How what it returns is put together.
+    """
+    # JAX's check of what varies over devices knows nothing of kernels.
+    return jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The shardings of a pytree of specs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, shards.ALL, axis_types=(AxisType.Auto,) * len(shards.ALL))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def size_of(mesh: Mesh | None) -> int:
+    """Devices that share one model."""
+    return 1 if mesh is None else math.prod(mesh.devices.shape)

@@ -1,0 +1,131 @@
+"""How a model is split over a mesh: which part of each parameter's axes a device has.
+
+Parameters name their axes where they are made; `SPLIT` is all that connects those names with a mesh's. Three
+things differ from the model of one device, so that every device gets an equal and contiguous part:
+
+* KV heads that do not divide evenly are repeated, up to the least common multiple of heads and devices, and
+  the query heads regrouped. The order of query heads stays. Four query heads of one KV head, on two devices::
+
+      q0 q1 q2 q3 | k0      ->      q0 q1 | k0      q2 q3 | k0
+
+* The vocabulary is padded to a multiple.
+* The channels of a recurrent layer, queries, keys and values of all heads, lie device by device.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
+from jetspec_jax.device.mesh import size_of
+from jetspec_jax.models import abstract
+from pallas_kernels import shards
+
+#: The axes of a mesh that split a parameter's axis; one that is not named is whole on every device.
+SPLIT: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), shards.ALL),
+    **dict.fromkeys(("channels", "key_heads", "value_heads"), shards.ALL),
+    "expert": shards.EXPERT,
+    "expert_mlp": shards.TENSOR,
+}
+
+Config = TypeVar("Config", ModelConfig, DraftHeadConfig)
+
+
+def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> None:
+    """Checks that a mesh can split a model; a draft head that it cannot split stays whole.
+
+    Raises:
+        ValueError: It cannot; all that does not divide is listed, with the layers.
+    """
+    if mesh is None or isinstance(config, DraftHeadConfig):
+        return
+    wrong = _undivided(config, mesh)
+    if mesh.shape[shards.EXPERT] > 1 and all(layer.experts is None for layer in config.layers):
+        wrong.append("expert_parallel_size above 1 is for models with experts, and this one has none")
+    if wrong:
+        raise ValueError(f"{size_of(mesh)} devices cannot split the model: {'; '.join(wrong)}")
+
+
+def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> bool:
+    """Whether a mesh splits a model's layers: a target's always, a draft head's where all of it divides."""
+    return isinstance(config, ModelConfig) or not _undivided(config.layers, mesh, features=True)
+
+
+@functools.cache
+def spread(config: Config, mesh: Mesh | None) -> Config:
+    """A model as it lies on a mesh: with repeated KV heads and a padded vocabulary.
+
+    It says how large parameters and stores are. Programs are given the config as it was: they take the sizes
+    of a device's own part from its arrays.
+    """
+    if mesh is None or not is_split(config, mesh):
+        return config
+    if isinstance(config, DraftHeadConfig):
+        return replace(config, layers=spread(config.layers, mesh))
+    parts = size_of(mesh)
+    layers = tuple(replace(layer, num_kv_heads=_kv_heads(layer, parts)) for layer in config.layers)
+    return replace(config, layers=layers, vocab_size=-(-config.vocab_size // parts) * parts)
+
+
+@functools.cache
+def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:
+    """How every parameter of a config's module is split, in the structure of its weights."""
+    split = SPLIT if is_split(config, mesh) else {}
+
+    def spec(parameter: nnx.Variable) -> PartitionSpec:
+        return PartitionSpec(*(split.get(name) for name in parameter.get_metadata()["axes"]))
+
+    flat = nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))
+    return nnx.traversals.unflatten_mapping({tuple(path): spec(own) for path, own in flat})
+
+
+def channel_order(own: Recurrence, parts: int) -> np.ndarray:
+    """Where each channel of a recurrent layer comes from, part after part.
+
+    Two parts of two key heads, with queries q, keys k and values v of one element::
+
+        q0 q1 k0 k1 v0 v1      ->      q0 k0 v0  q1 k1 v1
+    """
+    keys, values = own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim
+    starts = np.split(np.arange(own.channels), (keys, 2 * keys))
+    assert len(starts[2]) == values
+    return np.concatenate([block.reshape(parts, -1) for block in starts], axis=1).reshape(-1)
+
+
+def _kv_heads(layer: LayerConfig, parts: int) -> int:
+    return layer.num_kv_heads if layer.recurrence is not None else math.lcm(layer.num_kv_heads, parts)
+
+
+def _undivided(config: ModelConfig, mesh: Mesh, *, features: bool = False) -> list[str]:
+    """What of a decoder's layers does not divide, and of a head's context ``features``."""
+    parts, experts, tensor = size_of(mesh), mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR]
+    found: dict[str, list[int]] = {}
+    for number, layer in enumerate(config.layers):
+        own, routed = layer.recurrence, layer.experts
+        counts = [(layer.mlp_size, parts, "features of the dense block")]
+        if own is not None:
+            counts.append((own.num_key_heads, parts, "key heads of the recurrence"))
+        elif layer.num_heads % _kv_heads(layer, parts):
+            repeated = f"{layer.num_kv_heads} KV heads for {layer.num_heads} query heads over {parts} parts"
+            found.setdefault(repeated, []).append(number)
+        if routed is not None:
+            counts.append((routed.count, experts, "experts"))
+            counts.append((routed.size, tensor, "features of an expert"))
+        for size, over, what in counts:
+            if size % over:
+                found.setdefault(f"{size} {what} over {over} parts", []).append(number)
+    if features and config.hidden_size % parts:
+        found[f"{config.hidden_size} context features over {parts} parts"] = list(range(config.num_layers))
+    return [f"{what} (layers {_ranges(layers)})" for what, layers in found.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers for people: 0-3, 5."""
+    runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
