@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
-from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
@@ -171,5 +170,4 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:
     """The weights of a folder of either layout."""
     read = read_orbax_weights if is_orbax(source.folder) else read_weights
-    weights = read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)
-    return weights if mesh is None else place(weights, config, mesh)
+    return read(source.folder, config, source.weights_dtype, mesh, allow_nonfinite=source.allow_nonfinite)

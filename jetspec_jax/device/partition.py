@@ -138,10 +138,10 @@ def _undivided(config: ModelConfig, mesh: Mesh, *, features: bool = False) -> li
                 found.setdefault(f"{size} {what} over {over} parts", []).append(number)
     if features and config.hidden_size % parts:
         found[f"{config.hidden_size} context features over {parts} parts"] = list(range(config.num_layers))
-    return [f"{what} (layers {_ranges(layers)})" for what, layers in found.items()]
+    return [f"{what} (layers {ranges(layers)})" for what, layers in found.items()]
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """Rising numbers for people: 0-3, 5."""
     runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) != 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
