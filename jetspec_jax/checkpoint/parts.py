@@ -6,9 +6,10 @@ The host holds one device's part of one parameter at a time.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -119,6 +120,48 @@ class Placement:
         return OwnRows(tuple(rows), tuple(sizes), tuple(repeats))
 
 
+@runtime_checkable
+class Parameters(Protocol):
+    """The parameters of a checkpoint, to be read in any order; all but their values has been checked.
+
+    Attributes:
+        dtypes: The type that each is read in.
+    """
+
+    @property
+    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
+        """See above."""
+        ...
+
+    def counted(self) -> Iterable[Parameter]:
+        """All of them, with a bar on a terminal."""
+        ...
+
+    def read(
+        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """A parameter, or a device's part of it.
+
+        Args:
+            parameter: The parameter.
+            rows: Which rows the part has; None is all.
+            shape: The part's shape.
+
+        Raises:
+            CheckpointError: A file is corrupt, or values are not finite.
+        """
+        ...
+
+
+def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
+    """Reads parameters one by one onto the devices where they belong; None is one device."""
+    weights: dict[ParameterPath, jax.Array] = {}
+    for parameter in parameters.counted():
+        read = functools.partial(parameters.read, parameter)
+        weights[parameter.path] = jnp.asarray(read()) if placement is None else placement.put(parameter, read)
+    return nnx.traversals.unflatten_mapping(weights)
+
+
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
     """Lays out weights that this process has whole, as `read_weights` would have read them from a file.
 
@@ -129,14 +172,8 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
     """
     placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
 
-    def make(parameter: Parameter, own: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
-        whole = np.asarray(flat[parameter.path])
-        part = np.empty(shape, whole.dtype)
-        for key in parameter.forms[0]:
-            if (found := key.of_part(own)) is not None:
-                local, [rows] = found
-                local.from_file(part, take_rows(key.to_file(whole), rows))
-        return part
+    def make(parameter: Parameter, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+        return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
 
     return nnx.traversals.unflatten_mapping(
         {
@@ -144,6 +181,16 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
             for parameter in expected_parameters(config)
         }
     )
+
+
+def part_of(parameter: Parameter, whole: np.ndarray, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+    """A device's part of a parameter that is there whole."""
+    part = np.empty(shape, whole.dtype)
+    for key in parameter.forms[0]:
+        if (found := key.of_part(rows)) is not None:
+            local, [own] = found
+            local.from_file(part, take_rows(key.to_file(whole), own))
+    return part
 
 
 def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> None:

@@ -24,12 +24,12 @@ from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
 from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
-from jetspec_jax.checkpoint.parts import Placement, check_blocks, take_rows
+from jetspec_jax.checkpoint.parts import Placement, check_blocks, take_rows, to_devices
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
+    Parameter,
     ParameterPath,
     Stored,
-    StoredParameter,
     TensorPlan,
     make_plan,
     stored_dtypes,
@@ -82,20 +82,13 @@ def read_weights(
             (all layers are listed). On a mesh of several processes each of them finds what its part has.
         FileNotFoundError: There are no weights.
     """
-    weights: Weights = {}
-    with open_parameters(folder, config, dtype, mesh, allow_nonfinite=allow_nonfinite) as parameters:
+    placement = None if mesh is None else Placement(config, mesh)
+    with open_parameters(folder, config, dtype, placement, allow_nonfinite=allow_nonfinite) as parameters:
         # A second copy of the embedding is compared with it, so it does not count as unread.
         unused = parameters.plan.unused.items()
         if left := [f"{len(names)} ({reason})" for reason, names in unused if reason != TIED.reason]:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        placement = parameters.placement
-        for source in parameters.counted():
-            if placement is None:
-                value = jnp.asarray(parameters.read(source))
-            else:
-                value = placement.put(source.parameter, functools.partial(parameters.read, source))
-            put(weights, source.parameter.path, value)
-    return weights
+        return to_devices(parameters, placement)
 
 
 def read_parameters(
@@ -112,8 +105,8 @@ def read_parameters(
         FileNotFoundError: Likewise.
     """
     with open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite) as parameters:
-        for source in parameters.counted():
-            yield source.parameter.path, parameters.read(source)
+        for parameter in parameters.counted():
+            yield parameter.path, parameters.read(parameter)
 
 
 @contextlib.contextmanager
@@ -121,7 +114,7 @@ def open_parameters(
     folder: Path,
     config: ModelConfig | DraftHeadConfig,
     dtype: jnp.dtype | None = None,
-    mesh: Mesh | None = None,
+    placement: Placement | None = None,
     *,
     allow_nonfinite: bool = False,
 ) -> Iterator["StoredParameters"]:
@@ -134,7 +127,6 @@ def open_parameters(
     with contextlib.ExitStack() as stack:
         files, headers = _open(folder, stack)
         plan = headers.plan(config)
-        placement = None if mesh is None else Placement(config, mesh)
         with content_of(folder):
             if placement is not None:
                 check_blocks(plan.sources, placement)
@@ -151,7 +143,7 @@ def open_parameters(
 
 @dataclass(frozen=True)
 class StoredParameters:
-    """The parameters of open files.
+    """The parameters of open files: see `Parameters`.
 
     Attributes:
         folder: The checkpoint.
@@ -169,35 +161,30 @@ class StoredParameters:
     placement: Placement | None
     allow_nonfinite: bool
 
-    def counted(self) -> Iterable[StoredParameter]:
+    @functools.cached_property
+    def _keys(self) -> Mapping[ParameterPath, tuple[Key, ...]]:
+        return {parameter.path: keys for parameter, keys in self.plan.sources}
+
+    def counted(self) -> Iterable[Parameter]:
         """All parameters, with a bar on a terminal."""
         # Small checkpoints are there before a bar could be read.
+        parameters = [parameter for parameter, _ in self.plan.sources]
         text = f"loading {self.folder.name}"
-        return tqdm(self.plan.sources, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
+        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
 
     def read(
-        self, source: StoredParameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
     ) -> np.ndarray:
-        """A parameter, or a device's part of it.
-
-        Args:
-            source: The parameter.
-            rows: Which rows the part has; no others are read. None is all.
-            shape: The part's shape.
-
-        Raises:
-            CheckpointError: A file is corrupt, or values are not finite.
-        """
-        parameter = source.parameter
+        """A parameter, or a device's part of it, for which no other rows are read; see `Parameters`."""
         value = np.empty(parameter.shape if shape is None else shape, self.dtypes[parameter.path])
-        for key in source.keys:
+        for key in self._keys[parameter.path]:
             try:
                 self._fill(value, key, rows)
             except (ValueError, SafetensorError) as error:
                 where = self.files[key.name].path.name
                 raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
         if not (self.allow_nonfinite or is_finite(value)):
-            raise CheckpointError(self._nonfinite(source, value, rows))
+            raise CheckpointError(self._nonfinite(parameter, value, rows))
         return value
 
     def check_copies(self) -> None:
@@ -209,13 +196,13 @@ class StoredParameters:
             CheckpointError: It is not.
         """
         for name, embedding in self.plan.copies:
-            [source] = [own for own in self.plan.sources if own.keys[0].name == embedding]
-            rows = [np.arange(source.parameter.shape[0])]
+            [parameter] = [own for own, keys in self.plan.sources if keys[0].name == embedding]
+            rows = [np.arange(parameter.shape[0])]
             if self.placement is not None:
-                rows = [part.rows.rows[0] for part in self.placement.own_parts(source.parameter)]
+                rows = [part.rows.rows[0] for part in self.placement.own_parts(parameter)]
             # Padding, which comes last, is in no file.
             ranges = [(int(own[0]), int(own.max()) + 1) for own in rows if own[0] >= 0]
-            if not _equal(name, embedding, self.files, ranges, source.parameter.shape[1]):
+            if not _equal(name, embedding, self.files, ranges, parameter.shape[1]):
                 where = self.files[name].path.name
                 raise CheckpointError(f"{self.folder}: {untied(name, embedding)} ({where})")
 
@@ -237,9 +224,9 @@ class StoredParameters:
             with np.errstate(over="ignore"):  # what overflows is not finite, and is named then
                 entry.from_file(value, *tensors)
 
-    def _nonfinite(self, source: StoredParameter, value: np.ndarray, rows: OwnRows | None) -> str:
+    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: OwnRows | None) -> str:
         """What to say of a parameter that is not finite: which of its tensors, as stored or as read."""
-        for key in source.keys:
+        for key in self._keys[parameter.path]:
             path, found = self.files[key.name].path, self._tensors(key, rows)
             if found is not None and not key.scales and not is_finite(found[1][0]):
                 return f"{path}: {key.name} holds values that are not finite"
@@ -252,7 +239,7 @@ class StoredParameters:
                     f"{largest:g}; "
                     "load it in bfloat16 or float32"
                 )
-        raise AssertionError(f"{source.parameter.name} is made of finite values only")
+        raise AssertionError(f"{parameter.name} is made of finite values only")
 
 
 @dataclass(frozen=True)
@@ -317,13 +304,6 @@ def merge_shards(
     if lost := sorted(weight_map.keys() - tensors.keys()):
         wrong.append(f"the index names tensors that no shard holds: {lost}")
     return tensors, wrong
-
-
-def put(weights: Any, path: ParameterPath, value: Any) -> None:
-    """Puts a parameter at its place in nested weights that are being made."""
-    for part in path[:-1]:
-        weights = weights.setdefault(part, {})
-    weights[path[-1]] = value
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
