@@ -48,7 +48,7 @@ def device(monkeypatch):
     """Says how much memory the device has free; None is a device that does not say."""
 
     def has(free):
-        monkeypatch.setattr(memory, "free_bytes", lambda: free)
+        monkeypatch.setattr(memory, "free_bytes", lambda mesh=None: free)
 
     return has
 
@@ -65,7 +65,7 @@ def needs(decoder, size, dtype=FLOAT32, **settings):
     """Bytes of every part of an engine, as an error lists them."""
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "free_bytes", lambda: -(2**60))
+        patch.setattr(memory, "free_bytes", lambda mesh=None: -(2**60))
         patch.setattr(memory, "_gib", lambda count: f"{count} GiB")
         with pytest.raises(DeviceMemoryError) as info:
             check_engine_memory(decoder, size, dtype, **settings)
@@ -188,7 +188,7 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
     target, head = Source(DEMO_TARGET).target_config, Source(DEMO_DRAFT_HEAD).head_config
     decoder = make_decoder(target, head, TreeSettings(64))
     weights = {"t": weight_bytes(target, FLOAT32), "h": weight_bytes(head, FLOAT32)}
-    enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda: weights)
+    enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda mesh: weights)
     device(enough - 1)
     with pytest.raises(DeviceMemoryError) as info:
         LLM(budget=64, dtype="float32")
