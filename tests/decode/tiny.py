@@ -127,7 +127,7 @@ class TinyEngine(Engine):
 def serve(engine, prompts, params):
     """Completions of requests that go through an engine together."""
     requests = [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    return complete(engine, requests, engine.target.tokenizer)
+    return complete([engine], requests, engine.target.tokenizer)
 
 
 def finish(engine):
