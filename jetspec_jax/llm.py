@@ -169,7 +169,7 @@ class LLM:
         if not isinstance(ours, Target) or ours.keeper.engine is None:
             plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
         enable_compilation_cache(compilation_cache)
-        if mesh is None:
+        if mesh is None and isinstance(ours, Source):
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head

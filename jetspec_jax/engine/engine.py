@@ -63,19 +63,13 @@ class Engine:
         return request
 
     def launch(
-        self,
-        most_rounds: int | None = None,
-        decode: Decode | None = None,
-        *,
-        waiting: int = 0,
-        timed: bool = True,
+        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
     ) -> None:
         """Starts what comes next: admissions, prompts, and rounds.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
             decode: What runs the rounds; None is the decoder that the policy chooses.
-            waiting: Requests that wait elsewhere, for this engine or another.
             timed: Whether the caller collects as soon as the rounds end.
 
         Raises:
@@ -86,7 +80,7 @@ class Engine:
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds, waiting), decode, timed=timed)
+            self.runner.launch(self.scheduler.next_batch(most_rounds), decode, timed=timed)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.

@@ -73,12 +73,11 @@ class Scheduler:
         """Takes a request out, wherever it is; its slot and pages are free again."""
         request.abandoned = True
 
-    def next_batch(self, most_rounds: int | None = None, waiting: int = 0) -> Batch:
+    def next_batch(self, most_rounds: int | None = None) -> Batch:
         """What the device does next: admissions, their prompts, and rounds for all that decode.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
-            waiting: Requests that wait elsewhere, for a slot of this engine or of another.
         """
         # Whoever is abandoned from here on still holds what it has until the next batch.
         self._requests = self.requests
@@ -91,7 +90,7 @@ class Scheduler:
             )
             for request in self._members
         ]
-        choice = self.policy.choose(live, waiting + len(self._requests) - len(self._members))
+        choice = self.policy.choose(live, len(self._requests) - len(self._members))
         return Batch(
             tuple(sorted(before - self._taken)),  # an admission clears the slot itself
             tuple(self._admission(request) for request in self._prefilled),

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
@@ -143,25 +145,25 @@ def complete(
         RuntimeError: An engine was closed meanwhile.
     """
     outputs = [Output(request, tokenizer) for request in requests]
-    line = deque(requests)
+    left, line = outputs, deque(requests)
     try:
         made = None if bar is None else bar(total=len(requests), unit=" completions")
         with contextlib.nullcontext() if made is None else contextlib.closing(made):
-            left = outputs
+            turns = itertools.cycle(engines)
             while left:
-                _seat(line, engines)
-                _step(engines, len(line))
-                for output in left:
-                    output.update()
-                    if output.finish_reason is not None:
-                        output.request.abandoned = True  # a stop string is nothing that engines know of
-                going_on = [output for output in left if output.finish_reason is None]
-                if isinstance(made, Bar):  # so that a single long one is seen to go on
-                    tokens = sum(len(each.token_ids) for each in outputs)
-                    made.set_postfix_str(f"{tokens} tokens", refresh=False)
-                if made is not None:
-                    made.update(len(left) - len(going_on))
-                left = going_on
+                engine = next(turns)
+                if engine.runner.in_flight:
+                    engine.collect()
+                    going_on = _read(left)
+                    if isinstance(made, Bar):  # so that a single long one is seen to go on
+                        tokens = sum(len(each.token_ids) for each in outputs)
+                        made.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    if made is not None:
+                        made.update(len(left) - len(going_on))
+                    left = going_on
+                if left:
+                    _seat(line, engines)
+                    _launch(engine, engines)
     finally:
         # After an interrupt the next call must not go on with these.
         for request in requests:
@@ -169,28 +171,31 @@ def complete(
     return [output.completion() for output in outputs]
 
 
+def _read(outputs: Sequence[Output]) -> list[Output]:
+    """Takes in what requests have got; those that go on."""
+    for output in outputs:
+        output.update()
+        if output.finish_reason is not None:
+            output.request.abandoned = True  # a stop string is nothing that an engine knows of
+    return [output for output in outputs if output.finish_reason is None]
+
+
 def _seat(line: deque[Request], engines: Sequence[Engine]) -> None:
-    """Hands over those in front, each to the engine with the most free slots, while one has any."""
+    """Hands over those in front, each to the engine with the most free slots; one alone has its own queue."""
     while line:
         engine = max(engines, key=lambda each: each.scheduler.room)
-        if engine.scheduler.room < 1:
+        if len(engines) > 1 and engine.scheduler.room < 1:
             return
         engine.admit(line[0])
         line.popleft()
 
 
-def _step(engines: Sequence[Engine], waiting: int) -> None:
-    """A step of all engines that have work, at the same time, while so many requests have no engine yet."""
-    # One that was closed says so.
-    going = [engine for engine in engines if engine.busy or engine.broken]
-    for engine in going:
-        if not engine.runner.in_flight:
-            # Of several, all but one may have ended before they are looked at.
-            engine.launch(waiting=waiting, timed=len(going) == 1)
-    for engine in going:
-        # A call from inside of this one, as a signal's handler makes, may have collected it.
-        if engine.runner.in_flight:
-            engine.collect()
+def _launch(engine: Engine, engines: Sequence[Engine]) -> None:
+    """Launches what an engine has to do, if it has; one that was closed says so."""
+    if not engine.runner.in_flight and (engine.busy or engine.broken):
+        # Nobody knows which of several ends first, and the host waits for one after the other.
+        alone = sum(each.busy for each in engines) == 1
+        engine.launch(None if alone else ROUNDS_TO_AN_END, timed=len(engines) == 1)
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
