@@ -33,12 +33,21 @@ class Pair(NamedTuple):
     head: Head
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
-    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
+def add_pair_arguments(
+    parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int, copies: bool = True
+) -> None:
+    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers.
+
+    Args:
+        parser: Of the command.
+        prompts: How many, usually.
+        max_tokens: Of each, usually.
+        copies: Whether several copies of the pair can decode them.
+    """
     # Named in every report, also where nobody chose one.
     best = "xla" if gpu_problem() else "pallas_triton"
     usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
-    fields = [*usual, "draft_head", "ignore_config_keys", *PARALLEL]
+    fields = [*usual, "draft_head", "ignore_config_keys", *(PARALLEL if copies else PARALLEL[:-1])]
     MODELS.add(parser, fields, **usual, ignore_config_keys=[])
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")

@@ -249,7 +249,7 @@ MODELS = Group(
     ),
 )
 
-#: Those of the models that say how many devices decode.
+#: Those of the models that say how many devices decode; copies last.
 PARALLEL = ("tensor_parallel_size", "expert_parallel_size", "data_parallel_size")
 
 ALGORITHM = Group(

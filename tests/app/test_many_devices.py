@@ -1,6 +1,5 @@
 """`LLM` and the commands on several devices: the tokens of one, and what cannot be asked for."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -9,42 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from bench.common.methods import PLAIN_METHOD
-from bench.common.pair import add_pair_arguments, load_pair
-from bench.common.workload import Workload
-from bench.decode.measure import Bench
 from jetspec_jax import LLM, Head, SamplingParams, Target, generate_tree, load_draft_head, load_target
 from jetspec_jax.checkpoint import loading
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
 from jetspec_jax.device.groups import meshes_for
 from jetspec_jax.engine import engine as engines
-from tests.decode.tiny import TINY, head_config, random_weights
+from tests.decode.tiny import TINY, save_tiny_pair
 from tests.meshes import mesh_of
 
-RAW = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
-}
-HEAD = {
-    "num_hidden_layers": 1,
-    "block_size": 8,
-    "num_target_layers": 2,
-    "dflash_config": {"causal_head": True, "mask_token_id": 63, "target_layer_ids": [0, 1]},
-}
 MIXTURE = Path(__file__).parents[1] / "families" / "goldens" / "qwen3_moe"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 140]
 PARAMS = [
@@ -60,10 +32,7 @@ def folders(tmp_path_factory):
     """A tiny random pair on disk."""
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")
-    folder = tmp_path_factory.mktemp("pair")
-    save_checkpoint(folder / "target", RAW, random_weights(TINY, 0), dtype="float32")
-    save_checkpoint(folder / "head", RAW | HEAD, random_weights(head_config(TINY), 1), dtype="float32")
-    return str(folder / "target"), str(folder / "head")
+    return save_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -280,29 +249,3 @@ class TestCommands:
         code, _, err = self.run(capsys, folders, "generate", "--token-ids", "1", "--tensor-parallel", "0")
         assert code == 2
         assert "jetspec-jax: tensor_parallel_size must be at least 1, not 0" in err
-
-    def test_the_pair_of_a_benchmark(self, folders, expected):
-        parser = argparse.ArgumentParser()
-        add_pair_arguments(parser, prompts=1, max_tokens=1)
-        words = ["--target", folders[0], "--draft-head", folders[1]]
-        places = ["--tensor-parallel", "2", "--data-parallel", "2"]
-        pair = load_pair(parser.parse_args([*words, *places]), "auto")
-        places = [[device.id for device in mesh.devices.flat] for mesh in pair.target.meshes]
-        assert places == [[0, 1], [2, 3]]
-        assert tokens(generate_tree(*pair, PROMPTS, PARAMS, **TREE)) == expected
-        assert load_pair(parser.parse_args(words), "auto").target.meshes == (None,)
-
-    def test_a_benchmark_with_copies(self, folders):
-        """Prompts of all methods go to all copies."""
-        parser = argparse.ArgumentParser()
-        add_pair_arguments(parser, prompts=1, max_tokens=1)
-        words = ["--target", folders[0], "--draft-head", folders[1]]
-        runs = []
-        for places in ([], ["--data-parallel", "2"]):
-            pair = load_pair(parser.parse_args([*words, *places]), "auto")
-            work = Workload([], PROMPTS, PARAMS, [None] * len(PROMPTS))
-            bench = Bench(*pair, {0.0: work}, batch=1, implementation="xla")
-            [found] = bench.measure([PLAIN_METHOD], 1, lambda *_: None)
-            runs.append(found[PLAIN_METHOD, 0.0])
-        assert tokens(runs[0].completions) == tokens(runs[1].completions)
-        assert len(runs[1].first_token_seconds) == len(PROMPTS)
