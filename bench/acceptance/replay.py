@@ -27,7 +27,7 @@ from jetspec_jax.cache.slots import PAGE_SIZE, Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.mesh import WHOLE, everywhere
-from jetspec_jax.device.partition import is_split, own_stores, parameter_specs
+from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.models import bind
 from jetspec_jax.tree import (
     Algorithm,
@@ -197,7 +197,7 @@ def _drafts(
         taps = target(block.tokens, block.depths, attend, taps=proposer.taps).taps
         pages = jnp.arange(ids.size // PAGE_SIZE, dtype=jnp.int32)[None, :]
         slots = Slots.of(pages, jnp.zeros(1, jnp.int32))
-        own = own_stores(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        own = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
         state = empty_stores(own, pages.size, PAGE_SIZE, target.embed_tokens[...].dtype)
         state = proposer.commit(head_weights, state, taps, slots, jnp.full(1, ids.size, jnp.int32))
 

@@ -49,12 +49,12 @@ def test_the_pair_lies_where_the_command_line_says(load):
 
 def test_drafts_along_texts(load):
     text = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None)
-    one, split = (
+    found = [
         draft_along(load(*places), [text], 3, implementation="xla").candidates
         for places in ((), ("--tensor-parallel", "2"))
-    )
-    assert (one.tokens == split.tokens).all()
-    assert np.allclose(one.log_probs, split.log_probs, atol=1e-4)
+    ]
+    assert (found[0].tokens == found[1].tokens).all()
+    assert np.allclose(found[0].log_probs, found[1].log_probs, atol=1e-4)
 
 
 def test_all_copies_decode_the_prompts_of_a_method(load):
