@@ -4,8 +4,8 @@ Of whole logits they are JAX's own. Parts are of one size and in order, and logi
 last token are -inf. All devices get the same results, and nothing of the vocabulary's size is exchanged.
 Shapes: B sequences, N rows, V vocabulary or a part of it.
 
-To JAX the devices' equal results are values of their own: its derivative is that of the sum of all of them, on
-each device by that device's own logits.
+To JAX the devices' equal results are values of their own: its derivative is that of the sum of all of them,
+on each device by that device's own logits.
 """
 
 import jax
