@@ -116,15 +116,22 @@ def serve(
         DeviceMemoryError: As `engine_for`.
     """
     groups = least_busy(groups_of(target, head), len(requests))
+    return _serve_locked(groups, groups, plan, requests, bar) if requests else []
 
-    def locked(others: Sequence[Group]) -> list[Completion]:
-        # One lock inside of the other, always in this order.
-        if others:
-            with others[0].target.keeper.lock:
-                return locked(others[1:])
-        return complete([group.engine(plan) for group in groups], requests, target.tokenizer, bar)
 
-    return locked(groups) if requests else []
+def _serve_locked(
+    groups: Sequence[Group],
+    unlocked: Sequence[Group],
+    plan: EnginePlan,
+    requests: Sequence[Request],
+    bar: Callable[..., Any] | None,
+) -> list[Completion]:
+    """Serves requests with all locks held: one inside of the other, always in the same order."""
+    if unlocked:
+        with unlocked[0].target.keeper.lock:
+            return _serve_locked(groups, unlocked[1:], plan, requests, bar)
+    engines = [group.engine(plan) for group in groups]
+    return complete(engines, requests, groups[0].target.tokenizer, bar)
 
 
 def complete(
