@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jetspec_jax.arguments import check_integer, check_type
 from pallas_kernels import shards
@@ -63,7 +63,7 @@ def as_mesh(mesh: object) -> Mesh:
 
 
 def everywhere(
-    mesh: Mesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
+    mesh: Mesh | AbstractMesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
     """A function that each device of a mesh runs on its own parts of the arguments.
 
@@ -98,6 +98,6 @@ def describe_mesh(mesh: Mesh | None) -> str:
     return f"a mesh of {sizes} (devices {', '.join(str(device.id) for device in mesh.devices.flat)})"
 
 
-def size_of(mesh: Mesh | None) -> int:
-    """Devices that share one model."""
-    return 1 if mesh is None else math.prod(mesh.devices.shape)
+def size_of(mesh: Mesh | AbstractMesh | None) -> int:
+    """Devices that share one model; axes that only training has share none."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in shards.ALL)
