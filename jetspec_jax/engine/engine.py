@@ -62,12 +62,15 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+    def launch(
+        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
+    ) -> None:
         """Starts what comes next: admissions, prompts, and rounds.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
             decode: What runs the rounds; None is the decoder that the policy chooses.
+            timed: Whether the caller collects as soon as the rounds end.
 
         Raises:
             RuntimeError: A launch was not collected or was cut short, or no request can ever run.
@@ -77,7 +80,7 @@ class Engine:
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
+            self.runner.launch(self.scheduler.next_batch(most_rounds), decode, timed=timed)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.
