@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import read_eos_token_ids
@@ -82,6 +83,7 @@ def make_data(
     template_arguments: Mapping[str, Any] | None = None,
     ignore_config_keys: Collection[str] = (),
     deadline: Deadline | None = None,
+    mesh: Mesh | None = None,
 ) -> Made:
     """Makes or completes a folder of documents; a finished one is left alone.
 
@@ -111,6 +113,8 @@ def make_data(
         template_arguments: Passed to the chat template.
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
         deadline: No shard is begun after it.
+        mesh: The devices that share the target and the head, as `jetspec_jax.device.mesh.make_mesh` makes it;
+            None is one. The documents are the same.
 
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
@@ -169,7 +173,7 @@ def make_data(
         finished = not writer.missing
         if not finished:
             deadline.check(writer.progress)
-            loaded = read_target(source)
+            loaded = read_target(source, mesh)
             head = None
             if head_source is not None and tree.budget > 1:
                 head = read_draft_head(head_source, loaded)

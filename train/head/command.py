@@ -13,11 +13,12 @@ from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
-from train.head.frozen import mesh_to_load
+from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
 from train.head.training import export_best, train_head
 from train.head.verdict import read_verdict
+from train.loop.mesh import make_mesh
 from train.loop.stages import Deadline
 
 #: The exit code of a finished run whose head is no better than the one that it began as, which is kept.
@@ -100,6 +101,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         need_heldout=True,
         ignore_config_keys=arguments.ignore_config_key,
         deadline=deadline,
+        mesh=decoding_mesh(make_mesh(recipe.mesh)),
         **generation_settings(arguments),
     )
     print(summary(made))

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.checkpoint.parts import place
-from jetspec_jax.device import mesh as decoding_mesh
+from jetspec_jax.device import mesh as device_mesh
 from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.device.sharding import parameter_shardings
@@ -41,6 +41,15 @@ def mesh_to_load(settings: MeshSettings) -> Mesh | None:
     return mesh if shares_target(mesh) else None
 
 
+def decoding_mesh(mesh: Mesh) -> Mesh | None:
+    """The first group of devices of this process that share the target, to decode on; None: one device."""
+    if not shares_target(mesh):
+        return None
+    groups = target_groups(mesh)
+    own = next(group for group in groups if group.flat[0].process_index == jax.process_index())
+    return device_mesh.make_mesh(mesh.shape[shards.TENSOR], mesh.shape[shards.EXPERT], devices=list(own.flat))
+
+
 def freeze(target: Target, mesh: Mesh) -> Frozen:
     """Lays out a target, which is whole on one device or was read onto the mesh.
 
@@ -55,10 +64,8 @@ def freeze(target: Target, mesh: Mesh) -> Frozen:
         return Frozen(spread(target.weights, parameter_shardings(target.config, mesh)), target)
     check_partition(target.config, mesh)
     weights = target.weights if target.mesh is not None else place(target.weights, target.config, mesh)
-    groups = target_groups(mesh)
-    own = next(group for group in groups if group.flat[0].process_index == jax.process_index())
-    sizes = mesh.shape[shards.TENSOR], mesh.shape[shards.EXPERT]
-    group = decoding_mesh.make_mesh(*sizes, devices=list(own.flat))
+    group = decoding_mesh(mesh)
+    assert group is not None
     return Frozen(weights, replace(target, weights=_on_group(weights, group), mesh=group))
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, load_target, logits
+from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.engine.engine import Engine
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
+from tests.meshes import mesh_of
 from tests.train.folders import contents, read, write_target
 from train.data import command as data
 from train.data import make_data, regenerate
@@ -102,6 +104,15 @@ class TestRegenerate:
 
     def test_a_draft_head_changes_nothing(self, made, target, prompts, tmp_path):
         make(tmp_path, target, prompts, head=random_head(TINY, 1), tree=TreeSettings(16, 3))
+        assert contents(tmp_path) == contents(made)
+
+    @pytest.mark.wide
+    def test_devices_that_share_the_models_change_nothing(self, made, target, prompts, tmp_path):
+        mesh, head = mesh_of(1, 2), random_head(TINY, 1)
+        target, head = (
+            replace(own, weights=place(own.weights, own.config, mesh), mesh=mesh) for own in (target, head)
+        )
+        make(tmp_path, target, prompts, head=head, tree=TreeSettings(16, 3))
         assert contents(tmp_path) == contents(made)
 
     @pytest.mark.parametrize("shards", [1, 4])
@@ -384,13 +395,14 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
     own |= {"shard_documents": 9, "dtype": "float32"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
-    flags.append("--ignore-config-key=zoom")
+    flags += ["--ignore-config-key=zoom", "--tensor-parallel=1"]
     own["ignore_config_keys"] = ["zoom"]
     with pytest.raises(OutOfTime):
         run(*flags, *given)
     assert got.pop("deadline").end is None
+    assert got.pop("mesh").shape == {"expert": 1, "tensor": 1}
     assert got == {**own, **settings}
-    assert {*got, "deadline", "need_heldout"} == {*parameters}
+    assert {*got, "deadline", "mesh", "need_heldout"} == {*parameters}
 
 
 def test_bad_prompts_and_targets_before_weights(lines, tmp_path, weightless):

@@ -1,15 +1,15 @@
 """A target on a mesh of training: who holds what, who decodes, and what does not go together."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
 from jetspec_jax import logits
-from jetspec_jax.checkpoint.parts import place
+from jetspec_jax.checkpoint.loading import read_target
+from jetspec_jax.checkpoint.source import Source
 from tests.decode.tiny import TINY, random_target
 from tests.meshes import mesh_of, training_mesh
+from tests.train.folders import write_target
 from tests.train.head.tiny import MASK, MIXTURE
 from train.head.frozen import freeze
 from train.head.recipe import HeadSettings
@@ -37,19 +37,21 @@ def test_the_first_group_decodes_with_the_parts_that_it_has():
     np.testing.assert_allclose(logits(frozen.decoding, ids), logits(target, ids), atol=1e-4)
 
 
-def test_a_target_that_was_read_onto_the_mesh_stays_where_it_is():
-    target, mesh = random_target(TINY, 0), training_mesh(1, 2, 1, 2)
-    there = dataclasses.replace(target, weights=place(target.weights, TINY, mesh), mesh=mesh)
-    assert freeze(there, mesh).weights is there.weights
+def test_a_target_that_was_read_onto_the_mesh_stays_where_it_is(tmp_path):
+    source, mesh = Source(write_target(tmp_path / "target"), "float32"), training_mesh(1, 2, 1, 2)
+    target, there = read_target(source), read_target(source, mesh)
+    frozen = freeze(there, mesh)
+    assert frozen.weights is there.weights
+    ids = [[3, 1, 4, 1, 5]]
+    np.testing.assert_allclose(logits(frozen.decoding, ids), logits(target, ids), atol=1e-4)
     for other in (training_mesh(2, 1, 1, 2), training_mesh(1, 1, 1, 1)):
         with pytest.raises(
             ValueError, match="the target lies on a mesh of data 1 x fsdp 2 x expert 1 x tensor 2"
         ):
             freeze(there, other)
     group = mesh_of(1, 2)
-    grouped = dataclasses.replace(target, weights=place(target.weights, TINY, group), mesh=group)
     with pytest.raises(ValueError, match="lies on a mesh of expert 1 x tensor 2"):
-        freeze(grouped, mesh)
+        freeze(read_target(source, group), mesh)
 
 
 def test_a_mesh_that_cannot_split_the_target_is_refused_by_what_does_not_divide():
