@@ -167,8 +167,8 @@ class LLM:
         )
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
         if not isinstance(ours, Target) or ours.keeper.engine is None:
-            for own_mesh in meshes:
-                plan.on(own_mesh).check_memory(
+            for group in meshes:
+                plan.on(group).check_memory(
                     lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()}
                 )
         enable_compilation_cache(compilation_cache)

@@ -83,7 +83,8 @@ def measured_on(report: Report) -> str:
     """Type, device and version of a report, for the line below a title."""
     dtype = report["dtype"]
     types = dtype if isinstance(dtype, str) else " and ".join(dtype)
-    return f"{types}, {report['device']}, JAX {report['jax']}"
+    count = report.get("devices", 1)
+    return f"{types}, {'' if count == 1 else f'{count} x '}{report['device']}, JAX {report['jax']}"
 
 
 def shape_name(report: Report) -> str:

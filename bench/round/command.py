@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append({**row, "implementation": attention[case]})
     report = {
         **opening_of("round", arguments),
+        "devices": size_of(setup.mesh),
         **names,
         "shapes": shapes_of(shape.target, shape.head),
         "dtype": str(dtype),
@@ -152,6 +153,8 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     check_least(arguments, 1, "rounds", "repeats")
     sizes = arguments.tensor_parallel, arguments.expert_parallel
     mesh = None if sizes == (None, None) else make_mesh(*(1 if size is None else size for size in sizes))
+    # Between two phases lie logits, of which a device has a part: only whole rounds run on a mesh.
+    arguments.phases = arguments.phases and mesh is None
     return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,
@@ -159,8 +162,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         rounds=arguments.rounds,
         repeats=arguments.repeats,
         implementation=arguments.implementation,
-        # Between two phases lie logits, of which a device has a part: only whole rounds run on a mesh.
-        phases=arguments.phases and mesh is None,
+        phases=arguments.phases,
         profile=arguments.profile,
         mesh=mesh,
     )

@@ -119,9 +119,9 @@ class Gemma4Layer(SandwichLayer):
         """The dense block, of the normed stream, and the experts, of the stream as it is."""
         if not self.routed:
             return self.mlp(normed)
-        rows = x.reshape(-1, x.shape[-1])
-        own = self.mlp.own(normed), self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
-        dense, routed = joined(own, self.experts.own_size, self.experts.whole_size)
+        dense, rows = self.mlp.own(normed), x.reshape(-1, x.shape[-1])
+        routed = self.experts(self.pre_feedforward_layernorm_2(rows), self.router(rows))
+        dense, routed = joined((dense, routed), self.experts.own_size, self.experts.whole_size)
         routed = self.post_feedforward_layernorm_2(routed).reshape(x.shape)
         return self.post_feedforward_layernorm_1(dense) + routed
 
