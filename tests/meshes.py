@@ -1,6 +1,7 @@
 """Meshes of the first devices, which on a CPU are simulated (see ``conftest.py``), and what runs on them."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,20 @@ GATHER = '"stablehlo.all_gather"'
 
 def mesh_of(expert: int, tensor: int) -> Mesh:
     """A mesh of so many devices along each axis; the test is skipped where there are fewer."""
-    count, devices = expert * tensor, jax.local_devices()
+    return _mesh((expert, tensor), shards.ALL)
+
+
+def training_mesh(data: int, fsdp: int, expert: int, tensor: int) -> Mesh:
+    """Likewise, as training has it."""
+    return _mesh((data, fsdp, expert, tensor), ("data", "fsdp", *shards.ALL))
+
+
+def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+    count, devices = math.prod(shape), jax.local_devices()
     if len(devices) < count:
         pytest.skip(f"needs {count} devices, and there are {len(devices)}")
-    axes = (AxisType.Auto,) * 2
-    return jax.make_mesh((expert, tensor), shards.ALL, axis_types=axes, devices=devices[:count])
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(shape, axes, axis_types=types, devices=devices[:count])
 
 
 @functools.cache

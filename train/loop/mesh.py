@@ -62,15 +62,15 @@ def make_mesh(settings: MeshSettings) -> Mesh:
         raise ValueError(
             f"a mesh of {settings} does not divide {count} devices; possible: {_possible(settings, count)}"
         )
-    mesh = _mesh((data, *sizes), jax.devices())
-    sharing = [{device.process_index for device in group.flat} for group in target_groups(mesh)]
-    if any(len(processes) > 1 for processes in sharing):
+    devices, shared = jax.devices(), settings.expert * settings.tensor
+    # Each process reads its batches alone, and decodes alone in evaluations.
+    owners = [device.process_index for device in devices]
+    if any(len(set(owners[i : i + shared])) > 1 for i in range(0, count, shared)):
         raise ValueError(
-            f"expert {settings.expert} x tensor {settings.tensor} would share the target between processes, "
-            f"and only devices of one can share it; each of {jax.process_count()} processes has "
-            f"{jax.local_device_count()}"
+            f"a mesh of {settings} shares the target between processes, and only devices of one process can "
+            f"share it: expert x tensor must divide {min(owners.count(owner) for owner in owners)}"
         )
-    return mesh
+    return _mesh((data, *sizes), devices)
 
 
 def _possible(settings: MeshSettings, count: int) -> str:

@@ -105,7 +105,8 @@ def spread(tmp_path_factory, data, whole):
     """Runs of two processes with four devices each, by their mesh, and what a step is compiled to.
 
     "8x1" goes on with a checkpoint of one device. "1x8" splits the weights over both processes, which both
-    write and read the checkpoints, and each decodes alone.
+    write and read the checkpoints, and each decodes alone. So they do in "1x4x1x2", where in each process two
+    times two devices share the target.
     """
     base = tmp_path_factory.mktemp("spread")
     shutil.copytree(whole, base / "8x1")
@@ -114,6 +115,7 @@ def spread(tmp_path_factory, data, whole):
     runs = [
         (base / "8x1", {}),
         (base / "1x8", {"mesh": {"data": 1, "fsdp": 8}, "evaluation": {"prompts": 2}}),
+        (base / "1x4x1x2", {"mesh": {"fsdp": 4, "tensor": 2}, "evaluation": {"prompts": 2}}),
     ]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -169,6 +171,64 @@ def test_devices_of_one_process_share_the_work_and_the_weights(whole, data, tmp_
     same_head(tmp_path, whole)
 
 
+def check_shared(work, whole, part, processes=1):
+    """It is the run of a single device, and each device has such a part of the target, and its norms."""
+    np.testing.assert_allclose(losses(work), losses(whole), rtol=1e-4)
+    for index in range(processes):
+        layout = json.loads((work / f"layout-{index}.json").read_text())
+        assert layout.pop("programs") == 1
+        frozen = [sizes for name, sizes in layout.items() if name.startswith("['frozen']")]
+        all_of_it, own = (sum(np.prod(shape) for shape in shapes) for shapes in zip(*frozen, strict=True))
+        assert part < own / all_of_it < part + 0.02
+
+
+def same_weights(work, whole):
+    left, right = (np.load(folder / "weights.npz") for folder in (work, whole))
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_allclose(left[name], right[name], atol=1e-4, err_msg=name)
+
+
+def test_two_devices_share_the_target(whole, data, tmp_path):
+    wait(start(data, [(tmp_path, {"mesh": {"tensor": 2}})], devices=2))
+    check_shared(tmp_path, whole, 1 / 2)
+    same_weights(tmp_path, whole)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, data):
+    """Runs on four devices by their mesh, and beside each that of one device."""
+    base = tmp_path_factory.mktemp("shared")
+    decoding = {"evaluation": {"prompts": 2}}
+    runs = {
+        "2x1x1x2": decoding,
+        "1x2x1x2": decoding,
+        "1x1x2x2": {"mixture": True, **decoding},
+        "1x1x1x4": {"head": {"start": "target"}, **decoding},
+    }
+    train(data, [(base / "whole" / name, changes) for name, changes in runs.items()])
+    axes = ("data", "fsdp", "expert", "tensor")
+    meshes = {name: dict(zip(axes, map(int, name.split("x")), strict=True)) for name in runs}
+    own = [(base / name, {"mesh": meshes[name], **changes}) for name, changes in runs.items()]
+    wait(start(data, own, devices=4))
+    return base
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("mesh", "part"),
+    # The tiny target's two KV heads are repeated for four devices.
+    [("2x1x1x2", 1 / 2), ("1x2x1x2", 1 / 2), ("1x1x2x2", 1 / 4), ("1x1x1x4", 1 / 4)],
+)
+def test_groups_that_share_the_target_train_and_decode_as_one_device_does(shared, mesh, part):
+    work, whole = shared / mesh, shared / "whole" / mesh
+    check_shared(work, whole, part)
+    same_weights(work, whole)
+    final, wanted = (json.loads((folder / "evaluation.json").read_text()) for folder in (work, whole))
+    assert final["tau"] == wanted["tau"]
+    assert final["prompts"] == wanted["prompts"]
+
+
 @pytest.mark.wide
 def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, spread):
     same_head(spread / "8x1", whole)
@@ -178,12 +238,18 @@ def test_a_checkpoint_of_one_device_goes_on_on_eight(whole, spread):
 
 
 @pytest.mark.wide
-def test_two_processes_write_once_and_evaluate_by_decoding(spread):
-    assert len(list((spread / "1x8" / "tensorboard").iterdir())) == 1
-    taus = [record["tau"]["16"] for record in records(spread / "1x8") if "tau" in record]
+def test_devices_of_each_of_two_processes_share_the_target(whole, spread):
+    check_shared(spread / "1x4x1x2", whole, 1 / 2, processes=2)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", ["1x8", "1x4x1x2"])
+def test_two_processes_write_once_and_evaluate_by_decoding(spread, mesh):
+    assert len(list((spread / mesh / "tensorboard").iterdir())) == 1
+    taus = [record["tau"]["16"] for record in records(spread / mesh) if "tau" in record]
     assert len(taus) == 2
     # The exported head, loaded again, does what the one in training did.
-    final = json.loads((spread / "1x8" / "evaluation.json").read_text())
+    final = json.loads((spread / mesh / "evaluation.json").read_text())
     assert final["tau"]["16"] == final["score"] == max(taus) >= 1
 
 

@@ -58,6 +58,7 @@ def test_changes_replace_what_the_file_says(file):
         "head.start=target",
         'head.mask_token="<|x|>"',
         "mesh.fsdp=2",
+        "mesh.tensor=4",
         "objective.gamma=4",
         "deterministic=true",
     ]
@@ -65,7 +66,7 @@ def test_changes_replace_what_the_file_says(file):
     assert recipe.fit == dataclasses.replace(read_head_recipe(file(SMALL)).fit, steps=20)
     assert (recipe.window, recipe.deterministic, recipe.objective.gamma) == (64, True, 4.0)
     assert recipe.head == HeadSettings("target", taps=(1, 2), mask_token="<|x|>")
-    assert recipe.mesh == MeshSettings(-1, 2)
+    assert recipe.mesh == MeshSettings(-1, 2, 1, 4)
     # The last one counts; a token may be named by its id.
     assert read_head_recipe(file(SMALL), ["seed=1", "seed=2"]).seed == 2
     assert read_head_recipe(file(SMALL), ["head.mask_token=7"]).head.mask_token == 7

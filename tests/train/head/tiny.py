@@ -5,6 +5,8 @@ import json
 
 import numpy as np
 
+from jetspec_jax.config import Experts
+from pallas_kernels.expert_choice import RouterRule
 from tests.decode.tiny import TINY, random_target
 from tests.train import folders
 from train.data.records import Document
@@ -33,8 +35,19 @@ RECIPE = HeadRecipe(
 )
 
 
-def target():
-    return random_target(TINY, 0)
+#: The same target with experts in place of its dense blocks.
+MIXTURE = dataclasses.replace(
+    TINY,
+    model_type="qwen3_moe",
+    layers=tuple(
+        dataclasses.replace(layer, mlp_size=0, experts=Experts(4, 24, RouterRule(2, renormalise=True)))
+        for layer in TINY.layers
+    ),
+)
+
+
+def target(config=TINY):
+    return random_target(config, 0)
 
 
 def changed(recipe, **changes):

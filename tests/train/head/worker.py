@@ -1,9 +1,10 @@
 """Trains tiny heads in a process of its own: ``python -m tests.train.head.worker SETTINGS``, in JSON.
 
 Keys of the settings: "data", the documents' folder; "runs", pairs of a work folder and of changes to the tiny
-recipe; and, where need be, "devices", "die" as the name of a place in `DEATHS`, "process" as
-``[index, count, port]``, and "programs", a file for what `step_programs` finds. Each run leaves
-``layout-N.json``, N being the process's number: the shapes of its arrays and of their parts on a device.
+recipe, of which "mixture" changes the target; and, where need be, "devices", "die" as the name of a place in
+`DEATHS`, "process" as ``[index, count, port]``, and "programs", a file for what `step_programs` finds. Each
+run leaves ``layout-N.json``, N being the process's number: the shapes of its arrays and of their parts on a
+device. A process that is alone leaves its last weights in ``weights.npz``, which are not rounded.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY, head_config
-from tests.train.head.tiny import RECIPE, changed, target
+from tests.train.head.tiny import MIXTURE, RECIPE, changed, target
 from train.head.training import train_head
 from train.loop import log
 from train.loop.checkpoints import Checkpoints
@@ -61,7 +62,7 @@ def main(settings):
 
 def train(data, runs):
     """Trains one head after the other, and leaves the layout of each one's last step."""
-    real, layout = Loop.advance, {}
+    real, layout, weights = Loop.advance, {}, {}
 
     def watched(self, state, frozen, batch):
         state, metrics = real(self, state, frozen, batch)
@@ -75,12 +76,20 @@ def train(data, runs):
         for path, x in jax.tree_util.tree_flatten_with_path(arrays)[0]:
             layout[jax.tree_util.keystr(path)] = [x.shape, x.sharding.shard_shape(x.shape)]
         layout["programs"] = self.step._cache_size()
+        if jax.process_count() == 1:
+            leaves = jax.tree_util.tree_flatten_with_path(state.weights)[0]
+            weights.update({jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves})
         return state, metrics
 
     Loop.advance = watched
     try:
         for work, changes in runs:
-            train_head(Path(work), changed(RECIPE, **changes), target(), Path(data), Deadline())
+            changes = dict(changes)
+            chosen = target(MIXTURE if changes.pop("mixture", False) else TINY)
+            weights.clear()
+            train_head(Path(work), changed(RECIPE, **changes), chosen, Path(data), Deadline())
+            if weights:
+                np.savez(Path(work) / "weights.npz", **weights)
             path = Path(work) / f"layout-{jax.process_index()}.json"
             path.write_text(json.dumps(layout), encoding="utf-8")
     finally:

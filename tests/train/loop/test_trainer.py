@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -424,3 +425,19 @@ def test_a_mesh_that_does_not_divide_the_devices_lists_those_that_would(monkeypa
     for shape in ((2, 2), (0, 8), (-1, 0), (-1, 16), (-2, -4)):
         with pytest.raises(ValueError, match=r"possible: .*data 2 x fsdp 4, data 1 x fsdp 8"):
             make_mesh(MeshSettings(*shape))
+    # Parts of the target that divide stay, and those that do not are told which would.
+    with pytest.raises(
+        ValueError, match=r"data 3 x fsdp 1 x expert 1 x tensor 2 does not .*: data 4 x fsdp 1 x e"
+    ):
+        make_mesh(MeshSettings(data=3, tensor=2))
+    for parts in ({"tensor": 3}, {"tensor": 0}, {"expert": -2}, {"expert": 2, "tensor": 8}):
+        with pytest.raises(ValueError, match=r"possible: expert x tensor of 1, 2, 4, 8$"):
+            make_mesh(MeshSettings(**parts))
+
+
+def test_a_target_is_not_shared_between_processes(monkeypatch):
+    devices = [SimpleNamespace(process_index=i // 4) for i in range(8)]
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"x expert 2 x tensor 4 shares .* expert x tensor must divide 4$"):
+        make_mesh(MeshSettings(expert=2, tensor=4))
