@@ -5,7 +5,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import flax
@@ -15,8 +15,11 @@ import jetspec_jax
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
+from jetspec_jax.cli.options import join_processes
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.view import add_tree_command
+from jetspec_jax.device.joining import leave
+from jetspec_jax.device.processes import is_first
 
 VERSIONS = (
     f"jetspec-jax {jetspec_jax.__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
@@ -27,9 +30,12 @@ VERSIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     show_own_log()
+    errors = sys.stderr
     try:
         arguments = _parser().parse_args(argv)
-        code = arguments.run(arguments)
+        join_processes(arguments)
+        with contextlib.nullcontext() if is_first() else _silence():
+            code = arguments.run(arguments)
         print(end="", flush=True)  # a reader that left is noticed here, not while Python ends
     except BrokenPipeError:
         _discard_output()
@@ -38,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
         # Code 1 is a failed check, so no other failure may have it.
-        print(f"jetspec-jax: {str(error) or type(error).__name__}", file=sys.stderr)
+        said = str(error) or type(error).__name__
+        print(f"jetspec-jax: {said}", file=errors)
+        leave(said, 2)
         return 2
     return code
 
@@ -59,6 +67,17 @@ def _parser() -> argparse.ArgumentParser:
     add_tree_command(commands)
     add_info_command(commands)
     return parser
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What this process prints is what the first prints; its errors are its own, and are not said in here."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def _discard_output() -> None:

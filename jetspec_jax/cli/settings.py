@@ -6,6 +6,7 @@ from typing import Any
 
 from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parse_option
 from jetspec_jax.config import read_json
+from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
@@ -25,7 +26,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """How requests are sampled, with a seed in any case."""
-    return SamplingParams(**{"seed": draw_seed(), **SAMPLING.given(arguments)})
+    return SamplingParams(**{"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)})
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
