@@ -35,6 +35,9 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("fixed")
 
 
+# Meshes of the tests, on a CPU. A program without a mesh runs on the first device alone.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # Compiling is most of the tests' time, and less without optimisations.
 jax.config.update("jax_disable_most_optimizations", True)
 

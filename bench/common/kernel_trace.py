@@ -18,6 +18,7 @@ from jax.profiler import ProfileData
 # The first that is found in a kernel's name, in lower case. XLA names a kernel after its HLO instruction,
 # libraries after their templates, Pallas after the `name` of the call.
 CLASSES: tuple[tuple[str, str], ...] = (
+    ("collectives", r"nccl|all_?reduce|all_?gather"),
     ("tree attention", r"attention|flash|fmha"),
     ("tree growth", r"grow|tree_build|build_tree"),
     ("experts", r"expert"),
@@ -49,7 +50,7 @@ def classify(name: str) -> str:
 
 
 def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
-    """What runs on the GPUs until what ``run`` returns is there; nothing where there is no GPU."""
+    """What runs on the first GPU until what ``run`` returns is there; nothing where there is no GPU."""
     options = jax.profiler.ProfileOptions()
     # Python's and the host's own events would make the trace large and the host slow.
     options.python_tracer_level = 0
@@ -65,11 +66,11 @@ def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def kernels_of(data: Any) -> list[Kernel]:
-    """The kernels and copies on the streams of the GPUs of a ``ProfileData``."""
+    """The kernels and copies on the streams of the first GPU: the others of a mesh do the same."""
+    planes = sorted((p for p in data.planes if p.name.startswith("/device:GPU:")), key=lambda p: p.name)
     return [
         Kernel(event.name, event.start_ns, event.duration_ns)
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU:")
+        for plane in planes[:1]
         for line in plane.lines
         if line.name.startswith("Stream #")
         for event in line.events

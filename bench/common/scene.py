@@ -12,12 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
 from jetspec_jax.cache.slots import PAGE_SIZE, Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.decode.on_mesh import state_specs
 from jetspec_jax.decode.state import Stores, split
+from jetspec_jax.device.mesh import shardings
+from jetspec_jax.device.partition import parameter_specs, spread
 from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
 
@@ -25,9 +29,13 @@ from jetspec_jax.models import Weights, abstract, weights_of
 ENDLESS = 2**30
 
 
-def random_weights(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int) -> Weights:
-    """Parameters of a model: normal with deviation 0.02, norms and scales 1."""
-    normal = _random_like(weights_of(abstract(config, dtype)), seed, 0.02)
+def random_weights(
+    config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int, mesh: Mesh | None = None
+) -> Weights:
+    """Parameters of a model, on one device or a mesh: normal with deviation 0.02, norms and scales 1."""
+    shapes = weights_of(abstract(spread(config, mesh), dtype))
+    placed = None if mesh is None else shardings(mesh, parameter_specs(config, mesh))
+    normal = _random_like(shapes, seed, 0.02, placed)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:
         # Biases of 1 would be most of every token's stream, and all tokens choose the same experts.
@@ -68,14 +76,16 @@ class Scene:
 
     def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
         """Stores full of normal values, also in pages that hold nothing."""
-        return _random_like(split(self._shapes(decoder, dtype))[0], seed=2, scale=1.0)
+        shapes = split(self._shapes(decoder, dtype))[0]
+        return _random_like(shapes, 2, 1.0, self._where(decoder, dtype, stores=True))
 
     def slots(
         self, decoder: TreeDecoder, dtype: jnp.dtype, budget: int, params: SamplingParams
     ) -> DecodeState:
         """A state without its stores: every slot decodes after ``context`` tokens and does not stop."""
         # Compiled, so that the stores of the empty state are never made.
-        empty = jax.jit(lambda: split(self._empty(decoder, dtype))[1])()
+        whole = replace(decoder, mesh=None)
+        empty = jax.jit(lambda: split(self._empty(whole, dtype))[1])()
         rng = np.random.default_rng(0)
         pages = rng.permutation(self.batch * self.pages_per_slot).astype(np.int32)
         settings = [
@@ -88,7 +98,7 @@ class Scene:
             )
             for slot in range(self.batch)
         ]
-        return replace(
+        state = replace(
             empty,
             slots=Slots.of(
                 jnp.asarray(pages.reshape(self.batch, -1)), jnp.full(self.batch, self.context, jnp.int32)
@@ -97,6 +107,17 @@ class Scene:
             active=jnp.ones(self.batch, bool),
             settings=jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *settings),
         )
+        where = self._where(decoder, dtype, stores=False)
+        return state if where is None else jax.device_put(state, where)
+
+    def _where(self, decoder: TreeDecoder, dtype: jnp.dtype, *, stores: bool) -> Any:
+        """Shardings of the stores, or of all else; None on one device."""
+        if decoder.mesh is None:
+            return None
+        shapes = self._shapes(decoder, dtype)
+        specs = state_specs(decoder.proposer, shapes, decoder.mesh)
+        full = jax.tree.broadcast(specs, shapes, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        return shardings(decoder.mesh, split(full)[0 if stores else 1])
 
     def _empty(self, decoder: TreeDecoder, dtype: jnp.dtype) -> DecodeState:
         return decoder.empty_state(
@@ -111,23 +132,29 @@ class Scene:
         return jax.eval_shape(lambda: self._empty(decoder, dtype))
 
 
-def _random_like(shapes: Any, seed: int, scale: float) -> Any:
-    """Normal values for every floating leaf; other leaves stay zero.
+def _random_like(shapes: Any, seed: int, scale: float, placed: Any = None) -> Any:
+    """Normal values for every floating leaf, where their shardings say; other leaves stay zero.
 
     Leaf by leaf, so that a few small programs serve a whole model and no more than one leaf's random bits are
     in memory.
     """
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
+    where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
     values = [
-        _normal(key, jnp.asarray(scale, leaf.dtype), shape=leaf.shape)
+        _normal(leaf.shape, leaf.dtype, own)(key, jnp.asarray(scale, leaf.dtype))
         if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else jnp.zeros(leaf.shape, leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
+        else jnp.zeros(leaf.shape, leaf.dtype, device=own)
+        for key, leaf, own in zip(keys, leaves, where, strict=True)
     ]
     return jax.tree.unflatten(tree, values)
 
 
-@functools.partial(jax.jit, static_argnames="shape")
-def _normal(key: Array, scale: Array, *, shape: tuple[int, ...]) -> Array:
-    return scale * jax.random.normal(key, shape, scale.dtype)
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding | None) -> Any:
+    """A program that makes an array of normal values, on each device its own part."""
+
+    def make(key: Array, scale: Array) -> Array:
+        return scale * jax.random.normal(key, shape, dtype)
+
+    return jax.jit(make, out_shardings=where)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
@@ -34,6 +35,8 @@ from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
+from jetspec_jax.device.mesh import make_mesh, size_of
+from jetspec_jax.device.partition import check_partition
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 from pallas_kernels.tree_attention import implementations
@@ -66,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=USUAL_ROUNDS, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
+    add("--tensor-parallel", type=int, help="devices that share the models (default: one, without a mesh)")
+    add("--expert-parallel", type=int, help="groups of experts, each on so many of these devices")
     add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
     add_program_arguments(parser)
     add_report_arguments(parser, "round")
@@ -76,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     setup, dtype = _setup(arguments), resolve_dtype(arguments.dtype)
     check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
-    names, shape, make_weights = _models(arguments, dtype)
+    names, shape, make_weights = _models(arguments, dtype, setup.mesh)
+    check_partition(shape.target, setup.mesh)
     cases = cases_of(arguments, shape, setup)
     attention = {
         case: implementation_of(
@@ -121,12 +127,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
-        f"{report['implementation']}, {report['device']}, JAX {report['jax']}"
+        f"{report['implementation']}, {report['device']}{_devices(setup.mesh)}, JAX {report['jax']}"
     )
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
     write_picture(arguments.plot, draw_rounds(report))
     return 0
+
+
+def _devices(mesh: Mesh | None) -> str:
+    return (
+        ""
+        if mesh is None
+        else f" x {size_of(mesh)} (experts {mesh.shape['expert']} x {mesh.shape['tensor']})"
+    )
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
@@ -136,6 +150,8 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         ValueError: A setting is out of its range.
     """
     check_least(arguments, 1, "rounds", "repeats")
+    sizes = arguments.tensor_parallel, arguments.expert_parallel
+    mesh = None if sizes == (None, None) else make_mesh(*(1 if size is None else size for size in sizes))
     return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,
@@ -143,13 +159,15 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         rounds=arguments.rounds,
         repeats=arguments.repeats,
         implementation=arguments.implementation,
-        phases=arguments.phases,
+        # Between two phases lie logits, of which a device has a part: only whole rounds run on a mesh.
+        phases=arguments.phases and mesh is None,
         profile=arguments.profile,
+        mesh=mesh,
     )
 
 
 def _models(
-    arguments: argparse.Namespace, dtype: jnp.dtype
+    arguments: argparse.Namespace, dtype: jnp.dtype, mesh: Mesh | None
 ) -> tuple[dict[str, str], PairShape, Callable[[], DecodeWeights]]:
     """What the models are called in the report, their configs, and what makes their parameters.
 
@@ -167,13 +185,15 @@ def _models(
             {"shape": name},
             shape,
             lambda: DecodeWeights(
-                random_weights(shape.target, dtype, seed=0), random_weights(shape.head, dtype, seed=1)
+                random_weights(shape.target, dtype, 0, mesh), random_weights(shape.head, dtype, 1, mesh)
             ),
         )
     if arguments.shape is not None:
         raise ValueError("--shape stands for random weights: it goes with neither --target nor --draft-head")
     if arguments.target is None:
         raise ValueError("--draft-head goes with --target")
+    if mesh is not None:
+        raise ValueError("--tensor-parallel and --expert-parallel are for random weights: name a --shape")
     target, head = load_pair(arguments, arguments.dtype)
     weights, given = DecodeWeights(target.weights, head.weights), settings_of(arguments)
     names = {name: given[name] for name in ("target", "draft_head") if given[name] is not None}

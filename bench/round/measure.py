@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from bench.common.kernel_trace import Kernel, trace_kernels
 from bench.common.scene import Scene
@@ -62,6 +63,7 @@ class Setup:
         phases: Whether to time the phases one by one.
         profile: Whether to record what runs on a GPU.
         candidates: Tokens of a draft row that are looked at; None is the algorithm's own number.
+        mesh: The devices that share the models; None is one.
     """
 
     params: SamplingParams
@@ -72,6 +74,7 @@ class Setup:
     phases: bool
     profile: bool
     candidates: int | None = None
+    mesh: Mesh | None = None
 
     def steps(self, cases: int) -> int:
         """How often `measure` says what comes next."""
@@ -92,6 +95,7 @@ class Setup:
             candidates=self.candidates,
             max_rounds=self.rounds,
             implementation=self.implementation,
+            mesh=self.mesh,
         )
 
 

@@ -27,6 +27,16 @@ class _Noting(nnx.Module):
         """Theirs: a router reads it."""
         return self.experts.config
 
+    @property
+    def own_size(self) -> int:
+        """Theirs likewise: a block adds up what devices have."""
+        return self.experts.own_size
+
+    @property
+    def whole_size(self) -> int:
+        """Theirs."""
+        return self.experts.whole_size
+
     def __call__(self, rows: Float[Array, "T M"], choice: ExpertChoice) -> Float[Array, "T M"]:
         chosen = jnp.bincount(choice.experts.reshape(-1), length=self.config.count)
         self.note(jnp.sum(chosen > 0, dtype=jnp.int32))
@@ -44,6 +54,12 @@ def experts_touched(
         weights: Its parameters.
         state: Where the round begins.
     """
+    return decoder.on_mesh(functools.partial(_touched, decoder))(weights, state)[1]
+
+
+def _touched(
+    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState
+) -> tuple[DecodeState, dict[int, Int[Array, ""]]]:
     tree = decoder.propose(weights, state).tree
     target, block = bind(decoder.target, weights.target), Block.of_tree(tree, max_depth=decoder.depth)
     found: dict[int, Int[Array, ""]] = {}
@@ -54,4 +70,4 @@ def experts_touched(
                     setattr(module, name, _Noting(child, functools.partial(found.__setitem__, index)))
     attend = attend_over(state.stores, state.slots, block, implementation=decoder.implementation)
     target(block.tokens, block.positions(state.slots.lengths), attend)
-    return found
+    return state, found

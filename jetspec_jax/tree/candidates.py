@@ -67,7 +67,9 @@ def top_candidates(draft_logits: Float[Array, "B D V"], count: int) -> Candidate
     # -inf times 0 is no number, and a token without probability adds nothing.
     moment = jnp.sum(jnp.where(below > -jnp.inf, jnp.exp(below) * below, 0.0), axis=-1, keepdims=True)
     if not whole:
-        return _of_all_parts(top, tokens.reshape(top.shape) + vocab * shards.index(), total, moment, wanted)
+        tokens = tokens.reshape(top.shape) + vocab * shards.index()
+        top, tokens, total, moment = _of_all_parts(top, tokens, total, moment, wanted)
+        best = top[:, :, :1]
     return Candidates(
         tokens.reshape(top.shape).astype(jnp.int32),
         top - best - jnp.log(total),
@@ -81,15 +83,17 @@ def _of_all_parts(
     total: Float32[Array, "B D 1"],
     moment: Float32[Array, "B D 1"],
     count: int,
-) -> Candidates:
-    """The best `count` of what all parts of the vocabulary found, in one gather.
+) -> tuple[
+    Float32[Array, "B D count"], Int32[Array, "B D count"], Float32[Array, "B D 1"], Float32[Array, "B D 1"]
+]:
+    """The same of the whole vocabulary as of this device's part, by one gather.
 
     Args:
-        top: The best logits of this device's part.
+        top: The best logits, best first.
         tokens: Their ids in the whole vocabulary.
-        total: Sum of the exponentials of what lies between each of its logits and the finite best.
-        moment: Sum of those exponentials, each times what it is made of.
-        count: How many are wanted, of which a part may have fewer.
+        total: Sum of the exponentials of all logits less the (finite) best one.
+        moment: Sum of those exponentials, each times its exponent.
+        count: How many of the best are wanted; a part may have fewer.
     """
     batch, depth, own = top.shape
     numbers = jax.lax.bitcast_convert_type(jnp.concatenate([top, total, moment], axis=2), jnp.int32)
@@ -102,13 +106,11 @@ def _of_all_parts(
 
     top, place = jax.lax.top_k(side_by_side(numbers[..., :own]), count)
     tokens = jnp.take_along_axis(side_by_side(tokens), place, axis=2, mode="promise_in_bounds")
-    best = top[:, :, :1]
     # What each part measured from its own best, measured from the best of all.
-    shift = _finite(numbers[..., 0]) - _finite(best[:, :, 0])
-    scale, total, moment = jnp.exp(shift), numbers[..., own], numbers[..., own + 1]
+    shift = _finite(numbers[..., :1]) - _finite(top[:, :, :1])[None]
+    scale, total, moment = jnp.exp(shift), numbers[..., own : own + 1], numbers[..., own + 1 :]
     moment = jnp.sum(jnp.where(scale > 0, scale * (moment + shift * total), 0.0), axis=0)
-    total = jnp.sum(scale * total, axis=0)
-    return Candidates(tokens, top - best - jnp.log(total)[:, :, None], jnp.log(total) - moment / total)
+    return top, tokens, jnp.sum(scale * total, axis=0), moment
 
 
 def _finite(best: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

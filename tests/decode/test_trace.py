@@ -1,15 +1,18 @@
 """Traced rounds: decoding's own tokens, and figures that plain forwards confirm."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, draft_logits, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.forward import next_token_logits
-from jetspec_jax.inspect.trace import trace_rounds
+from jetspec_jax.inspect.trace import _target_log_probs, trace_rounds
+from jetspec_jax.tree import TokenTree
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.meshes import GATHER, agreed, on_parts, padded
 
 CONFIG = with_windows(TINY, None)
 ORACLE = OracleProposer(CONFIG.vocab_size)
@@ -174,3 +177,25 @@ def test_an_abandoned_trace_holds_nothing(target, head):
     assert not engine.busy
     assert len(list(trace_rounds(target, head, PROMPT, GREEDY, SETTINGS))) > 1
     assert target.keeper.engine is engine
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), [((2, 4), np.float32), ((1, 2), jnp.bfloat16)])
+def test_log_probs_from_parts_of_the_vocabulary(mesh, dtype):
+    """One gather; nodes whose token is in any part, and padding after a root."""
+    vocab, nodes = 67, 16
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 3, (2, nodes, vocab)).astype(dtype)
+    logits[:, 2, 9:] = -np.inf  # all in the first part of eight
+    trees = TokenTree(
+        tokens=jnp.asarray(rng.integers(0, vocab, (2, nodes)), jnp.int32),
+        parents=jnp.asarray([[-1, *rng.integers(0, 5, nodes - 1)], [-1] * nodes], jnp.int32),
+        depths=jnp.zeros((2, nodes), jnp.int32),
+        scores=jnp.zeros((2, nodes)),
+        num_nodes=jnp.array([nodes, 1], jnp.int32),
+    )
+    run = on_parts(lambda logits, trees: _target_log_probs(trees, logits), *mesh)
+    arguments = padded(logits, mesh[0] * mesh[1]), trees
+    whole = _target_log_probs(trees, jnp.asarray(logits))
+    np.testing.assert_allclose(agreed(run(*arguments)), whole, rtol=1e-6, atol=1e-6)
+    assert (whole[1] == 0).all()
+    assert run.lower(*arguments).as_text().count(GATHER) == 1

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.token_filter import api, least_kept, pallas_triton
+from pallas_kernels.token_filter import api, least_kept, pallas_triton, reference
 from pallas_kernels.token_filter.reference import _threshold, float_at
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
+from tests.meshes import agreed, on_parts, padded
 
 # Vocabularies of part of a kernel's chunk, of two chunks and of no whole number of them.
 CASES = [
@@ -165,12 +166,65 @@ class TestXla(TokenFilterSuite):
     implementation = "xla"
 
 
+class TestParts(TokenFilterSuite):
+    """The reference where eight devices have a part each."""
+
+    @classmethod
+    @cache
+    def jitted(cls):
+        run = on_parts(least_kept, 2, 4)
+        return lambda logits, *settings: agreed(run(logits, *settings))
+
+
 class TestPallasTritonInterpreted(TokenFilterSuite):
     implementation = "pallas_triton"
 
     @pytest.fixture(autouse=True)
     def interpreted(self, stand_in):
         stand_in(api, partial(pallas_triton.least_kept, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "vocab", "dtype"),
+    [
+        ((1, 2), 64, jnp.float32),
+        ((2, 4), 64, jnp.bfloat16),
+        ((2, 2), 67, jnp.float32),
+        *(wide((2, n), vocab, jnp.bfloat16) for n in (2, 4) for vocab in (67, 1000)),
+        wide((1, 3), 1000, jnp.float16),
+    ],
+)
+def test_parts_have_the_bits_of_the_whole(mesh, vocab, dtype):
+    """Of thresholds that no float32 sum decides; rows of NaN, or with all tokens in one part, too."""
+    parts = mesh[0] * mesh[1]
+    filters = [own for own in FILTERS if own.top_p == 1]
+    logits = make_logits(vocab, dtype)[: len(filters)].copy()
+    logits[:, 1, 3:] = -np.inf
+    logits[:, 2] = np.nan
+    settings = settings_of(filters)
+    found = agreed(on_parts(least_kept, *mesh)(padded(logits, parts), *settings))
+    whole = np.asarray(TestXla.jitted()(logits, *settings))
+    np.testing.assert_array_equal(keeps(found, logits), keeps(whole, logits))
+    # Where all is kept, padding is too: then the least is -inf.
+    same = [vocab % parts == 0 or 0 < own.top_k < vocab for own in filters]
+    assert sum(same) >= 3
+    np.testing.assert_array_equal(found[same].view(np.uint32), whole[same].view(np.uint32))
+
+
+def test_the_kernel_cannot_sum_over_devices(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.dispatch.gpu_problem", lambda: None)
+    chosen = []
+
+    def choose(name, logits):
+        chosen.append(api.OPERATION.choose(name, logits))
+        return logits
+
+    logits = np.zeros((1, 1, 8), np.float32)
+    on_parts(partial(choose, None), 1, 1)(logits)
+    on_parts(partial(choose, None), 1, 2)(logits)
+    assert chosen == [pallas_triton.least_kept, reference.least_kept]
+    with pytest.raises(NotImplementedError, match="sums over whole rows, and 2 devices each hold a part"):
+        on_parts(partial(choose, "pallas_triton"), 1, 2)(logits)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

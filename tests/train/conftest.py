@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,6 +29,16 @@ def write_corpus(folder, modules=60):
     for held in ("heapq.py", "test/test_heapq.py"):
         (folder / held).write_text(f"# é, {held}\n" + (folder / "module0.py").read_text())
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_device_alone():
+    """Training takes all devices; here it sees one. Processes of their own say how many they have."""
+    devices = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        patch.setattr(jax, "devices", lambda: devices)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,88 @@
+"""``python -m bench collectives``: what the sums between devices cost inside of a loop on the device.
+
+A round on a mesh adds up the stream of all its nodes twice a layer. Here a loop does nothing else: it adds up
+``rows`` x ``features`` numbers over all devices and halves them. The same loop without the sum is taken off.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+from tqdm import tqdm
+
+from bench.common.options import check_least
+from bench.common.report import opening_of, show, write_report
+from bench.common.timing import compile_seconds, median, seconds_of
+from jetspec_jax.checkpoint.files import check_writable
+from jetspec_jax.checkpoint.source import resolve_dtype
+from jetspec_jax.device.mesh import WHOLE, everywhere, make_mesh
+from pallas_kernels import shards
+
+#: How XLA is told to compile the loop: by default, and with its own kernel for small sums in place of NCCL's.
+WAYS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "one-shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add = parser.add_argument
+    add("--tensor-parallel", type=int, default=2, help="devices (default: 2)")
+    add("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256], help="nodes of a round")
+    add("--features", type=int, default=4096, help="of a node's stream (default: 4096)")
+    add("--turns", type=int, default=512, help="sums of a dispatch (default: 512)")
+    add("--repeats", type=int, default=7, help="timed dispatches (default: 7)")
+    add("--dtype", default="auto")
+    add("--json", type=Path, default=Path("results/collectives.json"), help="where to")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the JSON."""
+    check_least(arguments, 1, "rows", "features", "turns", "repeats")
+    check_writable(arguments.json, make_folder=True)
+    mesh, dtype = make_mesh(arguments.tensor_parallel), resolve_dtype(arguments.dtype)
+    rows = []
+    with tqdm(total=len(arguments.rows) * (1 + len(WAYS)), unit="loop") as bar:
+        for count in arguments.rows:
+            x = np.asarray(np.random.default_rng(0).normal(size=(count, arguments.features)), dtype)
+            empty = _seconds(mesh, lambda x: x, x, arguments, {})
+            bar.update()
+            row: dict[str, Any] = {"rows": count, "KiB": x.nbytes / 1024, "loop us": 1e6 * empty}
+            for name, options in WAYS.items():
+                row[f"{name} us"] = 1e6 * (_seconds(mesh, shards.all_sum, x, arguments, options) - empty)
+                bar.update()
+            rows.append(row)
+    report = {**opening_of("collectives", arguments), "dtype": str(dtype), "rows": rows}
+    show(
+        f"one sum of {arguments.features} {dtype} numbers a row over {mesh.size} devices, in microseconds: "
+        f"{report['device']}, JAX {report['jax']}",
+        rows,
+    )
+    write_report(arguments.json, report)
+    return 0
+
+
+def _seconds(
+    mesh: Mesh,
+    add_up: Callable[[Array], Array],
+    x: np.ndarray,
+    arguments: argparse.Namespace,
+    options: dict[str, bool],
+) -> float:
+    """Median seconds of a turn."""
+
+    def loop(x: Array, turns: Int[Array, ""]) -> Array:
+        half = jnp.asarray(0.5, x.dtype)
+        return jax.lax.fori_loop(0, turns, lambda _, x: add_up(x * half), x)
+
+    jitted = jax.jit(everywhere(mesh, loop, (WHOLE, WHOLE), WHOLE), compiler_options=options)
+    _, program = compile_seconds(jitted, x, np.int32(arguments.turns))
+    seconds = [seconds_of(program, x, np.int32(arguments.turns))[0] for _ in range(1 + arguments.repeats)]
+    return median(seconds[1:]) / arguments.turns
