@@ -46,7 +46,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         join_processes(parsed)
-        enable_compilation_cache(parsed.compilation_cache)
+        enable_compilation_cache(parsed.compilation_cache, together=True)
         return parsed.run(parsed)
     except OutOfTime as stop:
         print(f"{stop}; the same command goes on")

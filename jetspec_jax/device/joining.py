@@ -22,9 +22,9 @@ from jetspec_jax.arguments import check_integer, check_type
 from jetspec_jax.device.processes import ROOT, say_end
 
 #: Seconds without a heartbeat after which `jax.distributed` takes a process for dead, and ends the others.
-HEARTBEAT_SECONDS = 20
+HEARTBEAT_SECONDS = 15
 # Between two looks at the others, and how long one that said nothing is not worth a line.
-_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 8
+_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 6
 # A process that fails as another has failed says so itself; the first holds the store for the others.
 _GRACE_SECONDS, _LINGER_SECONDS = 1.0, 2.5
 _WATCH, _DONE = f"{ROOT}/watch", "done"

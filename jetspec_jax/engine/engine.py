@@ -92,7 +92,8 @@ class Engine:
             raise RuntimeError("a batch was launched and not collected")
         policy = self.scheduler.policy
         if isinstance(policy, LatePolicy):
-            policy.seconds = agreed(policy.seconds, self._step)
+            how = f"{self._step}, {'traced' if decode else f'of up to {most_rounds} rounds'}"
+            policy.seconds = agreed(policy.seconds, how)
         with self._undivided():
             self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
 
