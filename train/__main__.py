@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.cli.options import join_processes
+from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.process import run_interruptibly
 from jetspec_jax.cli.quiet import keep_libraries_quiet, show_own_log
 from jetspec_jax.device.joining import leave, tell_of_interrupt
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
-        join_processes(parsed)
+        join_as_told(parsed)
         enable_compilation_cache(parsed.compilation_cache, together=True)
         return parsed.run(parsed)
     except OutOfTime as stop:

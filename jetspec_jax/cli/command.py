@@ -15,7 +15,7 @@ import jetspec_jax
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
-from jetspec_jax.cli.options import join_processes
+from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.view import add_tree_command
 from jetspec_jax.device.joining import leave
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = sys.stderr
     try:
         arguments = _parser().parse_args(argv)
-        join_processes(arguments)
+        join_as_told(arguments)
         with contextlib.nullcontext() if is_first() else _silence():
             code = arguments.run(arguments)
         print(end="", flush=True)  # a reader that left is noticed here, not while Python ends

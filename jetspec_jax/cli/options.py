@@ -15,7 +15,7 @@ from typing import Any
 from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
-from jetspec_jax.device.joining import join
+from jetspec_jax.device.joining import join_processes
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
@@ -291,7 +291,7 @@ CHAT = Group(
 #: One of several processes, each started by a command line that is the same but for its number.
 PROCESSES = Group(
     "several processes, which share the models; all are given the same command",
-    join,
+    join_processes,
     (
         Option("coordinator", "where they meet: an address of the first process", metavar="HOST:PORT"),
         Option("processes", "how many there are", int, metavar="N"),
@@ -304,7 +304,7 @@ PROCESSES = Group(
 GROUPS = (PROMPT, CHAT, SAMPLING, MODELS, ALGORITHM, ROUTING, PROCESSES)
 
 
-def join_processes(arguments: argparse.Namespace) -> None:
+def join_as_told(arguments: argparse.Namespace) -> None:
     """Meets the other processes of a command, if it has any; before anything uses devices.
 
     Raises:
@@ -314,14 +314,14 @@ def join_processes(arguments: argparse.Namespace) -> None:
     if given.pop("distributed", False):
         if given:
             raise ValueError("--distributed takes the place of --coordinator, --processes and --process")
-        join()
+        join_processes()
     elif given:
         missing = [option.name for option in PROCESSES.options[:3] if option.field not in given]
         if missing:
             raise ValueError(
                 f"--coordinator, --processes and --process belong together; add {', '.join(missing)}"
             )
-        join(**given)
+        join_processes(**given)
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,9 @@ _WATCH, _DONE = f"{ROOT}/watch", "done"
 FAILED, INTERRUPTED = 1, 130
 
 
-def join(coordinator: str | None = None, processes: int | None = None, process: int | None = None) -> None:
+def join_processes(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> None:
     """Meets the other processes of a program, before anything uses devices.
 
     From then on the devices of all processes are `jax.devices`, and all processes end when one of them dies,
@@ -58,11 +60,22 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
         own = check_integer("process", process, 0, count - 1)
         if not coordinator.rpartition(":")[2].isdigit() or ":" not in coordinator:
             raise ValueError(f"coordinator must be HOST:PORT, not {coordinator!r}")
-        meeting = {"coordinator_address": coordinator, "num_processes": count, "process_id": own}
+        meeting = {
+            "coordinator_address": coordinator,
+            "num_processes": count,
+            "process_id": own,
+            # A cluster would have a say in which devices are this process's.
+            "cluster_detection_method": "deactivate",
+        }
     elif processes is not None or process is not None:
         raise ValueError("processes and process need a coordinator, HOST:PORT of the first process")
     with progress.waiting("waiting for the other processes"):
-        jax.distributed.initialize(**meeting, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        try:
+            jax.distributed.initialize(**meeting, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        except ValueError as error:
+            if meeting:
+                raise
+            raise ValueError(f"JAX knows no cluster here ({error}); name a coordinator, HOST:PORT") from error
     if distributed.global_state.num_processes == 1:
         return
     if distributed.global_state.process_id:

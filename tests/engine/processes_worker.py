@@ -22,7 +22,7 @@ from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
-from jetspec_jax.device.joining import join
+from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine import planning, runner
@@ -190,7 +190,7 @@ def looking(mesh):
 def main(settings):
     jax.config.update("jax_num_cpu_devices", 2)
     index, count, port = settings["process"]
-    join(f"localhost:{port}", count, index)
+    join_processes(f"localhost:{port}", count, index)
     found = globals()[settings["case"]](make_mesh(2 * count))
     Path(settings["out"]).write_text(json.dumps(found), encoding="utf-8")
 
