@@ -1,23 +1,23 @@
-"""The two conversions. Neither needs a device, nor memory for more than about one copy of the weights."""
+"""The two conversions. Neither needs a device, nor memory for the weights: parameters pass one by one.
 
-from collections.abc import Mapping, Sequence
+What is held is a parameter, and of safetensors that are written a file's tensors.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from convert.folders import Checkpoint, converted_files, locate
-from convert.orbax_io import read_orbax, write_orbax
+from convert.orbax_io import write_orbax
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import refuse_existing
-from jetspec_jax.checkpoint.finite import is_finite
-from jetspec_jax.checkpoint.reading import put, read_headers
+from jetspec_jax.checkpoint.reading import read_headers
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
+from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES, save_checkpoint
-from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights, dtype_of
 
 #: The word for leaving each parameter in the type that it is stored in.
 STORED = "stored"
@@ -70,11 +70,10 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     checkpoint = _source(source, "huggingface")
     to = parse_dtype(dtype)
     left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
-    weights: Weights = {}
-    for path, value in checkpoint.parameters(to):
-        put(weights, path, value)
-    write_orbax(destination, checkpoint.kind, converted_files(checkpoint.folder), weights)
-    return _conversion(checkpoint, destination, "orbax", weights, left_out)
+    with checkpoint.opened(to) as arrays:
+        files = converted_files(checkpoint.folder)
+        write_orbax(destination, checkpoint.kind, files, nnx.traversals.unflatten_mapping(arrays))
+    return _conversion(checkpoint, destination, "orbax", arrays.values(), left_out)
 
 
 def to_huggingface(
@@ -95,28 +94,24 @@ def to_huggingface(
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: There is no such folder.
-        CheckpointError: As for `read_orbax`.
-        ValueError: It is no Orbax folder, or a value has no counterpart in the type that is named.
+        CheckpointError: As for `read_orbax_weights`; or a value is not finite in the type that is named.
+        ValueError: It is no Orbax folder.
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
     checkpoint = _source(source, "orbax")
     to = parse_dtype(dtype)
-    weights = read_orbax(checkpoint)
-    if to is not None:
-        cast_in_place(weights, checkpoint.config, to)
-        if not checkpoint.allow_nonfinite:
-            _refuse_lost(weights, dtype)
-    save_checkpoint(
-        destination,
-        checkpoint.raw,
-        weights,
-        dtype=None,
-        extra_files=converted_files(checkpoint.folder),
-        max_shard_bytes=max_shard_bytes,
-        config=checkpoint.config,
-    )
-    return _conversion(checkpoint, destination, "huggingface", weights)
+    with checkpoint.opened(to) as arrays:
+        save_checkpoint(
+            destination,
+            checkpoint.raw,
+            nnx.traversals.unflatten_mapping(arrays),
+            dtype=None,
+            extra_files=converted_files(checkpoint.folder),
+            max_shard_bytes=max_shard_bytes,
+            config=checkpoint.config,
+        )
+    return _conversion(checkpoint, destination, "huggingface", arrays.values())
 
 
 def parse_dtype(dtype: str) -> Any:
@@ -131,21 +126,6 @@ def parse_dtype(dtype: str) -> Any:
     return words.get(dtype)
 
 
-def named(weights: Weights) -> dict[str, Any]:
-    """The parameters by their dotted names."""
-    flat = nnx.traversals.flatten_mapping(weights)
-    return {".".join(map(str, path)): value for path, value in flat.items()}
-
-
-def cast_in_place(weights: Weights, config: ModelConfig | DraftHeadConfig, dtype: np.dtype) -> None:
-    """Gives parameters a type, as far as `dtype_of` lets it, one by one, so that only one is there twice."""
-    flat = nnx.traversals.flatten_mapping(weights)
-    # What is not finite is for the caller to see; a warning per array would say less.
-    with np.errstate(over="ignore", invalid="ignore"):
-        for path in list(flat):
-            put(weights, path, flat.pop(path).astype(dtype_of(config, path, dtype), copy=False))
-
-
 def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
     checkpoint = locate(source)
     if checkpoint.layout != layout:
@@ -154,27 +134,19 @@ def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
     return checkpoint
 
 
-def _refuse_lost(weights: Weights, dtype: str) -> None:
-    """Raises ValueError where a type could not hold a value."""
-    names = [name for name, value in named(weights).items() if not is_finite(value)]
-    if names:
-        raise ValueError(f"values that are not finite in {dtype}, in {names}")
-
-
 def _conversion(
     checkpoint: Checkpoint,
     destination: str | Path,
     layout: str,
-    weights: Weights,
+    arrays: Collection[Unread],
     left_out: Mapping[str, Sequence[str]] | None = None,
 ) -> Conversion:
-    values = named(weights).values()
     return Conversion(
         kind=checkpoint.kind,
         source=checkpoint.folder,
         destination=Path(destination),
         layout=layout,
-        parameters=len(values),
-        nbytes=sum(value.nbytes for value in values),
+        parameters=len(arrays),
+        nbytes=sum(array.nbytes for array in arrays),
         left_out=left_out or {},
     )

@@ -1,6 +1,8 @@
 """What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
 
+import contextlib
 import fnmatch
+import functools
 import json
 import os
 from collections.abc import Collection, Iterator
@@ -12,9 +14,11 @@ import numpy as np
 
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, local_path, resolve
-from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax
-from jetspec_jax.checkpoint.reading import read_parameters
-from jetspec_jax.checkpoint.tensor_plan import ParameterPath
+from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax, open_orbax
+from jetspec_jax.checkpoint.parts import Parameters
+from jetspec_jax.checkpoint.reading import open_parameters
+from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
@@ -50,9 +54,30 @@ class Checkpoint:
         """What it is: "target" or "draft head"."""
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
-    def parameters(self, dtype: np.dtype | None = None) -> Iterator[tuple[ParameterPath, np.ndarray]]:
-        """The parameters of a Hugging Face folder, one by one: see `read_parameters`."""
-        return read_parameters(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
+    @contextlib.contextmanager
+    def opened(self, dtype: np.dtype | None = None) -> Iterator[dict[ParameterPath, Unread]]:
+        """The parameters, by their paths: none is read before it is needed, and none is kept.
+
+        Args:
+            dtype: The type of all of them, as far as `dtype_of` lets it; None leaves each as it is stored.
+
+        Raises:
+            CheckpointError: As for `read_weights` and `read_orbax_weights`; of values, when they are read.
+        """
+        allowed = self.allow_nonfinite
+        with contextlib.ExitStack() as stack:
+            parameters: Parameters
+            if self.layout == "orbax":
+                parameters = open_orbax(self.folder, self.config, dtype, allow_nonfinite=allowed)
+            else:
+                stored = open_parameters(self.folder, self.config, dtype, allow_nonfinite=allowed)
+                parameters = stack.enter_context(stored)
+            yield {
+                own.path: Unread(
+                    own.shape, parameters.dtypes[own.path], functools.partial(parameters.read, own)
+                )
+                for own in expected_parameters(self.config)
+            }
 
 
 def locate(

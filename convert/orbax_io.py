@@ -7,7 +7,6 @@ axis. Arrays are written and read one by one, so that either needs little memory
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,10 +30,12 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         folder: Where to; it must not exist yet.
         kind: "target" or "draft head".
         config_files: ``config.json`` and the tokenizer's files.
-        weights: The parameters, as NumPy arrays.
+        weights: The parameters, as NumPy arrays or what stands in their place, such as
+            `Unread`: each is made when it is written.
 
     Raises:
         FileExistsError: The folder exists.
+        CheckpointError: A parameter that is made when it is written cannot be.
         OSError: The disk is full, or cannot be written.
     """
     manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "jetspec_jax": __version__}
@@ -50,17 +51,18 @@ def write_orbax(folder: str | Path, kind: str, config_files: Mapping[str, bytes]
         try:
             with quiet():
                 checkpointer.save((partial / WEIGHTS).absolute(), args=arguments)
+        except CheckpointError:  # of what is read meanwhile
+            raise
         except (ValueError, RuntimeError) as error:  # how Orbax's storage library reports a failed write
             raise OSError(f"{folder} cannot be written: {first_line(error)}") from error
         write_files(partial, {**config_files, MANIFEST: json.dumps(manifest, indent=2) + "\n"})
 
 
-def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weights:
-    """Reads the parameters of an Orbax folder, each in the type that it is stored in.
+def read_orbax(folder: str | Path | Checkpoint) -> Weights:
+    """Reads the parameters of an Orbax folder into NumPy arrays, each in the type that it is stored in.
 
     Args:
         folder: What `write_orbax` wrote, or what `locate` found it to be.
-        shardings: As for `jetspec_jax.checkpoint.orbax.read_orbax`.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -72,5 +74,6 @@ def read_orbax(folder: str | Path | Checkpoint, shardings: Any = None) -> Weight
         raise CheckpointError(
             f"{checkpoint.folder} is a Hugging Face folder; an Orbax folder holds {MANIFEST}"
         )
-    settings = checkpoint.config, shardings
-    return folders.read_orbax(checkpoint.folder, *settings, allow_nonfinite=checkpoint.allow_nonfinite)
+    return folders.read_orbax(
+        checkpoint.folder, checkpoint.config, allow_nonfinite=checkpoint.allow_nonfinite
+    )

@@ -2,10 +2,11 @@
 
 A target's logits of random tokens; a draft head's draft logits with a target, or without one its hidden
 states of random slots after random taps. In float32, whatever the weights are stored in, and layer by layer:
-a program of the whole model would hold all weights in float32 at once.
+a program of the whole model would hold all weights in float32 at once, and a target may be larger than the
+memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,15 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from convert.folders import Checkpoint
-from convert.orbax_io import read_orbax
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import Store, empty_stores
-from jetspec_jax.checkpoint.reading import put
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.proposer import DraftHeadProposer
-from jetspec_jax.models import Transformer, Weights, bind
+from jetspec_jax.models import Transformer, Weights, abstract, bind
 from jetspec_jax.models.layers import KV, History, Mix
 from jetspec_jax.models.transformer import ForwardOutput
 
@@ -31,26 +30,13 @@ from jetspec_jax.models.transformer import ForwardOutput
 TOKENS = 32
 
 
-def read_on_host(checkpoint: Checkpoint, dtype: jnp.dtype | None = None) -> Weights:
-    """The weights on the host, whatever the layout; the type is for Hugging Face folders."""
-    if checkpoint.layout == "orbax":
-        return read_orbax(checkpoint)
-    weights: Weights = {}
-    for path, value in checkpoint.parameters(dtype):
-        put(weights, path, value)
-    return weights
-
-
 def _on_device(weights: Weights) -> Weights:
-    """Moves arrays to JAX one by one and drops NumPy's, so that memory holds only one of them twice."""
-    flat = nnx.traversals.flatten_mapping(weights)
-    for path in list(flat):
-        put(weights, path, jnp.asarray(flat.pop(path)))
-    return weights
+    """Makes JAX's arrays one by one of what may be unread, so that memory holds only one of them twice."""
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), weights)
 
 
 def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[Weights], np.ndarray]:
-    """What is computed with weights of a checkpoint, as a function that takes the weights over.
+    """What is computed with weights of a checkpoint, as a function of the weights, which may be unread.
 
     Args:
         checkpoint: Whose config the weights have.
@@ -62,9 +48,10 @@ def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[W
     if target is None:
         return lambda weights: _hidden_states(config, weights)
     assert isinstance(target.config, ModelConfig)  # check_target has seen to it
-    module = in_float32(target.config, read_on_host(target))
     tokens = fixed_tokens(target.config)
-    taps = forward(module, tokens, config.tap_layers).taps
+    with target.opened() as arrays:
+        module = in_float32(target.config, nnx.traversals.unflatten_mapping(arrays))
+        taps = forward(module, tokens, config.tap_layers).taps
     # The anchor comes after the tapped tokens; any token will do.
     return lambda weights: _draft_logits(config, weights, module, taps, tokens[:, 0])
 
@@ -117,10 +104,33 @@ def in_float32(config: ModelConfig, weights: Weights) -> Transformer:
     """A target that computes in float32, whatever its weights are: modules follow the embedding's type.
 
     float16 would overflow in some models, and bfloat16 would hide small differences and is slow on CPUs.
+    Layers that are unread are read when they run.
     """
-    weights = _on_device(weights)
-    weights["embed_tokens"] = weights["embed_tokens"].astype(jnp.float32)
-    return bind(config, weights)
+    ends = _on_device({name: own for name, own in weights.items() if name != "layers"})
+    ends["embed_tokens"] = ends["embed_tokens"].astype(jnp.float32)
+    module = abstract(config)
+    layers = _Layers(module.layers, weights["layers"])
+    graph, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, ends)
+    module = nnx.merge(graph, state)
+    assert isinstance(module, Transformer)
+    vars(module)["layers"] = layers
+    return module
+
+
+class _Layers:
+    """A target's layers, each bound to its weights when it is asked for, and kept by whoever asks alone."""
+
+    def __init__(self, layers: Sequence[nnx.Module], weights: Mapping[int, Weights]):
+        self._layers, self._weights = layers, weights
+
+    def __iter__(self) -> Iterator[nnx.Module]:
+        return (self[index] for index in range(len(self._layers)))
+
+    def __getitem__(self, index: int) -> nnx.Module:
+        graph, state = nnx.split(self._layers[index])
+        nnx.replace_by_pure_dict(state, _on_device(self._weights[index]))
+        return nnx.merge(graph, state)
 
 
 def forward(target: Transformer, tokens: Int[Array, "1 T"], taps: tuple[int, ...] = ()) -> ForwardOutput:

@@ -1,11 +1,10 @@
 """Whether a conversion is right: every bit of the parameters, and what the model computes with them.
 
-Both folders are read again from their files. The parameters of one are held and those of the other pass by
-one at a time; the outputs are computed with one after the other, layer by layer. So besides one copy of the
-weights there is little more in memory than the embedding in float32.
+Both folders are read again from their files, twice: parameters pass by one at a time, then the outputs are
+computed layer by layer. So in memory there is little more than the embedding in float32 and a few layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tqdm import tqdm
 
 from convert.conversion import STORED, parse_dtype
 from convert.folders import Checkpoint, converted_files, kept_files, locate
-from convert.orbax_io import read_orbax
-from convert.outputs import fixed_tokens, outputs_of, read_on_host
+from convert.outputs import fixed_tokens, outputs_of
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath
+from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
-from jetspec_jax.models import Weights, dtype_of
+from jetspec_jax.models import dtype_of
 
 # With a type named, the outputs differ by rounding: in bfloat16, which keeps 8 bits of 24, each weight by at
 # most 1/256, and the outputs of the tests' models by less than a tenth. A tensor that went to the wrong place
@@ -93,30 +93,28 @@ def verify(
         raise ValueError(f"{after.folder} has another config than {before.folder}")
     to = parse_dtype(dtype)
     drafted_for = check_target(before, target)
-    orbax, huggingface = (before, after) if before.layout == "orbax" else (after, before)
+    # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
+    exact = jnp.dtype(jnp.float32) if to is not None and before.layout == "huggingface" else None
     # The CPU has the memory; a GPU may be smaller than the model.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with (
+        jax.default_device(jax.local_devices(backend="cpu")[0]),
+        before.opened(exact) as ours,
+        after.opened() as theirs,
+    ):
         outputs = outputs_of(before, drafted_for)
-        held = read_orbax(orbax)
-        # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
-        exact = jnp.dtype(jnp.float32) if to is not None and before is huggingface else None
-        parameters = huggingface.parameters(exact)
-        names, differing = _compare(before.config, held, parameters, source_is_held=before is orbax, to=to)
-        first = outputs(held)
-        del held
-        second = outputs(read_on_host(huggingface, exact))
-    ours, theirs = (first, second) if before is orbax else (second, first)
+        differing = _differing(before.config, ours, theirs, to)
+        first, second = (outputs(nnx.traversals.unflatten_mapping(arrays)) for arrays in (ours, theirs))
     with np.errstate(invalid="ignore"):  # of two infinities; it is reported as not finite
-        difference = theirs.astype(np.float64) - ours.astype(np.float64)
-    size = np.sqrt(np.mean(np.square(ours, dtype=np.float64)))
+        difference = second.astype(np.float64) - first.astype(np.float64)
+    size = np.sqrt(np.mean(np.square(first, dtype=np.float64)))
     return Verification(
-        parameters=len(names),
+        parameters=len(ours),
         differing=tuple(differing),
         differing_files=tuple(differing_files(before.folder, after.folder)),
         compared=_describe(before, drafted_for),
         largest_difference=float(np.abs(difference).max()),
         relative_difference=float(np.sqrt(np.mean(np.square(difference))) / max(size, 1e-30)),
-        finite=bool(np.isfinite(ours).all() and np.isfinite(theirs).all()),
+        finite=bool(np.isfinite(first).all() and np.isfinite(second).all()),
         same_type=to is None,
     )
 
@@ -149,26 +147,22 @@ def differing_files(source: Path, destination: Path) -> list[str]:
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def _compare(
+def _differing(
     config: ModelConfig | DraftHeadConfig,
-    held: Weights,
-    others: Iterable[tuple[ParameterPath, np.ndarray]],
-    *,
-    source_is_held: bool,
+    source: Mapping[ParameterPath, Unread],
+    converted: Mapping[ParameterPath, Unread],
     to: np.dtype | None,
-) -> tuple[list[str], list[str]]:
-    """Names of all parameters, and of those that differ; the source's are rounded before."""
-    flat = nnx.traversals.flatten_mapping(held)
-    names, differing = [], []
-    for path, value in others:
-        source, converted = (flat[path], value) if source_is_held else (value, flat[path])
+) -> list[str]:
+    """Names of the parameters that differ; the source's are rounded before."""
+    found = []
+    for path in tqdm(source, desc="comparing", unit=" parameters", delay=1, disable=None, leave=False):
+        ours, theirs = np.asarray(source[path]), np.asarray(converted[path])
         if to is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                source = source.astype(dtype_of(config, path, to))
-        names.append(".".join(map(str, path)))
-        if source.dtype != converted.dtype or not np.array_equal(_bits(source), _bits(converted)):
-            differing.append(names[-1])
-    return names, differing
+                ours = ours.astype(dtype_of(config, path, to))
+        if ours.dtype != theirs.dtype or not np.array_equal(_bits(ours), _bits(theirs)):
+            found.append(".".join(map(str, path)))
+    return found
 
 
 def _bits(value: np.ndarray) -> np.ndarray:

@@ -152,7 +152,9 @@ class LLM:
         )
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
         if not isinstance(ours, Target) or ours.keeper.engine is None:
-            plan.check_memory(lambda: {name: weight_bytes(own, resolved) for name, own in unread.items()})
+            plan.check_memory(
+                lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()}
+            )
         enable_compilation_cache(compilation_cache)
         self.target = read_target(ours) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head

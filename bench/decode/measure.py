@@ -6,17 +6,14 @@ A machine has slow spells of seconds. What is compared by the percent takes turn
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-
-import jax
 
 from bench.common.methods import Method
 from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
 from jetspec_jax import Completion, DecodeWeights, Head, Target
-from jetspec_jax.device.memory import DeviceMemoryError, array_bytes
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.memory import state_bytes
 from jetspec_jax.engine.planning import EnginePlan, check_request, make_request, plan_engine
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.engine.request import Request
@@ -99,11 +96,11 @@ class Bench:
             plan = self._plan(method)
             before = {"stores of the methods before it": held} if held else {}
             try:
-                plan.check_memory(partial(dict, before))
+                plan.check_memory(lambda _, before=before: before)
             except DeviceMemoryError as error:
                 beside = f", beside the {nth} before it" if nth else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
-            held += array_bytes(jax.eval_shape(partial(empty_state, plan.decoder, plan.size, plan.dtype)))
+            held += state_bytes(plan.decoder, plan.size, plan.dtype)
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]

@@ -10,13 +10,19 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
-from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.keeper import Keeper
-from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, check_memory, weight_bytes
+from jetspec_jax.device.memory import (
+    HEAD_WEIGHTS,
+    TARGET_WEIGHTS,
+    Bytes,
+    check_memory,
+    weight_bytes,
+    with_more_devices,
+)
 from jetspec_jax.device.mesh import as_mesh, describe_mesh
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import Weights
@@ -101,7 +107,7 @@ def load_target(
         CheckpointError: A file is not what a supported family has, is damaged, or holds NaN or infinities.
             Wrong tensors are all listed.
         ValueError: An argument is out of its range; a TypeError where it is of another type.
-        DeviceMemoryError: The device cannot hold the weights.
+        DeviceMemoryError: A device cannot hold the weights, or its part of them.
     """
     source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite)
     return read_target(source, None if mesh is None else as_mesh(mesh))
@@ -131,7 +137,7 @@ def load_draft_head(
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
         CheckpointError: A file is not what a supported head has, is damaged, or holds NaN or infinities.
         ValueError: The head does not fit; or as for `load_target`.
-        DeviceMemoryError: The device cannot hold the weights.
+        DeviceMemoryError: A device cannot hold the weights, or its part of them.
     """
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
@@ -143,7 +149,11 @@ def read_target(source: Source, mesh: Mesh | None = None) -> Target:
     """The target of a source, on the devices of a mesh of `make_mesh`; raises what `load_target` does."""
     config, dtype = source.target_config, source.weights_dtype
     check_partition(config, mesh)
-    check_memory(lambda: {TARGET_WEIGHTS: weight_bytes(config, dtype)})
+
+    def needs(mesh: Mesh | None) -> Bytes:
+        return {TARGET_WEIGHTS: weight_bytes(config, dtype, mesh)}
+
+    check_memory(lambda: needs(mesh), mesh=mesh, others=lambda: with_more_devices(config, mesh, needs))
     folder = source.folder
     eos = read_eos_token_ids(folder)
     if beyond := [token for token in eos if token >= config.vocab_size]:
@@ -164,12 +174,11 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
             )
         mesh = target.mesh
     dtype = source.weights_dtype
-    check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype)})
+    check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype, mesh)}, mesh=mesh)
     return Head(config, _read(source, config, mesh), mesh)
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:
     """The weights of a folder of either layout."""
     read = read_orbax_weights if is_orbax(source.folder) else read_weights
-    weights = read(source.folder, config, source.weights_dtype, allow_nonfinite=source.allow_nonfinite)
-    return weights if mesh is None else place(weights, config, mesh)
+    return read(source.folder, config, source.weights_dtype, mesh, allow_nonfinite=source.allow_nonfinite)

@@ -4,21 +4,27 @@ They hold a ``config.json`` and the tokenizer's files as Hugging Face folders do
 the parameters in the structure of this library. Nothing of Orbax is imported before one is read.
 """
 
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
+from tqdm import tqdm
 
 import jetspec_jax
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, read_object
 from jetspec_jax.checkpoint.finite import is_finite
-from jetspec_jax.checkpoint.reading import put
+from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devices
+from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
+from jetspec_jax.models.key_table import OwnRows
 
 #: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
@@ -45,19 +51,36 @@ def is_orbax(folder: Path) -> bool:
 
 
 def read_orbax(
+    folder: Path, config: ModelConfig | DraftHeadConfig, *, allow_nonfinite: bool = False
+) -> Weights:
+    """Reads the parameters of an Orbax folder into NumPy arrays, each in the type that it is stored in.
+
+    Raises:
+        ImportError: orbax-checkpoint is not installed.
+        CheckpointError: As for `read_orbax_weights`.
+    """
+    parameters = open_orbax(folder, config, allow_nonfinite=allow_nonfinite)
+    read = {parameter.path: parameters.read(parameter) for parameter in parameters.counted()}
+    return nnx.traversals.unflatten_mapping(read)
+
+
+def read_orbax_weights(
     folder: Path,
     config: ModelConfig | DraftHeadConfig,
-    shardings: Any = None,
+    dtype: jnp.dtype | None = None,
+    mesh: Mesh | None = None,
     *,
     allow_nonfinite: bool = False,
 ) -> Weights:
-    """Reads the parameters of an Orbax folder, each in the type that it is stored in.
+    """Reads the parameters of an Orbax folder onto devices.
 
     Args:
         folder: The folder.
         config: What its ``config.json`` says.
-        shardings: Where the parameters go: a `jax.sharding.Sharding` for each, in the structure of the
-            weights. Each device reads the chunks that its part lies in. None gives NumPy arrays on the host.
+        dtype: The type of all parameters, as far as `dtype_of` lets it; None leaves each in the type that it
+            is stored in.
+        mesh: The devices that share them; None is one. A process reads the chunks that its own devices' parts
+            lie in, but for parameters with KV heads that the mesh repeats: those it reads whole, one by one.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
@@ -65,54 +88,88 @@ def read_orbax(
         CheckpointError: The folder is of another version or kind, is not whole, holds other parameters than
             its config's (all that differ are listed), or values that are not finite, or cannot be read.
     """
-    weights = _arrays(folder).restore(_place(folder, config), config, shardings)
-    if not allow_nonfinite:
-        _check_finite(weights, where=str(folder))
-    return weights
+    placement = None if mesh is None else Placement(config, mesh)
+    return to_devices(open_orbax(folder, config, dtype, allow_nonfinite=allow_nonfinite), placement)
 
 
-def _check_finite(weights: Weights, where: str) -> None:
-    """Names the parameters that are not finite; of a mesh's arrays each process looks at its own parts."""
-    wrong = []
-    for path, value in nnx.traversals.flatten_mapping(weights).items():
-        on_mesh = isinstance(value, jax.Array)
-        parts = [shard.data for shard in value.addressable_shards] if on_mesh else [value]
-        if not all(is_finite(np.asarray(part)) for part in parts):
-            wrong.append(".".join(map(str, path)))
-    if wrong:
-        raise CheckpointError(f"{where}/{WEIGHTS}: values that are not finite, in {wrong}")
-
-
-def read_orbax_weights(
-    folder: Path, config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, *, allow_nonfinite: bool = False
-) -> Weights:
-    """The parameters of an Orbax folder on the device, all of one type, as far as `dtype_of` lets them.
+def open_orbax(
+    folder: Path,
+    config: ModelConfig | DraftHeadConfig,
+    dtype: jnp.dtype | None = None,
+    *,
+    allow_nonfinite: bool = False,
+) -> "OrbaxParameters":
+    """The parameters of an Orbax folder, to be read in any order; all but their values is checked by then.
 
     Raises:
-        CheckpointError: Values are not finite, and not allowed to be; and what `read_orbax` raises.
+        ImportError: As for `read_orbax_weights`.
+        CheckpointError: Likewise.
     """
-    flat = nnx.traversals.flatten_mapping(read_orbax(folder, config, allow_nonfinite=allow_nonfinite))
-    weights: Weights = {}
-    # One by one, so that only one is there twice.
-    for path in list(flat):
-        with np.errstate(over="ignore"):  # what overflows is not finite
-            value = flat.pop(path).astype(dtype_of(config, path, dtype), copy=False)
-        if not (allow_nonfinite or is_finite(value)):
-            name = ".".join(map(str, path))
-            raise CheckpointError(f"{folder}: {name} holds values that are not finite in {dtype}")
-        put(weights, path, jnp.asarray(value))
-    return weights
+    arrays = _arrays(folder).open_arrays(_place(folder, config), config)
+    dtypes = {
+        path: own.dtype if dtype is None else dtype_of(config, path, dtype) for path, own in arrays.items()
+    }
+    return OrbaxParameters(folder, expected_parameters(config), arrays, dtypes, allow_nonfinite)
+
+
+@dataclass(frozen=True)
+class OrbaxParameters:
+    """The parameters of an Orbax folder: see `Parameters`.
+
+    Attributes:
+        folder: The folder.
+        parameters: All of them.
+        arrays: What they are read from: what reads a part of itself when it is indexed.
+        dtypes: The type that each is read in.
+        allow_nonfinite: Whether values may be NaN or infinite.
+    """
+
+    folder: Path
+    parameters: Sequence[Parameter]
+    arrays: Mapping[ParameterPath, Any]
+    dtypes: Mapping[ParameterPath, np.dtype]
+    allow_nonfinite: bool
+
+    def counted(self) -> Iterable[Parameter]:
+        """All parameters, with a bar on a terminal."""
+        text = f"loading {self.folder.name}"
+        return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
+
+    def read(
+        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """A parameter, or a device's part of it; see `Parameters`."""
+        if rows is None or shape is None:
+            stored = self.arrays[parameter.path][...]
+        elif max(rows.repeats, default=1) == 1:
+            stored = take_rows(self.arrays[parameter.path], rows.rows)
+        else:
+            stored = part_of(parameter, self._whole(parameter.path), rows, shape)
+        dtype = self.dtypes[parameter.path]
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is not finite
+            value = stored.astype(dtype, copy=False)
+        if not (self.allow_nonfinite or is_finite(value)):
+            rounded = f" in {dtype}" if is_finite(stored) else ""
+            raise CheckpointError(
+                f"{self.folder}: {parameter.name} holds values that are not finite{rounded}"
+            )
+        return value
+
+    @functools.cached_property
+    def _whole(self) -> Callable[[ParameterPath], np.ndarray]:
+        """Reads an array for all its parts at once: it keeps the one that was read last."""
+        return functools.lru_cache(maxsize=1)(lambda path: self.arrays[path][...])
 
 
 def check_orbax(folder: Path, config: ModelConfig | DraftHeadConfig) -> int:
     """Checks names, shapes and types of the stored parameters; returns the bytes of their files.
 
     Raises:
-        ImportError: As for `read_orbax`.
+        ImportError: As for `read_orbax_weights`.
         CheckpointError: Likewise.
     """
     place = _place(folder, config)
-    _arrays(folder).check_stored(place, config)
+    _arrays(folder).open_arrays(place, config)
     return sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
 
 

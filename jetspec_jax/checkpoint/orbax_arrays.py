@@ -1,4 +1,4 @@
-"""The arrays of an Orbax folder, one parameter after the other, and the checks of what is stored.
+"""The arrays of an Orbax folder: written one by one, read in parts; and the checks of what is stored.
 
 Whoever imports this has orbax-checkpoint, which is an extra; `jetspec_jax.checkpoint.orbax` does without.
 """
@@ -6,57 +6,79 @@ Whoever imports this has orbax-checkpoint, which is an extra; `jetspec_jax.check
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from flax import nnx
 from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import CheckpointError
-from jetspec_jax.checkpoint.reading import put
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
+from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import Weights
+
+#: Bytes of the table of chunks that are kept in memory.
+TABLE_BYTES = 100 * 2**20
 
 
-def restore(place: Path, config: ModelConfig | DraftHeadConfig, shardings: Any = None) -> Weights:
-    """Reads the parameters of a config, each in the type that it is stored in.
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of an Orbax folder: indexed by slices, it reads the chunks that these lie in, each time anew.
+
+    Attributes:
+        place: The Orbax checkpoint.
+        name: The array's dotted path.
+        shape: Its shape.
+        dtype: The type that it is stored in.
+        context: What arrays of one folder share: their table of chunks.
+    """
+
+    place: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    context: ts.Context
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Reads a part; ``...`` is all.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        base = {"driver": "file", "path": f"{self.place}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{self.name}/", "cache_pool": "cache_pool#table"}
+        # Left to itself it takes a chunk that is not there for one of zeros.
+        spec = {"driver": "zarr3", "kvstore": kvstore, "fill_missing_data_reads": False}
+        with _reading(self.place):
+            stored = ts.open(ts.Spec(spec), open=True, read=True, context=self.context).result()
+            return stored[index].read().result()
+
+
+def open_arrays(place: Path, config: ModelConfig | DraftHeadConfig) -> dict[ParameterPath, StoredArray]:
+    """The arrays of a config's parameters, none of them read.
 
     Args:
         place: An Orbax checkpoint.
         config: What it should hold.
-        shardings: Where the parameters go, see `jetspec_jax.checkpoint.orbax.read_orbax`.
 
     Raises:
-        ValueError: The parameters are not the config's (all that differ are listed), or cannot be read.
-    """
-    # Arrays of a mesh are read side by side, so there is nothing to count.
-    count = len(expected_parameters(config)) if shardings is None else None
-    with progress(f"loading {place.parent.name}", count) as bar, open_checkpointer(bar) as checkpointer:
-        item = _abstract(_stored_in(checkpointer, place), config, where=str(place.parent))
-        if shardings is None:
-            restore = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        else:
-            restore = jax.tree.map(
-                lambda _, sharding: ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding),
-                item,
-                shardings,
-            )
-        with _reading(place):
-            return checkpointer.restore(place, args=ocp.args.PyTreeRestore(item=item, restore_args=restore))
-
-
-def check_stored(place: Path, config: ModelConfig | DraftHeadConfig) -> None:
-    """Checks names, shapes and types without reading an array.
-
-    Raises:
-        ValueError: As for `restore`.
+        CheckpointError: The parameters are not the config's (all that differ are listed), or cannot be read.
     """
     with progress("", None) as bar, open_checkpointer(bar) as checkpointer:
-        _abstract(_stored_in(checkpointer, place), config, where=str(place.parent))
+        stored = _stored_in(checkpointer, place)
+    _check(stored, config, where=str(place.parent))
+    context = ts.Context({"cache_pool": {}, "cache_pool#table": {"total_bytes_limit": TABLE_BYTES}})
+    return {
+        parameter.path: StoredArray(
+            place, parameter.name, parameter.shape, np.dtype(stored[parameter.name].dtype), context
+        )
+        for parameter in expected_parameters(config)
+    }
 
 
 def stored_arrays(metadata: Any) -> dict[str, Any]:
@@ -67,9 +89,13 @@ def stored_arrays(metadata: Any) -> dict[str, Any]:
 
 
 def open_checkpointer(bar: tqdm) -> ocp.Checkpointer:
-    """Orbax's checkpointer, which reads and writes NumPy arrays one by one and counts them on a bar."""
+    """Orbax's checkpointer, which writes arrays one by one and counts them on a bar."""
+    one_by_one = _OneByOne(bar)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler()), (np.ndarray, _OneByOne(bar))
+        # Of JAX's arrays there are none, but Orbax warns where nothing handles them.
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+        (np.ndarray, one_by_one),
+        (Unread, one_by_one),
     )
     return ocp.Checkpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, type_handler_registry=registry)
@@ -108,8 +134,8 @@ def _stored_in(checkpointer: ocp.Checkpointer, place: Path) -> dict[str, Any]:
     return stored_arrays(metadata)
 
 
-def _abstract(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, where: str) -> Weights:
-    """Shapes and types of the weights to read, once they are known to be the config's."""
+def _check(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, where: str) -> None:
+    """Raises CheckpointError where names, shapes or types are not the config's."""
     wanted = {parameter.name: parameter for parameter in expected_parameters(config)}
     wrong = [f"missing: {name}" for name in sorted(wanted.keys() - stored.keys())]
     wrong += [f"surplus: {name}" for name in sorted(stored.keys() - wanted.keys())]
@@ -121,18 +147,14 @@ def _abstract(stored: Mapping[str, Any], config: ModelConfig | DraftHeadConfig, 
             wrong.append(f"unsupported type: {name} is {dtype}")
     if wrong:
         raise CheckpointError(f"{where} does not hold the parameters of its config:\n  " + "\n  ".join(wrong))
-    weights: Weights = {}
-    for name, parameter in wanted.items():
-        put(weights, parameter.path, jax.ShapeDtypeStruct(parameter.shape, stored[name].dtype))
-    return weights
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax's handler of NumPy arrays, except that it never holds copies of all of them.
+    """Orbax's handler of NumPy arrays, except that it makes and writes one after the other.
 
     Left to itself it copies all arrays before it writes, then encodes all at once, which takes two more times
-    the memory of the weights. This one gives it an array, waits until that is on the disk, and goes on. So
-    nothing is under way either when an array fails.
+    the memory of the weights. This one makes an array of what stands in its place, gives it to Orbax, waits
+    until that is on the disk, and goes on. So nothing is under way either when an array fails.
     """
 
     def __init__(self, bar: tqdm):
@@ -143,26 +165,15 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
         return [found for info in infos for found in await super(_OneByOne, self).metadata([info])]
 
     async def serialize(
-        self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Sequence[Any] | None = None
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        for i in range(len(values)):
-            for written in await super().serialize(values[i : i + 1], infos[i : i + 1], _part(args, i)):
+        for i, value in enumerate(values):
+            array, own = np.asarray(value), None if args is None else args[i : i + 1]
+            for written in await super().serialize([array], infos[i : i + 1], own):
                 written.result()
+            del array
             self._bar.update()
         return []
-
-    async def deserialize(
-        self, infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[np.ndarray]:
-        values: list[np.ndarray] = []
-        for i in range(len(infos)):
-            values += await super().deserialize(infos[i : i + 1], _part(args, i))
-            self._bar.update()
-        return values
-
-
-def _part(args: Sequence[Any] | None, i: int) -> Sequence[Any] | None:
-    return None if args is None else args[i : i + 1]
 
 
 @contextlib.contextmanager

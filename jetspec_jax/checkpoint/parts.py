@@ -4,24 +4,44 @@ The host holds one device's part of one parameter at a time.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.tensor_plan import (
+    Parameter,
+    ParameterPath,
+    StoredParameter,
+    expected_parameters,
+)
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import size_of
-from jetspec_jax.device.partition import channel_order, parameter_specs, spread
+from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.key_table import OwnRows
 
 #: Makes the part of a parameter that has these rows, in this shape.
 MakePart = Callable[[OwnRows, tuple[int, ...]], np.ndarray]
+
+
+class Part(NamedTuple):
+    """What some devices have of a parameter, all of them the same.
+
+    Attributes:
+        rows: Which rows.
+        shape: Its shape.
+        devices: The devices.
+    """
+
+    rows: OwnRows
+    shape: tuple[int, ...]
+    devices: tuple[Any, ...]
 
 
 class Placement:
@@ -36,21 +56,46 @@ class Placement:
         flat = nnx.traversals.flatten_mapping(weights_of(abstract(spread(config, mesh))))
         self._shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
 
-    def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
-        """A parameter on all devices of this process, one part after the other."""
+    def sharding(self, parameter: Parameter) -> NamedSharding:
+        """How a parameter is split."""
+        return NamedSharding(self.mesh, self._specs[parameter.path])
+
+    def parts(self, parameter: Parameter) -> list[Part]:
+        """The parts of a parameter, on devices of any process."""
         shape = self._shapes[parameter.path]
-        sharding = NamedSharding(self.mesh, self._specs[parameter.path])
-        arrays: dict[Any, jax.Array] = {}
-        by_part: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
+        by_bounds: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in self.sharding(parameter).devices_indices_map(shape).items():
             assert index is not None
             bounds = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
-            by_part.setdefault(bounds, []).append(device)
-        for bounds, devices in by_part.items():
-            part = make(self._own_rows(parameter, bounds), tuple(stop - start for start, stop in bounds))
-            for device in devices:
+            by_bounds.setdefault(bounds, []).append(device)
+        return [
+            Part(
+                self._own_rows(parameter, bounds),
+                tuple(stop - start for start, stop in bounds),
+                tuple(devices),
+            )
+            for bounds, devices in by_bounds.items()
+        ]
+
+    def own_parts(self, parameter: Parameter) -> list[Part]:
+        """The parts of a parameter on devices of this process."""
+        process = jax.process_index()
+        found = []
+        for part in self.parts(parameter):
+            devices = tuple(device for device in part.devices if device.process_index == process)
+            found += [part._replace(devices=devices)] if devices else []
+        return found
+
+    def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
+        """A parameter on all devices of this process, one part after the other."""
+        shape, sharding = self._shapes[parameter.path], self.sharding(parameter)
+        arrays: dict[Any, jax.Array] = {}
+        for part in self.own_parts(parameter):
+            values = make(part.rows, part.shape)
+            for device in part.devices:
                 # Waited for, so that the host lets go of one part before it makes the next.
-                arrays[device] = jax.block_until_ready(jax.device_put(part, device))
+                arrays[device] = jax.block_until_ready(jax.device_put(values, device))
+            del values
         ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
 
@@ -75,6 +120,48 @@ class Placement:
         return OwnRows(tuple(rows), tuple(sizes), tuple(repeats))
 
 
+@runtime_checkable
+class Parameters(Protocol):
+    """The parameters of a checkpoint, to be read in any order; all but their values has been checked.
+
+    Attributes:
+        dtypes: The type that each is read in.
+    """
+
+    @property
+    def dtypes(self) -> Mapping[ParameterPath, np.dtype]:
+        """See above."""
+        ...
+
+    def counted(self) -> Iterable[Parameter]:
+        """All of them, with a bar on a terminal."""
+        ...
+
+    def read(
+        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """A parameter, or a device's part of it.
+
+        Args:
+            parameter: The parameter.
+            rows: Which rows the part has; None is all.
+            shape: The part's shape.
+
+        Raises:
+            CheckpointError: A file is corrupt, or values are not finite.
+        """
+        ...
+
+
+def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
+    """Reads parameters one by one onto the devices where they belong; None is one device."""
+    weights: dict[ParameterPath, jax.Array] = {}
+    for parameter in parameters.counted():
+        read = functools.partial(parameters.read, parameter)
+        weights[parameter.path] = jnp.asarray(read()) if placement is None else placement.put(parameter, read)
+    return nnx.traversals.unflatten_mapping(weights)
+
+
 def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Weights:
     """Lays out weights that this process has whole, as `read_weights` would have read them from a file.
 
@@ -85,14 +172,8 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
     """
     placement, flat = Placement(config, mesh), nnx.traversals.flatten_mapping(weights)
 
-    def make(parameter: Parameter, own: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
-        whole = np.asarray(flat[parameter.path])
-        part = np.empty(shape, whole.dtype)
-        for key in parameter.forms[0]:
-            if (found := key.of_part(own)) is not None:
-                local, [rows] = found
-                local.from_file(part, take_rows(key.to_file(whole), rows))
-        return part
+    def make(parameter: Parameter, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+        return part_of(parameter, np.asarray(flat[parameter.path]), rows, shape)
 
     return nnx.traversals.unflatten_mapping(
         {
@@ -100,6 +181,40 @@ def place(weights: Weights, config: ModelConfig | DraftHeadConfig, mesh: Mesh) -
             for parameter in expected_parameters(config)
         }
     )
+
+
+def part_of(parameter: Parameter, whole: np.ndarray, rows: OwnRows, shape: tuple[int, ...]) -> np.ndarray:
+    """A device's part of a parameter that is there whole."""
+    part = np.empty(shape, whole.dtype)
+    for key in parameter.forms[0]:
+        if (found := key.of_part(rows)) is not None:
+            local, [own] = found
+            local.from_file(part, take_rows(key.to_file(whole), own))
+    return part
+
+
+def check_blocks(sources: Iterable[StoredParameter], placement: Placement) -> None:
+    """Checks that no part of a parameter begins or ends inside of what a file holds in one piece.
+
+    Raises:
+        ValueError: Some do; all are named, with the layers.
+    """
+    found: dict[str, set[int]] = {}
+    for parameter, keys in sources:
+        for key in (key for key in keys if key.scales):
+            for part in placement.parts(parameter):
+                try:
+                    key.of_part(part.rows)
+                except ValueError as error:
+                    _, layer, *name = parameter.path
+                    assert isinstance(layer, int)
+                    found.setdefault(f"{'.'.join(map(str, name))}: {error}", set()).add(layer)
+    if found:
+        wrong = "; ".join(f"{what} (layers {ranges(sorted(layers))})" for what, layers in found.items())
+        raise ValueError(
+            f"{size_of(placement.mesh)} devices cannot split the weights: {wrong}; "
+            "experts can be split by number instead, with expert_parallel_size"
+        )
 
 
 def take_rows(tensor: Any, rows: Sequence[np.ndarray]) -> np.ndarray:

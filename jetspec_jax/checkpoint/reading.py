@@ -1,10 +1,12 @@
 """Parameters from safetensors, by the key table of their module.
 
 All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
-parameters go one by one from the file to the device, so that the host holds no more than one at a time.
+parameters go one by one from the file to the device, so that the host holds no more than one at a time. For a
+mesh a process reads those rows alone that its own devices need, and holds one device's part at a time.
 """
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -21,11 +24,12 @@ from jetspec_jax.arguments import shown
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
 from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
+from jetspec_jax.checkpoint.parts import Placement, check_blocks, take_rows, to_devices
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
+    Parameter,
     ParameterPath,
     Stored,
-    StoredParameter,
     TensorPlan,
     make_plan,
     stored_dtypes,
@@ -33,6 +37,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
+from jetspec_jax.models.key_table import Key, OwnRows
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,6 +58,7 @@ def read_weights(
     folder: Path,
     config: ModelConfig | DraftHeadConfig,
     dtype: jnp.dtype | None = None,
+    mesh: Mesh | None = None,
     *,
     allow_nonfinite: bool = False,
 ) -> Weights:
@@ -65,26 +71,24 @@ def read_weights(
         config: Its config.
         dtype: The type of all parameters, as far as `dtype_of` lets it; None leaves each in the type that it
             is stored in, likewise.
+        mesh: The devices that share them; None is one.
         allow_nonfinite: Whether values may be NaN or infinite.
 
     Raises:
         CheckpointError: Tensors are missing, surplus, misshapen, stored twice or of a type that is no plain
             float (all are listed); or a file is corrupt; or the weights are pickled; or, without a dtype, one
             parameter is made of tensors of different types; or the head that a config ties to the embedding
-            is stored too and differs from it; or values are not finite.
+            is stored too and differs from it; or values are not finite; or the mesh would cut blocks of MXFP4
+            (all layers are listed). On a mesh of several processes each of them finds what its part has.
         FileNotFoundError: There are no weights.
     """
-    weights: Weights = {}
-    with contextlib.ExitStack() as stack:
-        files, headers = _open(folder, stack)
-        plan = headers.plan(config)
+    placement = None if mesh is None else Placement(config, mesh)
+    with open_parameters(folder, config, dtype, placement, allow_nonfinite=allow_nonfinite) as parameters:
         # A second copy of the embedding is compared with it, so it does not count as unread.
-        left = [f"{len(names)} ({reason})" for reason, names in plan.unused.items() if reason != TIED.reason]
-        if left:
+        unused = parameters.plan.unused.items()
+        if left := [f"{len(names)} ({reason})" for reason, names in unused if reason != TIED.reason]:
             _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        for path, value in _read(folder, files, headers, config, plan, dtype, allow_nonfinite):
-            put(weights, path, jnp.asarray(value))
-    return weights
+        return to_devices(parameters, placement)
 
 
 def read_parameters(
@@ -100,9 +104,142 @@ def read_parameters(
         CheckpointError: As for `read_weights`; before the first parameter, but for values.
         FileNotFoundError: Likewise.
     """
+    with open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite) as parameters:
+        for parameter in parameters.counted():
+            yield parameter.path, parameters.read(parameter)
+
+
+@contextlib.contextmanager
+def open_parameters(
+    folder: Path,
+    config: ModelConfig | DraftHeadConfig,
+    dtype: jnp.dtype | None = None,
+    placement: Placement | None = None,
+    *,
+    allow_nonfinite: bool = False,
+) -> Iterator["StoredParameters"]:
+    """The parameters of a folder, to be read in any order; all but their values is checked by then.
+
+    Raises:
+        CheckpointError: As for `read_weights`.
+        FileNotFoundError: Likewise.
+    """
     with contextlib.ExitStack() as stack:
         files, headers = _open(folder, stack)
-        yield from _read(folder, files, headers, config, headers.plan(config), dtype, allow_nonfinite)
+        plan = headers.plan(config)
+        with content_of(folder):
+            if placement is not None:
+                check_blocks(plan.sources, placement)
+            if dtype is None:
+                dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
+            else:
+                dtypes = [dtype] * len(plan.sources)
+        paths = [source.parameter.path for source in plan.sources]
+        types = {path: dtype_of(config, path, own) for path, own in zip(paths, dtypes, strict=True)}
+        parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
+        parameters.check_copies()
+        yield parameters
+
+
+@dataclass(frozen=True)
+class StoredParameters:
+    """The parameters of open files: see `Parameters`.
+
+    Attributes:
+        folder: The checkpoint.
+        files: Which of them holds each tensor.
+        plan: How the tensors make up parameters.
+        dtypes: The type that each parameter is read in.
+        placement: Where they go; None is one device.
+        allow_nonfinite: Whether values may be NaN or infinite.
+    """
+
+    folder: Path
+    files: Mapping[str, Shard]
+    plan: TensorPlan
+    dtypes: Mapping[ParameterPath, np.dtype]
+    placement: Placement | None
+    allow_nonfinite: bool
+
+    @functools.cached_property
+    def _keys(self) -> Mapping[ParameterPath, tuple[Key, ...]]:
+        return {parameter.path: keys for parameter, keys in self.plan.sources}
+
+    def counted(self) -> Iterable[Parameter]:
+        """All parameters, with a bar on a terminal."""
+        # Small checkpoints are there before a bar could be read.
+        parameters = [parameter for parameter, _ in self.plan.sources]
+        text = f"loading {self.folder.name}"
+        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
+
+    def read(
+        self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """A parameter, or a device's part of it, for which no other rows are read; see `Parameters`."""
+        value = np.empty(parameter.shape if shape is None else shape, self.dtypes[parameter.path])
+        for key in self._keys[parameter.path]:
+            try:
+                self._fill(value, key, rows)
+            except (ValueError, SafetensorError) as error:
+                where = self.files[key.name].path.name
+                raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
+        if not (self.allow_nonfinite or is_finite(value)):
+            raise CheckpointError(self._nonfinite(parameter, value, rows))
+        return value
+
+    def check_copies(self) -> None:
+        """Checks that a head that is stored beside the embedding that it is tied to is the same.
+
+        Of a mesh's embedding a process looks at the rows of its own devices.
+
+        Raises:
+            CheckpointError: It is not.
+        """
+        for name, embedding in self.plan.copies:
+            [parameter] = [own for own, keys in self.plan.sources if keys[0].name == embedding]
+            rows = [np.arange(parameter.shape[0])]
+            if self.placement is not None:
+                rows = [part.rows.rows[0] for part in self.placement.own_parts(parameter)]
+            # Padding, which comes last, is in no file.
+            ranges = [(int(own[0]), int(own.max()) + 1) for own in rows if own[0] >= 0]
+            if not _equal(name, embedding, self.files, ranges, parameter.shape[1]):
+                where = self.files[name].path.name
+                raise CheckpointError(f"{self.folder}: {untied(name, embedding)} ({where})")
+
+    def _tensors(self, key: Key, rows: OwnRows | None) -> tuple[Key, list[np.ndarray]] | None:
+        """The tensors of an entry as far as rows need them, and the entry of those; None is nothing."""
+        if rows is None:
+            return key, [self.files[name].file.get_tensor(name) for name in key.names]
+        found = key.of_part(rows)
+        if found is None:
+            return None
+        entry, wanted = found
+        slices = [self.files[name].file.get_slice(name) for name in key.names]
+        return entry, [take_rows(*each) for each in zip(slices, wanted, strict=True)]
+
+    def _fill(self, value: np.ndarray, key: Key, rows: OwnRows | None) -> None:
+        """Fills what an entry is of a parameter, or of a part of it."""
+        if (found := self._tensors(key, rows)) is not None:
+            entry, tensors = found
+            with np.errstate(over="ignore"):  # what overflows is not finite, and is named then
+                entry.from_file(value, *tensors)
+
+    def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: OwnRows | None) -> str:
+        """What to say of a parameter that is not finite: which of its tensors, as stored or as read."""
+        for key in self._keys[parameter.path]:
+            path, found = self.files[key.name].path, self._tensors(key, rows)
+            if found is not None and not key.scales and not is_finite(found[1][0]):
+                return f"{path}: {key.name} holds values that are not finite"
+            alone = np.zeros(value.shape, value.dtype)
+            self._fill(alone, key, rows)
+            if not is_finite(alone):
+                largest = float(jnp.finfo(value.dtype).max)
+                return (
+                    f"{path}: {key.name} holds values that are not finite in {value.dtype}, whose largest is "
+                    f"{largest:g}; "
+                    "load it in bfloat16 or float32"
+                )
+        raise AssertionError(f"{parameter.name} is made of finite values only")
 
 
 @dataclass(frozen=True)
@@ -167,13 +304,6 @@ def merge_shards(
     if lost := sorted(weight_map.keys() - tensors.keys()):
         wrong.append(f"the index names tensors that no shard holds: {lost}")
     return tensors, wrong
-
-
-def put(weights: Any, path: ParameterPath, value: Any) -> None:
-    """Puts a parameter at its place in nested weights that are being made."""
-    for part in path[:-1]:
-        weights = weights.setdefault(part, {})
-    weights[path[-1]] = value
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -243,72 +373,16 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> tuple[Shard, dict[str
     }
 
 
-def _read(
-    folder: Path,
-    files: Mapping[str, Shard],
-    headers: Headers,
-    config: ModelConfig | DraftHeadConfig,
-    plan: TensorPlan,
-    dtype: jnp.dtype | None,
-    allow_nonfinite: bool,
-) -> Iterator[tuple[ParameterPath, np.ndarray]]:
-    """The parameters of a plan, one by one, once its copies are known to be copies."""
-    if dtype is None:
-        with content_of(folder):
-            dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
-    else:
-        dtypes = [dtype] * len(plan.sources)
-    for name, embedding in plan.copies:
-        if not _equal(name, embedding, files, headers.tensors[name].shape):
-            raise CheckpointError(f"{folder}: {untied(name, embedding)} ({files[name].path.name})")
-    # Small checkpoints are there before a bar could be read.
-    bar = tqdm(
-        plan.sources, desc=f"loading {folder.name}", unit=" parameters", delay=1, disable=None, leave=False
-    )
-    for source, own_dtype in zip(bar, dtypes, strict=True):
-        path = source.parameter.path
-        value = np.empty(source.parameter.shape, dtype_of(config, path, own_dtype))
-        for key in source.keys:
-            try:
-                with np.errstate(over="ignore"):  # what overflows is not finite, and is named below
-                    key.from_file(value, *(files[name].file.get_tensor(name) for name in key.names))
-            except (ValueError, SafetensorError) as error:
-                where = files[key.name].path.name
-                raise CheckpointError(f"{folder}: {', '.join(key.names)}: {error} ({where})") from error
-        if not (allow_nonfinite or is_finite(value)):
-            raise CheckpointError(_nonfinite(source, value, files))
-        yield path, value
-
-
-def _nonfinite(source: StoredParameter, value: np.ndarray, files: Mapping[str, Shard]) -> str:
-    """What to say of a parameter that is not finite: which of its tensors is not, as stored or as read."""
-    for key in source.keys:
-        path, file = files[key.name]
-        if not key.scales and not is_finite(file.get_tensor(key.name)):
-            return f"{path}: {key.name} holds values that are not finite"
-        alone = np.zeros(value.shape, value.dtype)
-        with np.errstate(over="ignore"):
-            key.from_file(alone, *(files[name].file.get_tensor(name) for name in key.names))
-        if not is_finite(alone):
-            largest = float(jnp.finfo(value.dtype).max)
-            return (
-                f"{path}: {key.name} holds values that are not finite in {value.dtype}, whose largest is "
-                f"{largest:g}; "
-                "load it in bfloat16 or float32"
-            )
-    raise AssertionError(f"{source.parameter.name} is made of finite values only")
-
-
-def _equal(name: str, other: str, files: Mapping[str, Shard], shape: tuple[int, ...]) -> bool:
-    """Whether two matrices of a shape hold the same values, of whatever types; some rows at a time."""
-    count, width = shape
+def _equal(
+    name: str, other: str, files: Mapping[str, Shard], ranges: Sequence[tuple[int, int]], width: int
+) -> bool:
+    """Whether ranges of rows of two matrices hold the same values, of whatever types; some at a time."""
     step = max(1, _COMPARED_BYTES // (4 * width))
+    starts = [(begin, stop) for start, stop in ranges for begin in range(start, stop, step)]
     slices = [files[own].file.get_slice(own) for own in (name, other)]
-    bar = tqdm(
-        range(0, count, step), desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False
-    )
-    for begin in bar:
-        ours, theirs = (part[begin : min(begin + step, count)] for part in slices)
+    bar = tqdm(starts, desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False)
+    for begin, stop in bar:
+        ours, theirs = (part[begin : min(begin + step, stop)] for part in slices)
         # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.
         if ours.dtype == theirs.dtype and np.array_equal(ours.view(np.uint8), theirs.view(np.uint8)):
             continue

@@ -1,8 +1,9 @@
 """Checkpoints in Hugging Face layout, written whole or not at all, one file's tensors at a time."""
 
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.files import is_inside, new_folder, refuse_existing, write_files
 from jetspec_jax.checkpoint.reading import INDEX
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, expected_parameters
+from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES, ParameterPath, expected_parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Key
@@ -43,7 +44,8 @@ def save_checkpoint(
         folder: Where to; it must not exist yet.
         raw_config: The ``config.json``, which also says whether this is a target or a head. MXFP4, which is
             not written, is left out of it.
-        weights: The parameters.
+        weights: The parameters: arrays, or what stands in their place, such as `Unread`, of which each is
+            made when its turn comes, once.
         dtype: The type to store, as far as `dtype_of` lets it; None stores each parameter in its own.
         extra_files: Further files by name (tokenizer.json, generation_config.json, ...). One that is called
             config.json is written in place of ``raw_config``.
@@ -73,13 +75,20 @@ def save_checkpoint(
     )
     if differing:
         raise ValueError(f"these parameters are not those of the config: {differing}")
+
+    # A parameter's tensors follow each other.
+    @functools.lru_cache(maxsize=1)
+    def made_of(path: ParameterPath) -> np.ndarray:
+        return np.asarray(leaves[path])
+
     tensors = {}
     for parameter in plan:
         value = leaves[parameter.path]
         to = dtype_of(config, parameter.path, value.dtype if dtype is None else jnp.dtype(dtype))
         if to not in FILE_DTYPES.values():
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
-        tensors |= {key.name: _FileTensor(key, value, to) for key in parameter.forms[0]}
+        make = functools.partial(made_of, parameter.path)
+        tensors |= {key.name: _FileTensor(key, parameter.shape, to, make) for key in parameter.forms[0]}
     shards = _split(tensors, max_shard_bytes)
     files: dict[str, str | bytes] = {"config.json": json.dumps(without_mxfp4(raw_config), indent=2) + "\n"}
     if len(shards) > 1:
@@ -95,6 +104,7 @@ def save_checkpoint(
                 save_file(made, partial / file, metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk, say
                 raise OSError(f"{folder} cannot be written: {error}") from error
+            del made  # before there are others
             (partial / file).chmod(0o644)  # the library makes it the owner's alone
         write_files(partial, {**files, **extra_files})
 
@@ -124,15 +134,16 @@ class _FileTensor:
     """A tensor of a file to be written; it is made when its turn comes."""
 
     key: Key
-    parameter: Any
+    shape: tuple[int, ...]
     dtype: Any
+    parameter: Callable[[], np.ndarray]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.key.file_shapes(self.parameter.shape)[0]) * self.dtype.itemsize
+        return math.prod(self.key.file_shapes(self.shape)[0]) * self.dtype.itemsize
 
     def make(self) -> np.ndarray:
-        return self.key.to_file(np.asarray(self.parameter)).astype(self.dtype, copy=False)
+        return self.key.to_file(self.parameter()).astype(self.dtype, copy=False)
 
 
 def _split(tensors: Mapping[str, _FileTensor], limit: int) -> dict[str, dict[str, _FileTensor]]:

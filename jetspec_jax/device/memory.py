@@ -1,20 +1,26 @@
 """Bytes on a device: what is free, what something takes, and an error before it is read or allocated.
 
-For a CPU Linux says how much is free. A device that does not say how much memory it has passes every check.
+Of a mesh all counts are those of one device, and the fullest one decides. For a CPU Linux says how much is
+free. A device that does not say how much memory it has passes every check.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.device.mesh import make_mesh, size_of
+from jetspec_jax.device.partition import check_partition, parameter_specs, spread
 from jetspec_jax.models import abstract, dtype_of, weights_of
+from pallas_kernels import shards
 
 #: Bytes by what they are for.
 Bytes = Mapping[str, int]
@@ -27,31 +33,51 @@ class DeviceMemoryError(RuntimeError):
     """A device cannot hold what is asked of it; nothing was read or allocated for it."""
 
 
-def free_bytes() -> int | None:
-    """Bytes that the device can still give; None if neither it nor, for a CPU, the system says."""
-    device = _device()
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _available_bytes() if device.platform == "cpu" else None
+class Alternative(NamedTuple):
+    """Another value of a setting, and what it would need.
+
+    Attributes:
+        setting: The setting's name.
+        value: The value.
+        needs: What each device would have to give.
+        mesh: The devices that would share the models; None is one.
+    """
+
+    setting: str
+    value: int | str
+    needs: Bytes
+    mesh: Mesh | None = None
+
+
+def free_bytes(mesh: Mesh | None = None) -> int | None:
+    """Bytes that a device can still give, of a mesh the fullest; None if it does not say.
+
+    Of a CPU the system says it, and devices that are simulated on one share it. Of a mesh of several
+    processes each looks at its own devices.
+    """
+    devices = [_device()] if mesh is None else mesh.local_devices
+    free = [_free_bytes(device, len(devices)) for device in devices]
+    known = [own for own in free if own is not None]
+    return min(known) if len(known) == len(free) else None
 
 
 def check_memory(
     needs: Callable[[], Bytes],
     *,
-    smaller: Callable[[], Iterable[tuple[str, int | str, Bytes]]] = tuple,
+    mesh: Mesh | None = None,
+    others: Callable[[], Iterable[Alternative]] = tuple,
 ) -> None:
-    """Checks that the device can give what is needed; asks for it only where the device says what it has.
+    """Checks that each device can give what is needed; asks for it only where devices say what they have.
 
     Args:
-        needs: What is needed.
-        smaller: Other values of settings, with what they would need. The error recommends the first of each
-            setting that fits.
+        needs: What is needed of each.
+        mesh: The devices; None is one.
+        others: Other values of settings. The error recommends the first of each setting that fits.
 
     Raises:
-        DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
+        DeviceMemoryError: One cannot. The message lists all parts, their sum, and what would fit.
     """
-    free = free_bytes()
+    free = free_bytes(mesh)
     if free is None:
         return
     parts = needs()
@@ -59,11 +85,15 @@ def check_memory(
     if total <= free:
         return
     fitting: dict[str, int | str] = {}
-    for setting, value, other in smaller():
-        if sum(other.values()) <= free:
-            fitting.setdefault(setting, value)
+    for other in others():
+        room = free if other.mesh == mesh else free_bytes(other.mesh)
+        if room is None or sum(other.needs.values()) <= room:
+            fitting.setdefault(other.setting, other.value)
     width = max(map(len, parts))
-    lines = [f"too little memory on {_device().device_kind}: {_gib(total)} needed, {_gib(free)} free"]
+    count = size_of(mesh)
+    kind = (_device() if mesh is None else mesh.local_devices[0]).device_kind
+    where, fullest = (f"each of {count} x {kind}", " on the fullest") if count > 1 else (kind, "")
+    lines = [f"too little memory on {where}: {_gib(total)} needed, {_gib(free)} free{fullest}"]
     lines += [f"  {name:<{width}}  {_gib(size):>11}" for name, size in parts.items()]
     if fitting:
         settings = [f"{setting} {value}" for setting, value in fitting.items()]
@@ -71,29 +101,73 @@ def check_memory(
     raise DeviceMemoryError("\n".join(lines))
 
 
+def with_more_devices(
+    config: ModelConfig, mesh: Mesh | None, needs: Callable[[Mesh], Bytes]
+) -> Iterator[Alternative]:
+    """Larger parallel sizes, powers of two, that the visible devices allow and that divide a target.
+
+    Args:
+        config: The target.
+        mesh: The devices that would share it otherwise; None is one.
+        needs: What each device of a mesh would have to give.
+    """
+    shape = {} if mesh is None else mesh.shape
+    experts, tensor = (shape.get(axis, 1) for axis in (shards.EXPERT, shards.TENSOR))
+    devices = jax.devices((_device() if mesh is None else mesh.devices.flat[0]).platform)
+    size = 1 << tensor.bit_length()
+    while size * experts <= len(devices):
+        larger = make_mesh(size, experts, devices=devices)
+        with contextlib.suppress(ValueError):
+            check_partition(config, larger)
+            yield Alternative("tensor_parallel_size", size, needs(larger), larger)
+        size *= 2
+
+
 def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
     """Elements of a config's parameters."""
     return sum(math.prod(shape) for shape in _parameter_shapes(config).values())
 
 
-def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a config's parameters in a type, as far as `dtype_of` lets them have it."""
-    return sum(_parameter_bytes(config, dtype))
+def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
+    """Bytes of a config's parameters on a device, in a type, as far as `dtype_of` lets them have it."""
+    return sum(_parameter_bytes(config, dtype, mesh))
 
 
-def largest_parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> int:
-    """Bytes of the largest of a config's parameters."""
-    return max(_parameter_bytes(config, dtype))
+def largest_parameter_bytes(
+    config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None
+) -> int:
+    """Bytes of the largest of a config's parameters, as far as a device has it."""
+    return max(_parameter_bytes(config, dtype, mesh))
 
 
-def array_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a pytree, or of the shapes that stand in their place."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def array_bytes(tree: Any, shardings: Any = None) -> int:
+    """Bytes of all arrays of a pytree, or of the shapes that stand in their place.
+
+    Args:
+        tree: The arrays.
+        shardings: How they are split, for each or for whole branches, to count those of one device; None
+            counts all.
+    """
+    if shardings is None:
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    def own_bytes(sharding: NamedSharding, branch: Any) -> int:
+        return sum(
+            math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(branch)
+        )
+
+    return sum(jax.tree.leaves(jax.tree.map(own_bytes, shardings, tree)))
 
 
-def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype) -> list[int]:
-    shapes = _parameter_shapes(config).items()
-    return [math.prod(shape) * dtype_of(config, path, dtype).itemsize for path, shape in shapes]
+def _parameter_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None) -> list[int]:
+    shapes = _parameter_shapes(spread(config, mesh))
+    if mesh is not None:
+        specs = nnx.traversals.flatten_mapping(parameter_specs(config, mesh))
+        shapes = {
+            path: NamedSharding(mesh, specs[path]).shard_shape(tuple(shape)) for path, shape in shapes.items()
+        }
+    return [math.prod(shape) * dtype_of(config, path, dtype).itemsize for path, shape in shapes.items()]
 
 
 @functools.cache
@@ -106,6 +180,15 @@ def _device() -> Any:
     """Where arrays are put unless told otherwise."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+
+
+def _free_bytes(device: Any, sharing: int) -> int | None:
+    """What a device can still give, where ``sharing`` simulated ones share a CPU's memory."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    free = _available_bytes() if device.platform == "cpu" else None
+    return None if free is None else free // sharing
 
 
 def _available_bytes() -> int | None:

@@ -78,20 +78,31 @@ def spread(config: Config, mesh: Mesh | None) -> Config:
     return replace(config, layers=layers, vocab_size=-(-config.vocab_size // parts) * parts)
 
 
-def own_stores(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """A decoder whose stores are as large as a device's part of them."""
+def own_part(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """A decoder that is as large as what a device of a mesh computes of it.
+
+    Experts are as many as there are: a device knows which of them each token chooses.
+    """
     if mesh is None:
         return config
-    parts = size_of(mesh)
+    parts, tensor = size_of(mesh), mesh.shape[shards.TENSOR]
 
     def own(layer: LayerConfig) -> LayerConfig:
-        rec = layer.recurrence
-        if rec is None:
-            return replace(layer, num_kv_heads=layer.num_kv_heads // parts)
-        keys, values = rec.num_key_heads // parts, rec.num_value_heads // parts
-        return replace(layer, recurrence=replace(rec, num_key_heads=keys, num_value_heads=values))
+        rec, routed = layer.recurrence, layer.experts
+        if rec is not None:
+            keys, values = rec.num_key_heads // parts, rec.num_value_heads // parts
+            rec = replace(rec, num_key_heads=keys, num_value_heads=values)
+        return replace(
+            layer,
+            num_heads=layer.num_heads // parts,
+            num_kv_heads=layer.num_kv_heads // parts,
+            mlp_size=layer.mlp_size // parts,
+            experts=None if routed is None else replace(routed, size=routed.size // tensor),
+            recurrence=rec,
+        )
 
-    return replace(config, layers=tuple(map(own, spread(config, mesh).layers)))
+    whole = spread(config, mesh)
+    return replace(whole, layers=tuple(map(own, whole.layers)), vocab_size=whole.vocab_size // parts)
 
 
 @functools.cache
@@ -143,10 +154,10 @@ def _undivided(config: ModelConfig, mesh: Mesh, *, features: bool = False) -> li
                 found.setdefault(f"{size} {what} over {over} parts", []).append(number)
     if features and config.hidden_size % parts:
         found[f"{config.hidden_size} context features over {parts} parts"] = list(range(config.num_layers))
-    return [f"{what} (layers {_ranges(layers)})" for what, layers in found.items()]
+    return [f"{what} (layers {ranges(layers)})" for what, layers in found.items()]
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """Rising numbers for people: 0-3, 5."""
     runs = np.split(np.asarray(numbers), np.flatnonzero(np.diff(numbers) != 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,4 +1,4 @@
-"""Whether a device can hold an engine: its stores, and what a round needs beside them.
+"""Whether a device can hold an engine, or its part of one: stores, and what a round needs beside them.
 
 Shapes: B slots, N nodes, D draft depth, V vocabulary.
 """
@@ -8,20 +8,26 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.on_mesh import state_specs
 from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.device.memory import (
     TARGET_WEIGHTS,
+    Alternative,
     Bytes,
     array_bytes,
     check_memory,
     largest_parameter_bytes,
+    with_more_devices,
 )
+from jetspec_jax.device.mesh import shardings, size_of
+from jetspec_jax.device.partition import is_split, own_part
 from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
 from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
@@ -29,8 +35,15 @@ from pallas_kernels.dispatch import gpu_problem
 # Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
 # of them. XLA reserves those for greedy requests too. A test holds this against XLA's own count.
 LOGITS_COPIES = 6
+# Likewise of the noise of the whole vocabulary, which is made apart where logits are those of a part.
+NOISE_COPIES = 2
 # Likewise of a recurrent layer: arrays of all pairs of rows for each value head, and of all channels of rows.
 PAIR_COPIES, ROW_COPIES = 4, 6
+
+
+def no_weights(mesh: Mesh | None) -> Bytes:
+    """Those of models that are loaded."""
+    return {}
 
 
 def empty_state(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> DecodeState:
@@ -49,9 +62,9 @@ def check_engine_memory(
     size: EngineSize,
     dtype: jnp.dtype,
     *,
-    weights: Callable[[], Bytes] = dict,
+    weights: Callable[[Mesh | None], Bytes] = no_weights,
 ) -> None:
-    """Checks that the device can hold an engine, with a margin of the target's largest matrix.
+    """Checks that the decoder's devices can hold an engine, with a margin of the target's largest matrix.
 
     The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
     between arrays.
@@ -60,7 +73,7 @@ def check_engine_memory(
         decoder: The engine's decoder.
         size: How much it should hold.
         dtype: Of the stores and of the computation.
-        weights: Weights that are not on the device yet.
+        weights: Weights that are not on the devices yet: those of one device of a mesh.
 
     Raises:
         DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
@@ -69,27 +82,44 @@ def check_engine_memory(
     def needs(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
-        state = jax.eval_shape(lambda: empty_state(decoder, size, dtype))
         return {
-            **weights(),
-            f"stores of {size.slots} x {size.capacity} tokens": array_bytes(state),
+            **weights(decoder.mesh),
+            f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
             f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
-            "margin": largest_parameter_bytes(decoder.target, dtype),
+            "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
         }
 
-    def smaller() -> Iterator[tuple[str, int | str, Bytes]]:
+    def others() -> Iterator[Alternative]:
+        mesh = decoder.mesh
         for bucket in reversed(BUCKETS[: BUCKETS.index(decoder.bucket)]):
             proposer = None if bucket == 1 else decoder.proposer
-            yield "budget", bucket, needs(decoder=replace(decoder, bucket=bucket, proposer=proposer))
+            own = needs(decoder=replace(decoder, bucket=bucket, proposer=proposer))
+            yield Alternative("budget", bucket, own, mesh)
         for capacity in _halves(size.capacity):
-            yield "capacity", capacity, needs(size=EngineSize.of(decoder.target, size.slots, capacity))
+            own = needs(size=EngineSize.of(decoder.target, size.slots, capacity))
+            yield Alternative("capacity", capacity, own, mesh)
         for slots in _halves(size.slots):
-            yield "max_slots", slots, needs(size=EngineSize.of(decoder.target, slots, size.capacity))
-        if dtype.itemsize > 2 and TARGET_WEIGHTS in weights():  # a loaded target keeps its dtype
-            half = {name: count // 2 for name, count in weights().items()}
-            yield "dtype", "bfloat16", {**needs(dtype=jnp.dtype(jnp.bfloat16)), **half}
+            own = needs(size=EngineSize.of(decoder.target, slots, size.capacity))
+            yield Alternative("max_slots", slots, own, mesh)
+        if TARGET_WEIGHTS not in (unread := weights(mesh)):  # a loaded target keeps its dtype and its mesh
+            return
+        if dtype.itemsize > 2:
+            half = {name: count // 2 for name, count in unread.items()}
+            own = {**needs(dtype=jnp.dtype(jnp.bfloat16)), **half}
+            yield Alternative("dtype", "bfloat16", own, mesh)
+        yield from with_more_devices(
+            decoder.target, mesh, lambda larger: needs(decoder=replace(decoder, mesh=larger))
+        )
 
-    check_memory(needs, smaller=smaller)
+    check_memory(needs, mesh=decoder.mesh, others=others)
+
+
+def state_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
+    """Bytes of a decoder's state on a device."""
+    state, mesh = jax.eval_shape(lambda: empty_state(decoder, size, dtype)), decoder.mesh
+    if mesh is None:
+        return array_bytes(state)
+    return array_bytes(state, shardings(mesh, state_specs(decoder.proposer, state, mesh)))
 
 
 def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
@@ -99,9 +129,15 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
     makes of them, for a recurrent one also what its rows are to each other; and, where attention is plain
     XLA, what it makes in a forward of the target, or of the head if that is more: the head has no windows.
+
+    Of a mesh a device has its own heads, features and tokens of the vocabulary. What the residual stream and
+    the taps take is whole, and so is the noise ``[B, D + 1, V]``, of which each device takes its tokens.
     """
-    target, slots, nodes = decoder.target, size.slots, decoder.bucket
+    mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
+    target = own_part(decoder.target, mesh)
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
+    if size_of(mesh) > 1:
+        logits += NOISE_COPIES * slots * (decoder.depth + 1) * decoder.target.vocab_size
     rows = max(slots * nodes, PREFILL_CHUNK)
     stash = sum(_stash_bytes(layer, dtype) for layer in target.layers)
     taps = len(taps_of(decoder.proposer)) * target.hidden_size * rows
@@ -112,8 +148,9 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
         attention = _attention_bytes(target, size, rows, block, dtype)
         if isinstance(decoder.proposer, DraftHeadProposer):
             head = decoder.proposer.config
+            layers = own_part(head.layers, mesh if mesh is not None and is_split(head, mesh) else None)
             drafts = slots * head.block_size
-            attention = max(attention, _attention_bytes(head.layers, size, drafts, head.block_size, dtype))
+            attention = max(attention, _attention_bytes(layers, size, drafts, head.block_size, dtype))
     pairs = max(slots * nodes**2, PREFILL_CHUNK**2)
     recurrence = max(_recurrence_bytes(layer, rows, pairs) for layer in target.layers)
     return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence

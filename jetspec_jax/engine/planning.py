@@ -19,7 +19,7 @@ from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
-from jetspec_jax.engine.memory import check_engine_memory
+from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, default_capacity, slots_for
@@ -61,8 +61,11 @@ class EnginePlan:
         )
         return (plain, *trees)
 
-    def check_memory(self, weights: Callable[[], Bytes] = dict) -> None:
-        """Checks that the device can hold it, beside weights that it does not hold yet.
+    def check_memory(self, weights: Callable[[Mesh | None], Bytes] = no_weights) -> None:
+        """Checks that its devices can hold it, beside weights that they do not hold yet.
+
+        Args:
+            weights: Those on one device of a mesh.
 
         Raises:
             DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.

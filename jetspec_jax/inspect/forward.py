@@ -22,7 +22,7 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.device.mesh import WHOLE, everywhere
-from jetspec_jax.device.partition import is_split, own_stores, parameter_specs
+from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.planning import check_models
 from jetspec_jax.engine.prompts import check_ids
@@ -142,7 +142,7 @@ def _tree_logits(
 ) -> Float[Array, "B N V"]:
     def run(weights: Weights, prefix: Int[Array, "B S"], tree: TokenTree) -> Float[Array, "B N V"]:
         target = bind(config, weights)
-        own = own_stores(config, mesh)
+        own = own_part(config, mesh)
         stores, slots = _one_page_each(own, prefix, target.embed_tokens[...].dtype)
         if prefix.shape[1]:
             stash = _forward(target, prefix).stash
@@ -169,7 +169,7 @@ def _draft_logits(
     def run(weights: Weights, ids: Int[Array, "B T"], head_weights: Weights) -> Float[Array, "B D V"]:
         target = bind(config, weights)
         context, head = ids[:, :-1], proposer.config
-        own = own_stores(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        own = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
         state, slots = _one_page_each(own, ids, target.embed_tokens[...].dtype)
         if context.shape[1]:
             taps = _forward(target, context, taps=proposer.taps).taps

@@ -170,9 +170,7 @@ class Key:
         starts = values[::BLOCK]
         blocks = (starts[:, None] + np.arange(BLOCK)).reshape(-1)
         if not np.array_equal(values, blocks) or (starts % BLOCK).any():
-            raise ValueError(
-                f"{self.name}: {len(values)} values of a row are no whole MXFP4 blocks of {BLOCK}"
-            )
+            raise ValueError(f"parts of {len(values)} values cut MXFP4 blocks of {BLOCK}")
         numbers = starts // BLOCK
         return entry, [[*others, numbers, np.arange(BLOCK_BYTES)], [*others, numbers]]
 

@@ -260,7 +260,7 @@ def test_a_kernel_that_cannot_run_says_why(capsys):
 
 
 def test_too_little_memory_is_bad_luck_and_exit_code_2(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 2**20)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh=None: 10 * 2**20)
     code, out, err = run(capsys, "generate", PROMPT)
     assert code == 2
     assert out == ""

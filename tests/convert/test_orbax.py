@@ -1,9 +1,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,7 +12,6 @@ from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays
 from tests.convert.checkpoints import (
     DRAFT,
-    UNTIED,
     make,
     of_any_bits,
     random_bits,
@@ -23,48 +19,6 @@ from tests.convert.checkpoints import (
     read_raw,
     shapes_of,
 )
-
-WIDE = {**UNTIED, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "num_key_value_heads": 2}
-
-ON_A_MESH = """
-import sys
-import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from convert.folders import locate
-from convert.orbax_io import read_orbax
-
-folder = locate(sys.argv[1], allow_nonfinite=True)
-plain = read_orbax(folder)
-assert len(jax.devices()) == 8
-mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
-
-
-def spec(leaf):
-    axes = [None] * leaf.ndim
-    for name in ("a", "b"):
-        size = mesh.shape[name]
-        free = [i for i, n in enumerate(leaf.shape) if n % size == 0 and axes[i] is None]
-        if free:
-            axes[free[-1]] = name
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-shardings = jax.tree.map(spec, plain)
-weights = read_orbax(folder, shardings)
-split = 0
-for leaf, expected, sharding in zip(*map(jax.tree.leaves, (weights, plain, shardings)), strict=True):
-    assert isinstance(leaf, jax.Array)
-    assert leaf.sharding == sharding, (leaf.sharding, sharding)
-    assert leaf.dtype == expected.dtype
-    for shard in leaf.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
-    split += leaf.addressable_shards[0].data.size * 8 == leaf.size
-print("split eightfold:", split)
-"""
 
 
 @pytest.fixture
@@ -80,16 +34,6 @@ def edit_manifest(folder, **changes):
 
 
 class TestStorage:
-    def test_on_a_mesh(self, tmp_path, monkeypatch):
-        """Restored over eight devices, in chunks that no part coincides with: every part has its bits."""
-        monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 300)
-        source = make(tmp_path / "source", WIDE, random_bits(shapes_of(WIDE), "bfloat16"))
-        to_orbax(of_any_bits(source), tmp_path / "orbax")
-        command = [sys.executable, "-c", ON_A_MESH, str(tmp_path / "orbax")]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), check=False)
-        assert ran.returncode == 0, ran.stderr
-        assert int(ran.stdout.split()[-1]) >= 10
-
     def test_chunks(self, tmp_path, monkeypatch):
         monkeypatch.setattr(orbax_io, "CHUNK_BYTES", 300)
         source = make(tmp_path / "source", DRAFT, random_bits(shapes_of(DRAFT), "float32"))

@@ -5,6 +5,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from convert import __main__ as command
 from convert import outputs, to_huggingface, to_orbax, verification, verify
@@ -230,6 +231,7 @@ class TestCommand:
     def test_modules_follow_the_embedding(self, pair):
         """What float32 outputs of bfloat16 weights rest on."""
         checkpoint = locate(pair / "target")
-        module = outputs.in_float32(checkpoint.config, outputs.read_on_host(checkpoint))
-        assert module.layers[0].mlp.down_proj[...].dtype == jnp.bfloat16
-        assert outputs.forward(module, outputs.fixed_tokens(module.config)).hidden.dtype == jnp.float32
+        with checkpoint.opened() as arrays:
+            module = outputs.in_float32(checkpoint.config, nnx.traversals.unflatten_mapping(arrays))
+            assert module.layers[0].mlp.down_proj[...].dtype == jnp.bfloat16
+            assert outputs.forward(module, outputs.fixed_tokens(module.config)).hidden.dtype == jnp.float32

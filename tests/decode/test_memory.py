@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ from jetspec_jax import (
     load_target,
 )
 from jetspec_jax.checkpoint import loading as checkpoint
+from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from jetspec_jax.device import memory
+from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, workspace_bytes
@@ -35,6 +37,7 @@ from tests.decode.tiny import (
     with_windows,
 )
 from tests.marks import wide
+from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -48,7 +51,7 @@ def device(monkeypatch):
     """Says how much memory the device has free; None is a device that does not say."""
 
     def has(free):
-        monkeypatch.setattr(memory, "free_bytes", lambda: free)
+        monkeypatch.setattr(memory, "free_bytes", lambda mesh=None: free)
 
     return has
 
@@ -65,7 +68,7 @@ def needs(decoder, size, dtype=FLOAT32, **settings):
     """Bytes of every part of an engine, as an error lists them."""
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "free_bytes", lambda: -(2**60))
+        patch.setattr(memory, "free_bytes", lambda mesh=None: -(2**60))
         patch.setattr(memory, "_gib", lambda count: f"{count} GiB")
         with pytest.raises(DeviceMemoryError) as info:
             check_engine_memory(decoder, size, dtype, **settings)
@@ -108,6 +111,48 @@ def test_weights_are_counted_as_they_are_loaded():
     for config, model in ((TINY, random_target(TINY, 0)), (head_config(TINY), random_head(TINY, 0))):
         assert weight_bytes(config, FLOAT32) == array_bytes(model.weights)
         assert weight_bytes(config, jnp.dtype(jnp.bfloat16)) == array_bytes(model.weights) // 2
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_each_device_holds_what_is_counted(parts):
+    mesh = mesh_of(1, parts)
+    target = load_target(DEMO_TARGET, dtype="float32", mesh=mesh)
+    head = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
+    for model in (target, head):
+        assert set(held_by_each(model.weights)) == {weight_bytes(model.config, FLOAT32, mesh)}
+        assert weight_bytes(model.config, FLOAT32, mesh) < weight_bytes(model.config, FLOAT32)
+    settings = {"implementation": "xla", "mesh": target.mesh}
+    decoder = make_decoder(target.config, head.config, TreeSettings(16), **settings)
+    size = EngineSize.of(target.config, 2, 130)
+    assert set(held_by_each(empty_state(decoder, size, FLOAT32))) == {
+        needs(decoder, size)["stores of 2 x 130 tokens"]
+    }
+
+
+def held_by_each(tree):
+    """Bytes of a pytree on each device that has any."""
+    held = defaultdict(int)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return list(held.values())
+
+
+@pytest.mark.parametrize("parts", [2, wide(4)])
+def test_the_workspace_of_a_device_is_at_least_what_xla_reserves(parts):
+    config = dataclasses.replace(TINY, vocab_size=8192)
+    mesh = mesh_of(1, parts)
+    settings = TreeSettings(64, width=3)
+    decoder = make_decoder(config, head_config(config), settings, implementation="xla", mesh=mesh)
+    size = EngineSize.of(config, 1, 128)
+    target, head = random_target(config, 0), random_head(config, 0)
+    weights = DecodeWeights(
+        place(target.weights, target.config, mesh), place(head.weights, head.config, mesh)
+    )
+    state = empty_state(decoder, size, FLOAT32)
+    plan = decoder.program.lower(decoder, weights, state, jnp.int32(1)).compile().memory_analysis()
+    estimate = workspace_bytes(decoder, size, FLOAT32)
+    assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
 
 
 @pytest.mark.parametrize(
@@ -173,6 +218,47 @@ def test_what_the_error_recommends_fits(device):
 
 
 @pytest.mark.usefixtures("nothing_is_read")
+def test_a_parallel_size_that_fits_is_named(device, monkeypatch):
+    """The smallest power of two above what there is, of those that divide the model."""
+    mesh_of(1, 8)
+    target = Source(DEMO_TARGET).target_config
+    fits = weight_bytes(target, FLOAT32, mesh_of(1, 4))
+    device(fits)
+    for mesh in (None, mesh_of(1, 2)):
+        with pytest.raises(DeviceMemoryError) as info:
+            load_target(DEMO_TARGET, dtype="float32", mesh=mesh)
+        assert str(info.value).endswith("\none of these would fit: tensor_parallel_size 4")
+        assert ("each of 2 x " in str(info.value)) == (mesh is not None)
+    with pytest.raises(AssertionError, match="weights were read"):
+        load_target(DEMO_TARGET, dtype="float32", mesh=mesh_of(1, 4))
+    device(fits - 1)
+    divide = partition.check_partition
+
+    def no_eight(config, mesh):
+        if mesh is not None and mesh.size == 8:
+            raise ValueError("cannot split")
+        divide(config, mesh)
+
+    monkeypatch.setattr(memory, "check_partition", no_eight)
+    with pytest.raises(DeviceMemoryError) as info:
+        load_target(DEMO_TARGET, dtype="float32")
+    assert "would fit" not in str(info.value)
+    # An LLM names it beside the other settings, for all that it needs.
+    device(int(1.2 * total(make_decoder(target, None, TreeSettings(1)), EngineSize.of(target, 1, None))))
+    with pytest.raises(DeviceMemoryError, match=r"would fit: .*tensor_parallel_size [24]$"):
+        LLM(DEMO_TARGET, budget=1, dtype="float32")
+
+
+def test_the_fullest_device_decides(monkeypatch):
+    free = {0: 7, 1: 5}
+    monkeypatch.setattr(memory, "_free_bytes", lambda device, sharing: free[device.id])
+    assert memory.free_bytes(mesh_of(1, 2)) == 5
+    assert memory.free_bytes() == 7
+    free[1] = 8
+    assert memory.free_bytes(mesh_of(1, 2)) == 7
+
+
+@pytest.mark.usefixtures("nothing_is_read")
 def test_weights_that_do_not_fit_are_not_read(device):
     for load, folder in ((load_target, DEMO_TARGET), (load_draft_head, DEMO_DRAFT_HEAD)):
         device(2**20)
@@ -188,7 +274,7 @@ def test_an_llm_counts_all_before_it_reads_anything(device):
     target, head = Source(DEMO_TARGET).target_config, Source(DEMO_DRAFT_HEAD).head_config
     decoder = make_decoder(target, head, TreeSettings(64))
     weights = {"t": weight_bytes(target, FLOAT32), "h": weight_bytes(head, FLOAT32)}
-    enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda: weights)
+    enough = total(decoder, EngineSize.of(target, 1, None), weights=lambda mesh: weights)
     device(enough - 1)
     with pytest.raises(DeviceMemoryError) as info:
         LLM(budget=64, dtype="float32")
@@ -265,5 +351,7 @@ def test_on_a_cpu_the_system_says_what_is_free(monkeypatch, tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    3 kB\nCached: 1 kB\n")
     assert memory._available_bytes() == 3 * 1024
+    if jax.default_backend() == "cpu":  # whose simulated devices share it
+        assert memory.free_bytes(mesh_of(1, 2)) == 3 * 1024 // 2
     (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\n")
     assert memory._available_bytes() is None
