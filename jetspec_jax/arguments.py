@@ -30,6 +30,39 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+class Complaints:
+    """What is wrong with what a caller gives, so that all of it is said at once.
+
+    Example::
+
+        complaints = Complaints()
+        for name, size in sizes.items():
+            with complaints:
+                check_integer(name, size, 1)
+        complaints.raise_all()
+    """
+
+    def __init__(self) -> None:
+        """Nothing is wrong yet."""
+        self._errors: list[TypeError | ValueError] = []
+
+    def __enter__(self) -> None:
+        """Begins a check."""
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        """Keeps the TypeError or ValueError of a check."""
+        if not isinstance(error, TypeError | ValueError):
+            return False
+        self._errors.append(error)
+        return True
+
+    def raise_all(self) -> None:
+        """Raises what is wrong, if anything is, as one error: a TypeError if one of them is."""
+        if self._errors:
+            kind = TypeError if any(isinstance(error, TypeError) for error in self._errors) else ValueError
+            raise kind("; ".join(map(str, self._errors)))
+
+
 def check_type(name: str, value: object, kinds: Any, meant: str) -> None:
     """Raises TypeError unless ``value`` is of some types, which ``meant`` describes."""
     if not isinstance(value, kinds):

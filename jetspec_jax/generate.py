@@ -8,7 +8,7 @@ from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.prompts import Prompt
-from jetspec_jax.engine.serving import complete, engine_for
+from jetspec_jax.engine.serving import serve
 from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Hints
@@ -28,7 +28,7 @@ def generate(
         target: The target.
         prompts: Token ids of each prompt, or any other form that `LLM.generate` takes.
         sampling_params: One for all prompts, or one for each.
-        max_slots: Most prompts that decode at the same time.
+        max_slots: Most prompts that decode at the same time, with each copy of the target.
         implementation: Of tree attention; None picks the best.
 
     Returns:
@@ -73,7 +73,7 @@ def generate_tree(
             algorithm's own number.
         routing: What is known of the prompts, for algorithms that look at that: one mapping for all or one
             for each, with any of "task", "mode" and "text".
-        max_slots: Most prompts that decode at the same time.
+        max_slots: Most prompts that decode at the same time, with each copy of the target.
         implementation: Of tree attention; None picks the best.
 
     Raises:
@@ -107,8 +107,4 @@ def _run(
         max_slots=max_slots,
         implementation=implementation,
     )
-    if not requests:
-        return []
-    with target.keeper.lock:
-        engine = engine_for(target, plan, None if head is None else head.weights)
-        return complete(engine, requests, target.tokenizer)
+    return serve(target, head, plan, requests)

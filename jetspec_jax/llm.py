@@ -6,7 +6,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.arguments import check_flag, check_integer, check_type, shown
+from jax.sharding import Mesh
+
+from jetspec_jax.arguments import Complaints, check_flag, check_integer, check_type, shown
 from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
@@ -14,13 +16,14 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
+from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
-from jetspec_jax.engine.engine import Engine
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import EnginePlan, plan_engine, plan_requests, read_single
+from jetspec_jax.engine.planning import EnginePlan, check_places, plan_engine, plan_requests, read_single
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, complete, engine_for
+from jetspec_jax.engine.serving import BAR, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.stream import Stream
 from jetspec_jax.sampling.params import SamplingParams
@@ -68,6 +71,10 @@ class LLM:
         ignore_config_keys: Collection[str] = (),
         allow_nonfinite: bool = False,
         compilation_cache: str | Path = "auto",
+        mesh: Mesh | None = None,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        data_parallel_size: int = 1,
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
 
@@ -90,13 +97,19 @@ class LLM:
                 models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
-            max_slots: Most prompts that decode at the same time.
+            max_slots: Most prompts that decode at the same time, with each copy of the models.
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
                 no effect; one that is understood cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
+            mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one
+                may be missing. Without it the next three make one of the first devices; where they are 1, one
+                device decodes. Loaded models stay where they are.
+            tensor_parallel_size: Parts of every expert; those of all else are as many times the next.
+            expert_parallel_size: Groups of whole experts.
+            data_parallel_size: Copies of the models, each on devices of its own, that serve one queue.
 
         Raises:
             FileNotFoundError: A checkpoint is not to be had.
@@ -140,6 +153,8 @@ class LLM:
         self._notice = None if named or settings != PLAIN or head_config is None else PLAIN_NOTICE
         settings.check(config, None if head_config is None else head_config.depth)
         self.settings = PLAIN if head_config is None else settings
+        sizes = tensor_parallel_size, expert_parallel_size, data_parallel_size
+        meshes = _meshes_of(ours, head, config, mesh, *sizes)
         self._capacity, self._max_slots, self._implementation = capacity, max_slots, implementation
         slots_for(1, max_slots)
         plan = plan_engine(
@@ -149,18 +164,21 @@ class LLM:
             stores_dtype,
             capacity=capacity,
             implementation=implementation,
+            mesh=meshes[0],
         )
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
         if not isinstance(ours, Target) or ours.keeper.engine is None:
             plan.check_memory(
                 lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()}
             )
-        enable_compilation_cache(compilation_cache)
-        self.target = read_target(ours) if isinstance(ours, Source) else ours
+        enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
+        if mesh is None and isinstance(ours, Source):
+            say_unused(meshes)
+        self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
 
     def __repr__(self) -> str:
-        """The models and the trees."""
+        """The models, where they lie, and the trees."""
         tree = self.settings
         trees = f"budget={tree.budget}" if tree.budget > 1 else "plain decoding"
         return f"LLM({self.target!r}, {self.draft_head!r}, {trees})"
@@ -257,11 +275,14 @@ class LLM:
         self._tokenizer()
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
-        with self.target.keeper.lock:
-            return Stream(self.target, self._engine(plan), request)
+        [group] = least_busy(groups_of(self.target, self.draft_head), 1)
+        with group.target.keeper.lock:
+            return Stream(group.target, group.engine(plan), request)
 
     def warm_up(self, num_prompts: int | None = None) -> None:
         """Compiles what calls need, so that they compile nothing; with a progress bar on a terminal.
+
+        Of several copies of the models each compiles programs of its own.
 
         Prompts that need more than the usual capacity still compile: see ``capacity``.
 
@@ -274,7 +295,10 @@ class LLM:
             ValueError: It is less than 1.
             DeviceMemoryError: The device cannot hold as many slots.
         """
-        most = self._max_slots if num_prompts is None else check_integer("num_prompts", num_prompts, 1)
+        copies = len(self.target.meshes)
+        most = self._max_slots
+        if num_prompts is not None:
+            most = -(-check_integer("num_prompts", num_prompts, 1) // copies)
         largest = slots_for(most, self._max_slots)
         # Calls have a power of two of slots, or all; the last that are compiled stay at hand.
         powers = range(largest.bit_length() + 1) if num_prompts is None else ()
@@ -283,7 +307,7 @@ class LLM:
         # The first token is the prompt's, the second a round's.
         params = SamplingParams(max_tokens=max(1, min(2, limit - 1)), ignore_eos=True)
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
-            self.generate([[0]] * count, params, use_tqdm=False)
+            self.generate([[0]] * (count * copies), params, use_tqdm=False)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.
@@ -308,10 +332,7 @@ class LLM:
     ) -> list[Completion]:
         bar = _bar(use_tqdm)
         plan, requests = self._plan(prompts, sampling_params, routing)
-        if not requests:
-            return []
-        with self.target.keeper.lock:
-            return complete(self._engine(plan), requests, self.target.tokenizer, bar)
+        return serve(self.target, self.draft_head, plan, requests, bar)
 
     def _plan(
         self,
@@ -335,9 +356,6 @@ class LLM:
             self._notice = None
         return planned
 
-    def _engine(self, plan: EnginePlan) -> Engine:
-        return engine_for(self.target, plan, None if self.draft_head is None else self.draft_head.weights)
-
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
     """The target that is meant by the two arguments."""
@@ -346,6 +364,45 @@ def _target_of(target: str | Path | Target, model: str | Path | Target) -> str |
     given = target if model is UNNAMED else model
     check_type("the target", given, str | Path | Target, "a folder, a hub id or a Target")
     return given
+
+
+def _meshes_of(
+    target: Target | Source,
+    head: Head | Source | None,
+    config: ModelConfig,
+    mesh: Mesh | None,
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    data_parallel_size: int,
+) -> Meshes:
+    """Where the models lie or will lie.
+
+    Raises:
+        TypeError: As `meshes_for`.
+        ValueError: As `meshes_for`, or a loaded model lies elsewhere.
+    """
+    complaints = Complaints()
+    meshes = target.meshes if isinstance(target, Target) else None
+    with complaints:
+        asked = meshes_for(
+            config,
+            mesh=mesh,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            data_parallel_size=data_parallel_size,
+        )
+        if meshes is not None and asked not in (meshes, (None,)):
+            raise ValueError(
+                f"the loaded target lies on {describe_meshes(meshes)}, and what is asked for is "
+                f"{describe_meshes(asked)}: load it there, or leave mesh and sizes out"
+            )
+        meshes = meshes or asked
+    if meshes is not None and isinstance(head, Head):
+        with complaints:
+            check_places(meshes, head.meshes)
+    complaints.raise_all()
+    assert meshes is not None
+    return meshes
 
 
 def _bar(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from bench.common.pair import Pair
@@ -23,6 +24,10 @@ from jetspec_jax import DraftHeadProposer, generate
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.slots import PAGE_SIZE, Slots
+from jetspec_jax.cache.stores import empty_stores
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.device.mesh import WHOLE, everywhere
+from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.models import bind
 from jetspec_jax.tree import (
     Algorithm,
@@ -107,6 +112,7 @@ def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation
         padded = np.pad(ids, (0, -(-longest // PAGE_SIZE) * PAGE_SIZE - len(ids)))
         drafts = _drafts(
             pair.target.config,
+            pair.target.mesh,
             proposer,
             pair.target.weights,
             pair.head.weights,
@@ -168,9 +174,10 @@ def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[
     return texts
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("anchors", "count", "implementation"))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("anchors", "count", "implementation"))
 def _drafts(
-    config: Any,
+    config: ModelConfig,
+    mesh: Mesh | None,
     proposer: DraftHeadProposer,
     weights: Any,
     head_weights: Any,
@@ -182,25 +189,33 @@ def _drafts(
     implementation: str | None,
 ) -> Candidates:
     """Candidates below so many tokens from ``first`` on: one forward shows the head the whole text."""
-    target = bind(config, weights)
-    block = Block.chain(ids[None])
-    attend = attend_over(None, None, block, implementation=implementation)
-    taps = target(block.tokens, block.depths, attend, taps=proposer.taps).taps
-    pages = jnp.arange(ids.size // PAGE_SIZE, dtype=jnp.int32)[None, :]
-    slots = Slots.of(pages, jnp.zeros(1, jnp.int32))
-    state = proposer.empty_state(pages.size, PAGE_SIZE, target.embed_tokens[...].dtype)
-    state = proposer.commit(head_weights, state, taps, slots, jnp.full(1, ids.size, jnp.int32))
 
-    def draft(positions: Int[Array, "R"]) -> Candidates:
-        # All read the same pages, each the rows before its anchor alone.
-        slots = Slots.of(jnp.broadcast_to(pages, (DRAFTED, pages.size)), positions)
-        logits = proposer.propose(head_weights, state, target, ids[positions], slots)
-        return top_candidates(logits, count)
+    def run(weights: Any, head_weights: Any, ids: Int[Array, "T"], first: Int[Array, ""]) -> Candidates:
+        target, head = bind(config, weights), proposer.config
+        block = Block.chain(ids[None])
+        attend = attend_over(None, None, block, implementation=implementation)
+        taps = target(block.tokens, block.depths, attend, taps=proposer.taps).taps
+        pages = jnp.arange(ids.size // PAGE_SIZE, dtype=jnp.int32)[None, :]
+        slots = Slots.of(pages, jnp.zeros(1, jnp.int32))
+        own = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        state = empty_stores(own, pages.size, PAGE_SIZE, target.embed_tokens[...].dtype)
+        state = proposer.commit(head_weights, state, taps, slots, jnp.full(1, ids.size, jnp.int32))
 
-    parts = -(-anchors // DRAFTED)
-    positions = first + jnp.arange(parts * DRAFTED, dtype=jnp.int32).reshape(parts, DRAFTED)
-    found = jax.lax.map(draft, jnp.minimum(positions, ids.size - 1))
-    return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)
+        def draft(positions: Int[Array, "R"]) -> Candidates:
+            # All read the same pages, each the rows before its anchor alone.
+            slots = Slots.of(jnp.broadcast_to(pages, (DRAFTED, pages.size)), positions)
+            logits = proposer.propose(head_weights, state, target, ids[positions], slots)
+            return top_candidates(logits, count)
+
+        parts = -(-anchors // DRAFTED)
+        positions = first + jnp.arange(parts * DRAFTED, dtype=jnp.int32).reshape(parts, DRAFTED)
+        found = jax.lax.map(draft, jnp.minimum(positions, ids.size - 1))
+        return jax.tree.map(lambda rows: rows.reshape(-1, *rows.shape[2:]), found)
+
+    if mesh is not None:
+        specs = parameter_specs(config, mesh), proposer.weight_specs(mesh), WHOLE, WHOLE
+        run = everywhere(mesh, run, specs, WHOLE)
+    return run(weights, head_weights, ids, first)
 
 
 @functools.partial(jax.jit, static_argnames=("algorithm", "count", "budgets"))

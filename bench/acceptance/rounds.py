@@ -19,7 +19,8 @@ from jetspec_jax.decode.settings import TreeSettings
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds which pair decodes which prompts in which rounds."""
-    add_pair_arguments(parser, prompts=16, max_tokens=128)
+    # Rounds are looked at one prompt after another.
+    add_pair_arguments(parser, prompts=16, max_tokens=128, copies=False)
     add_round_arguments(parser)
 
 

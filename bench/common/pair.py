@@ -12,10 +12,11 @@ from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.cli.options import ALGORITHM, MODELS
+from jetspec_jax.cli.options import ALGORITHM, MODELS, PARALLEL, parallel_sizes
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.device.groups import meshes_for, say_unused
 from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
@@ -32,12 +33,22 @@ class Pair(NamedTuple):
     head: Head
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int) -> None:
-    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers."""
+def add_pair_arguments(
+    parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int, copies: bool = True
+) -> None:
+    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers.
+
+    Args:
+        parser: Of the command.
+        prompts: How many, usually.
+        max_tokens: Of each, usually.
+        copies: Whether several copies of the pair can decode them.
+    """
     # Named in every report, also where nobody chose one.
     best = "xla" if gpu_problem() else "pallas_triton"
     usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
-    MODELS.add(parser, [*usual, "draft_head", "ignore_config_keys"], **usual, ignore_config_keys=[])
+    fields = [*usual, "draft_head", "ignore_config_keys", *(PARALLEL if copies else PARALLEL[:-1])]
+    MODELS.add(parser, fields, **usual, ignore_config_keys=[])
     add = parser.add_argument
     add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
     add(
@@ -171,7 +182,8 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
     """Loads the models.
 
     Args:
-        arguments: With ``target``, ``draft_head``, None for the demo's, and ``ignore_config_key``.
+        arguments: With ``target``, ``draft_head``, None for the demo's, and ``ignore_config_key``; how many
+            devices decode, one where they do not say.
         dtype: Of the weights.
         settings: Trees that the pair must be able to grow.
 
@@ -184,7 +196,10 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
         path, head_path = DEMO_TARGET, head_path or DEMO_DRAFT_HEAD
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
-    target = read_target(Source(path, dtype, arguments.ignore_config_key))
+    source = Source(path, dtype, arguments.ignore_config_key)
+    meshes = meshes_for(source.target_config, **parallel_sizes(arguments))
+    say_unused(meshes)
+    target = read_target(source, *meshes)
     head = read_draft_head(Source(head_path, dtype, arguments.ignore_config_key), target)
     for own in settings:
         own.check(target.config, head.config.depth)

@@ -17,7 +17,7 @@ from jetspec_jax.engine.memory import state_bytes
 from jetspec_jax.engine.planning import EnginePlan, check_request, make_request, plan_engine
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import complete
+from jetspec_jax.engine.serving import complete, groups_of
 from jetspec_jax.engine.size import default_capacity, slots_for
 from jetspec_jax.engine.stream import STREAM_ROUNDS
 
@@ -68,14 +68,16 @@ class Bench:
             target: The target.
             head: The draft head.
             works: By temperature.
-            batch: Most prompts that decode at the same time.
+            batch: Most prompts that decode at the same time, with each copy of the models.
             implementation: Of tree attention.
             together: Whether the device holds the stores of all methods at once, which then take turns of a
                 few prompts; else of one, which has all prompts in its turn.
         """
         self._target, self._head, self._works = target, head, works
         self._implementation, self._together = implementation, together
-        self._slots = slots_for(max(len(work.ids) for work in works.values()), batch)
+        self._groups = groups_of(target, head)
+        most = max(len(work.ids) for work in works.values())
+        self._slots = slots_for(-(-most // len(self._groups)), batch)
         # One for all temperatures: another capacity is another program.
         need = max(
             check_request(target, ids, own).tokens
@@ -125,7 +127,7 @@ class Bench:
         groups = [methods] if self._together else [[method] for method in methods]
         for _ in range(repeats):
             for group in groups:
-                engines = {method: self._engine(method) for method in group}
+                engines = {method: self._engines(method) for method in group}
                 for temperature in self._works:
                     self._run(engines, temperature, found, step)
                 del engines
@@ -133,22 +135,23 @@ class Bench:
 
     def _run(
         self,
-        engines: Mapping[Method, Engine],
+        engines: Mapping[Method, tuple[Engine, ...]],
         temperature: float,
         found: Mapping[tuple[Method, float], MethodRuns],
         step: Callable[[str, int], None],
     ) -> None:
-        """One timed run of all prompts with each engine, then the first token of each alone."""
+        """One timed run of all prompts with each method's engines, then the first token of each alone."""
         work = self._works[temperature]
         seconds = dict.fromkeys(engines, 0.0)
         completions: dict[Method, list[Completion]] = {method: [] for method in engines}
-        for part in work.parts(PROMPTS_PER_TURN * self._slots if self._together else len(work.ids)):
-            for method, engine in engines.items():
+        of_turn = PROMPTS_PER_TURN * self._slots * len(self._groups)
+        for part in work.parts(of_turn if self._together else len(work.ids)):
+            for method, own in engines.items():
                 step(f"{method.name}, T = {temperature:g}", len(part.ids))
                 started = time.perf_counter()
-                completions[method] += self._complete(engine, method, part)
+                completions[method] += self._complete(own, method, part)
                 seconds[method] += time.perf_counter() - started
-        for method, engine in engines.items():
+        for method, (engine, *_) in engines.items():
             measured = found[method, temperature]
             measured.seconds.append(seconds[method])
             measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
@@ -164,24 +167,31 @@ class Bench:
             slots=self._slots,
             capacity=self._capacity,
             implementation=self._implementation,
+            mesh=self._target.mesh,
         )
 
-    def _engine(self, method: Method) -> Engine:
-        return Engine(self._plan(method), DecodeWeights(self._target.weights, self._head.weights))
+    def _engines(self, method: Method) -> tuple[Engine, ...]:
+        """One for each copy of the models."""
+        plan = self._plan(method)
+        return tuple(
+            Engine(plan.on(target.mesh), DecodeWeights(target.weights, head and head.weights))
+            for target, head in self._groups
+        )
 
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all that a method runs; the most bytes that have been in use."""
-        [work, *_] = next(iter(self._works.values())).parts(1)
+        [work, *_] = next(iter(self._works.values())).parts(len(self._groups))
         # A request of one token, or one that ends with its first, has no round.
         most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens or WARM_UP_TOKENS))
-        work = replace(work, params=[replace(work.params[0], max_tokens=most, ignore_eos=True)])
-        engine = self._engine(method)
+        params = [replace(own, max_tokens=most, ignore_eos=True) for own in work.params]
+        work = replace(work, params=params)
+        engines = self._engines(method)
         for _ in range(2):  # the second frees the slot of the first, which is a program too
-            self._complete(engine, method, work)
+            self._complete(engines, method, work)
         return peak_bytes()
 
-    def _complete(self, engine: Engine, method: Method, work: Workload) -> list[Completion]:
-        return complete(engine, self._requests(engine, method, work), self._target.tokenizer)
+    def _complete(self, engines: Sequence[Engine], method: Method, work: Workload) -> list[Completion]:
+        return complete(engines, self._requests(engines[0], method, work), self._target.tokenizer)
 
     def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
         return [

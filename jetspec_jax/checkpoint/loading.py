@@ -1,7 +1,7 @@
 """Targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
+from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import (
     HEAD_WEIGHTS,
@@ -38,6 +39,7 @@ class Target:
         eos_token_ids: Tokens that end a sequence.
         tokenizer: A transformers tokenizer, or None when the checkpoint has none.
         mesh: The devices that share the weights; None is one.
+        copies: The same target on other devices; calls that decode are served by all of them.
         keeper: The engine that decoded last, for the next call; it is freed with the target.
     """
 
@@ -46,6 +48,7 @@ class Target:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: Any = None
     mesh: Mesh | None = None
+    copies: "tuple[Target, ...]" = ()
     keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
 
     @property
@@ -53,10 +56,17 @@ class Target:
         """Of the weights."""
         return self.weights["embed_tokens"].dtype
 
+    @property
+    def meshes(self) -> Meshes:
+        """Its own devices, and those of its copies."""
+        return self.mesh, *(copy.mesh for copy in self.copies)
+
     def __repr__(self) -> str:
-        """Its family and its size."""
+        """Its family, its size, and where it lies if that is a mesh."""
         has = "a" if self.tokenizer is not None else "no"
-        return f"Target({self.config.model_type}, {_size(self.config)}, {self.dtype}, with {has} tokenizer)"
+        where = "" if self.mesh is None else f", on {describe_meshes(self.meshes)}"
+        size = _size(self.config)
+        return f"Target({self.config.model_type}, {size}, {self.dtype}, with {has} tokenizer{where})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +77,18 @@ class Head:
         config: Its geometry.
         weights: Its parameters, a plain pytree.
         mesh: The devices that share the weights; None is one.
+        copies: The same head on the devices of each of a target's copies.
     """
 
     config: DraftHeadConfig
     weights: Weights
     mesh: Mesh | None = None
+    copies: "tuple[Head, ...]" = ()
+
+    @property
+    def meshes(self) -> Meshes:
+        """Its own devices, and those of its copies."""
+        return self.mesh, *(copy.mesh for copy in self.copies)
 
     def __repr__(self) -> str:
         """Its size and what it drafts."""
@@ -128,7 +145,7 @@ def load_draft_head(
         path_or_id: A folder, or a hub id such as ``JetSpec/jetspec-qwen3-8b``.
         dtype: As in `Source`.
         target: When given, a head that does not fit it is refused before its weights are read, and the head
-            lies on the target's devices.
+            lies on the target's devices, with copies as the target has.
         mesh: As for `load_target`; a head that it cannot split stays whole on every device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
@@ -145,8 +162,14 @@ def load_draft_head(
     return read_draft_head(source, target, None if mesh is None else as_mesh(mesh))
 
 
-def read_target(source: Source, mesh: Mesh | None = None) -> Target:
-    """The target of a source, on the devices of a mesh of `make_mesh`; raises what `load_target` does."""
+def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) -> Target:
+    """The target of a source; raises what `load_target` does.
+
+    Args:
+        source: The source.
+        mesh: Its devices, a mesh of `make_mesh`; None is one device.
+        *others: Likewise of each of its copies.
+    """
     config, dtype = source.target_config, source.weights_dtype
     check_partition(config, mesh)
 
@@ -160,7 +183,9 @@ def read_target(source: Source, mesh: Mesh | None = None) -> Target:
         raise CheckpointError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    return Target(config, _read(source, config, mesh), eos, load_tokenizer(folder), mesh)
+    target = Target(config, _read(source, config, mesh), eos, load_tokenizer(folder), mesh)
+    copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)
+    return replace(target, copies=copies)
 
 
 def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | None = None) -> Head:
@@ -175,7 +200,9 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
         mesh = target.mesh
     dtype = source.weights_dtype
     check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype, mesh)}, mesh=mesh)
-    return Head(config, _read(source, config, mesh), mesh)
+    others = () if target is None else target.meshes[1:]
+    copies = tuple(Head(config, _read(source, config, own), own) for own in others)
+    return Head(config, _read(source, config, mesh), mesh, copies)
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:

@@ -205,7 +205,28 @@ MODELS = Group(
         ),
         Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
         Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
-        Option("max_slots", "most prompts that decode at the same time", int, metavar="N"),
+        Option("max_slots", "most prompts that decode at the same time, with each copy", int, metavar="N"),
+        Option(
+            "tensor_parallel_size",
+            "devices that share each model, or each expert",
+            int,
+            flag="--tensor-parallel",
+            metavar="N",
+        ),
+        Option(
+            "expert_parallel_size",
+            "groups of whole experts; times --tensor-parallel devices share all else",
+            int,
+            flag="--expert-parallel",
+            metavar="N",
+        ),
+        Option(
+            "data_parallel_size",
+            "copies of the models, each on devices of its own",
+            int,
+            flag="--data-parallel",
+            metavar="N",
+        ),
         Option(
             "implementation",
             f"of tree attention: {' or '.join(implementations())}",
@@ -228,6 +249,9 @@ MODELS = Group(
         ),
     ),
 )
+
+#: Those of the models that say how many devices decode; copies last.
+PARALLEL = ("tensor_parallel_size", "expert_parallel_size", "data_parallel_size")
 
 ALGORITHM = Group(
     "the tree algorithm",
@@ -327,6 +351,11 @@ def join_as_told(arguments: argparse.Namespace) -> None:
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:
     """Adds the option that every command has which reads the config of a checkpoint."""
     MODELS.add(parser, ["ignore_config_keys"], ignore_config_keys=[])
+
+
+def parallel_sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    """The sizes of the options `PARALLEL` that were given, for `jetspec_jax.device.groups.meshes_for`."""
+    return {field: value for field, value in MODELS.given(arguments).items() if field in PARALLEL}
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:

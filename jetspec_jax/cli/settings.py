@@ -1,10 +1,13 @@
 """What is made of the options that all commands share which decode: parameters, algorithm, models."""
 
 import argparse
+import math
 import sys
 from typing import Any
 
-from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parse_option
+import jax
+
+from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parallel_sizes, parse_option
 from jetspec_jax.config import read_json
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM
@@ -32,6 +35,11 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 def load_llm(arguments: argparse.Namespace) -> LLM:
     """Loads the models; says so if there is no draft head among them."""
     given = MODELS.given(arguments)
+    if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
+        raise ValueError(
+            f"{jax.process_count()} processes share the models: say into how many parts by --tensor-parallel "
+            "or --expert-parallel"
+        )
     algorithm = _algorithm(arguments)
     if algorithm is not None:
         given["algorithm"] = algorithm

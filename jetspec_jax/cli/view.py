@@ -59,6 +59,10 @@ def _tree(arguments: argparse.Namespace) -> int:
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     if len(prompts) != 1:
         raise ValueError(f"tree takes one prompt, not {len(prompts)}")
+    if (arguments.data_parallel or 1) > 1:
+        raise ValueError(
+            f"--data-parallel {arguments.data_parallel}: one prompt has a use for one copy alone"
+        )
     llm = load_llm(arguments)
     run = _trace(llm, prompts[0], params, arguments)
     if page is not None:

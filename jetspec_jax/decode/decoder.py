@@ -4,6 +4,7 @@ Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, P pages, T pages 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +78,8 @@ class TreeDecoder(Round):
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
         """
-        make = functools.partial(
-            self._empty_state, slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
-        )
-        if self.mesh is None:
-            return make()
-        specs = state_specs(self.proposer, jax.eval_shape(make), self.mesh)
-        # On each device its own part, so that none ever holds all.
-        return jax.jit(make, out_shardings=shardings(self.mesh, specs))()
+        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
+        return self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
 
     def _empty_state(
         self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
@@ -157,6 +152,15 @@ class TreeDecoder(Round):
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
         return jit_rounds(_decode, self.bucket)
+
+
+@functools.cache
+def _split_state(decoder: TreeDecoder, *sizes: Any) -> Callable[[], DecodeState]:
+    """What makes an empty state on a decoder's mesh: on each device its own part, so that none holds all."""
+    mesh, make = decoder.mesh, functools.partial(decoder._empty_state, *sizes)
+    assert mesh is not None
+    specs = state_specs(decoder.proposer, jax.eval_shape(make), mesh)
+    return jax.jit(make, out_shardings=shardings(mesh, specs))
 
 
 def _decode(

@@ -4,14 +4,13 @@ A mesh has the axes of `pallas_kernels.shards`: routed experts are split by numb
 features over "tensor", all else over both together.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jetspec_jax.arguments import check_integer, check_type
 from pallas_kernels import shards
@@ -106,6 +105,6 @@ def describe_mesh(mesh: Mesh | None) -> str:
     return f"a mesh of {sizes} (devices {', '.join(str(device.id) for device in mesh.devices.flat)})"
 
 
-def size_of(mesh: Mesh | None) -> int:
+def size_of(mesh: Mesh | AbstractMesh | None) -> int:
     """Devices that share one model."""
-    return 1 if mesh is None else math.prod(mesh.devices.shape)
+    return 1 if mesh is None else mesh.size

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
@@ -38,7 +38,7 @@ SPLIT: dict[str, str | tuple[str, ...]] = {
 Config = TypeVar("Config", ModelConfig, DraftHeadConfig)
 
 
-def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> None:
+def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh | None) -> None:
     """Checks that a mesh can split a model; a draft head that it cannot split stays whole.
 
     Raises:
@@ -47,7 +47,8 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) ->
     """
     if mesh is None:
         return
-    check_devices(mesh)
+    if isinstance(mesh, Mesh):
+        check_devices(mesh)
     if isinstance(config, DraftHeadConfig):
         return
     wrong = _undivided(config, mesh)
@@ -134,7 +135,7 @@ def _kv_heads(layer: LayerConfig, parts: int) -> int:
     return layer.num_kv_heads if layer.recurrence is not None else math.lcm(layer.num_kv_heads, parts)
 
 
-def _undivided(config: ModelConfig, mesh: Mesh, *, features: bool = False) -> list[str]:
+def _undivided(config: ModelConfig, mesh: Mesh | AbstractMesh, *, features: bool = False) -> list[str]:
     """What of a decoder's layers does not divide, and of a head's context ``features``."""
     parts, experts, tensor = size_of(mesh), mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR]
     found: dict[str, list[int]] = {}

@@ -75,12 +75,15 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def launch(self, most_rounds: int | None = None, decode: Decode | None = None) -> None:
+    def launch(
+        self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
+    ) -> None:
         """Starts what comes next: admissions, prompts, and rounds.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
             decode: What runs the rounds; None is the decoder that the policy chooses.
+            timed: Whether the caller collects as soon as the rounds end.
 
         Raises:
             RuntimeError: A launch was not collected or was cut short, or no request can ever run.
@@ -92,10 +95,10 @@ class Engine:
             raise RuntimeError("a batch was launched and not collected")
         policy = self.scheduler.policy
         if isinstance(policy, LatePolicy):
-            how = f"{self._step}, {'traced' if decode else f'of up to {most_rounds} rounds'}"
-            policy.seconds = agreed(policy.seconds, how)
+            how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
+            policy.seconds = agreed(policy.seconds, f"{self._step}: {how}")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds), decode)
+            self.runner.launch(self.scheduler.next_batch(most_rounds), decode, timed=timed)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.

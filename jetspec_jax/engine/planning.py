@@ -14,8 +14,8 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
+from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.memory import Bytes
-from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
@@ -71,6 +71,12 @@ class EnginePlan:
             DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
         """
         check_engine_memory(self.decoder, self.size, self.dtype, weights=weights)
+
+    def on(self, mesh: Mesh | None) -> "EnginePlan":
+        """The same engine on other devices."""
+        if mesh == self.decoder.mesh:
+            return self
+        return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
     def serves(self, other: "EnginePlan") -> bool:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""
@@ -132,7 +138,7 @@ def plan_requests(
     proposer: Proposer | None = None,
     implementation: str | None = None,
 ) -> tuple[EnginePlan, list[Request]]:
-    """Requests, and the engine that serves them together.
+    """Requests, and the engine that serves them together, or their share with each copy of the target.
 
     Args:
         target: The target.
@@ -141,10 +147,13 @@ def plan_requests(
         prompts: One prompt in any form, or several.
         sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
         routing: What is known of the prompts, for all or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time.
+        max_slots: Most prompts that decode at the same time, with each copy of the target.
         capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
         proposer: A proposer other than the head's.
         implementation: Of tree attention; None picks the best.
+
+    Returns:
+        The engine, on the target's own devices, and the requests.
 
     Raises:
         TypeError: Something is of a wrong type.
@@ -194,7 +203,7 @@ def _plan_requests(
         None if head is None else head.config,
         settings,
         target.dtype,
-        slots=slots_for(sum(one.params.n for one in asked), max_slots),
+        slots=slots_for(-(-sum(one.params.n for one in asked) // len(target.meshes)), max_slots),
         capacity=default_capacity(target.config, need) if capacity is None else capacity,
         proposer=proposer,
         implementation=implementation,
@@ -315,10 +324,16 @@ def check_models(target: object, head: object) -> None:
     """Raises TypeError for what is no loaded target, or neither None nor a loaded head."""
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
-    if isinstance(target, Target) and isinstance(head, Head) and head.mesh != target.mesh:
+    if isinstance(target, Target) and isinstance(head, Head):
+        check_places(target.meshes, head.meshes)
+
+
+def check_places(target: Meshes, head: Meshes) -> None:
+    """Raises ValueError for a draft head that does not lie where its target does."""
+    if head != target:
         raise ValueError(
-            f"the draft head lies on {describe_mesh(head.mesh)} and the target on "
-            f"{describe_mesh(target.mesh)}: load both with the same mesh"
+            f"the draft head lies on {describe_meshes(head)} and the target on {describe_meshes(target)}: "
+            "load both with the same mesh"
         )
 
 

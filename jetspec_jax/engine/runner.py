@@ -74,12 +74,13 @@ class Runner:
         self.in_flight: Flight | None = None
         self._compiled: set[int] = set()
 
-    def launch(self, batch: Batch, decode: Decode | None = None) -> None:
+    def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
 
         Args:
             batch: What to do.
             decode: What runs the rounds; None is the decoder of the batch's bucket.
+            timed: Whether `collect` follows as soon as the rounds end.
         """
         decoder = self.decoders[batch.bucket]
         for slot in batch.releases:
@@ -102,7 +103,7 @@ class Runner:
             if chunk.is_last:
                 first_tokens.append(token)
         # Rounds that wait for a prompt or for the compiler are not timed.
-        timed = not batch.chunks and batch.bucket in self._compiled
+        timed = timed and not batch.chunks and batch.bucket in self._compiled
         started = time.perf_counter() if timed else None
         run = decode or decoder.decode
         with self._compiling(batch.bucket):

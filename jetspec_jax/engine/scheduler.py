@@ -52,6 +52,11 @@ class Scheduler:
         """The slots that are free now."""
         return _free_slots(self.size, self.requests)
 
+    @property
+    def room(self) -> int:
+        """Requests that would get a slot at once."""
+        return self.size.slots - len(self.requests)
+
     def add(self, request: Request) -> None:
         """Queues a request.
 

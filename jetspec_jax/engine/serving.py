@@ -1,16 +1,19 @@
-"""Requests served to their ends by the one engine that a target keeps."""
+"""Requests served to their ends by the one engine that a target keeps, or by those of all its copies."""
 
 import contextlib
 import functools
+import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
@@ -63,45 +66,142 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
 BAR = functools.partial(Bar, delay=2, miniters=0, leave=False)
 
 
-def complete(
-    engine: Engine, requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None = BAR
+class Group(NamedTuple):
+    """Devices with a copy of the models.
+
+    Attributes:
+        target: The target there.
+        head: The draft head there; None if there is none.
+    """
+
+    target: Target
+    head: Head | None
+
+    @property
+    def work(self) -> int:
+        """Requests that wait or run in the engine that the target keeps."""
+        kept: Engine | None = self.target.keeper.engine
+        return 0 if kept is None or kept.broken else len(kept.scheduler.requests)
+
+    def engine(self, plan: EnginePlan) -> Engine:
+        """As `engine_for`, for a plan of any group's."""
+        weights = None if self.head is None else self.head.weights
+        return engine_for(self.target, plan.on(self.target.mesh), weights)
+
+
+def groups_of(target: Target, head: Head | None) -> list[Group]:
+    """A target and its head, which `check_models` has checked, and all their copies."""
+    heads = (None,) * len(target.meshes) if head is None else (head, *head.copies)
+    return [Group(*own) for own in zip((target, *target.copies), heads, strict=True)]
+
+
+def least_busy(groups: Sequence[Group], count: int) -> list[Group]:
+    """So many of some groups, or all: those with the least work, in their order."""
+    chosen = sorted(range(len(groups)), key=lambda number: groups[number].work)[:count]
+    return [groups[number] for number in sorted(chosen)]
+
+
+def serve(
+    target: Target,
+    head: Head | None,
+    plan: EnginePlan,
+    requests: Sequence[Request],
+    bar: Callable[..., Any] | None = BAR,
 ) -> list[Completion]:
-    """Serves requests to their ends.
+    """Serves requests to their ends, with the target and its copies, no more of them than requests.
 
     Args:
-        engine: The engine; it may serve others at the same time.
+        target: The target.
+        head: Its draft head, or None.
+        plan: Of the engine of each.
+        requests: The requests.
+        bar: As for `complete`.
+
+    Raises:
+        RuntimeError: As `complete`.
+        DeviceMemoryError: As `engine_for`.
+    """
+    groups = least_busy(groups_of(target, head), len(requests))
+
+    def locked(others: Sequence[Group]) -> list[Completion]:
+        # One lock inside of the other, always in this order.
+        if others:
+            with others[0].target.keeper.lock:
+                return locked(others[1:])
+        return complete([group.engine(plan) for group in groups], requests, target.tokenizer, bar)
+
+    return locked(groups) if requests else []
+
+
+def complete(
+    engines: Sequence[Engine],
+    requests: Sequence[Request],
+    tokenizer: Any,
+    bar: Callable[..., Any] | None = BAR,
+) -> list[Completion]:
+    """Serves requests to their ends: first come, first served, by whichever engine has a free slot.
+
+    Args:
+        engines: The engines, at least one; they may serve others at the same time.
         requests: The requests.
         tokenizer: A transformers tokenizer, or None.
         bar: What makes a progress bar, called as tqdm is; None for no bar.
 
     Raises:
-        RuntimeError: The engine was closed meanwhile.
+        RuntimeError: An engine was closed meanwhile.
     """
     outputs = [Output(request, tokenizer) for request in requests]
+    left, line = outputs, deque(requests)
     try:
-        for request in requests:
-            engine.admit(request)
         made = None if bar is None else bar(total=len(requests), unit=" completions")
         with contextlib.nullcontext() if made is None else contextlib.closing(made):
-            left = outputs
+            turns = itertools.cycle(engines)
             while left:
-                engine.step()
-                for output in left:
-                    output.update()
-                    if output.finish_reason is not None:
-                        engine.cancel(output.request)  # a stop string is nothing that the engine knows of
-                going_on = [output for output in left if output.finish_reason is None]
-                if isinstance(made, Bar):  # so that a single long one is seen to go on
-                    tokens = sum(len(each.token_ids) for each in outputs)
-                    made.set_postfix_str(f"{tokens} tokens", refresh=False)
-                if made is not None:
-                    made.update(len(left) - len(going_on))
-                left = going_on
+                engine = next(turns)
+                if engine.runner.in_flight:
+                    engine.collect()
+                    going_on = _read(left)
+                    if isinstance(made, Bar):  # so that a single long one is seen to go on
+                        tokens = sum(len(each.token_ids) for each in outputs)
+                        made.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    if made is not None:
+                        made.update(len(left) - len(going_on))
+                    left = going_on
+                if left:
+                    _seat(line, engines)
+                    _launch(engine, engines)
     finally:
         # After an interrupt the next call must not go on with these.
         for request in requests:
-            engine.cancel(request)
+            request.abandoned = True
     return [output.completion() for output in outputs]
+
+
+def _read(outputs: Sequence[Output]) -> list[Output]:
+    """Takes in what requests have got; those that go on."""
+    for output in outputs:
+        output.update()
+        if output.finish_reason is not None:
+            output.request.abandoned = True  # a stop string is nothing that an engine knows of
+    return [output for output in outputs if output.finish_reason is None]
+
+
+def _seat(line: deque[Request], engines: Sequence[Engine]) -> None:
+    """Hands over those in front, each to the engine with the most free slots; one alone has its own queue."""
+    while line:
+        engine = max(engines, key=lambda each: each.scheduler.room)
+        if len(engines) > 1 and engine.scheduler.room < 1:
+            return
+        engine.admit(line[0])
+        line.popleft()
+
+
+def _launch(engine: Engine, engines: Sequence[Engine]) -> None:
+    """Launches what an engine has to do, if it has; one that was closed says so."""
+    if not engine.runner.in_flight and (engine.busy or engine.broken):
+        # Nobody knows which of several ends first, and the host waits for one after the other.
+        alone = sum(each.busy for each in engines) == 1
+        engine.launch(None if alone else ROUNDS_TO_AN_END, timed=len(engines) == 1)
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:

@@ -172,9 +172,9 @@ def test_together_takes_turns_of_a_few_prompts(tmp_path, monkeypatch):
     """Three prompts for two slots: a turn of two, and one of what is left. Every turn takes a second."""
     turns, bars = [], []
 
-    def watched(engine, requests, tokenizer):
-        turns.append((engine, len(requests)))
-        completions = complete(engine, requests, tokenizer)
+    def watched(engines, requests, tokenizer):
+        turns.append((engines, len(requests)))
+        completions = complete(engines, requests, tokenizer)
         if len(turns) > 6 + 6:  # those that compile, and a run
             for completion in completions:
                 completion.token_ids.pop()

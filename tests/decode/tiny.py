@@ -10,6 +10,7 @@ import tokenizers
 import transformers
 
 from jetspec_jax import Head, Target
+from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, Recurrence, Rope
 from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
@@ -32,6 +33,39 @@ TINY = ModelConfig.uniform(
     mlp_size=48,
     rope=Rope(5e5, 16),
 )
+
+
+# `TINY` as a config.json, and what a head adds to it.
+_RAW = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+_RAW_HEAD = {
+    "num_hidden_layers": 1,
+    "block_size": 8,
+    "num_target_layers": 2,
+    "dflash_config": {"causal_head": True, "mask_token_id": 63, "target_layer_ids": [0, 1]},
+}
+
+
+def save_tiny_pair(folder):
+    """`TINY` with random parameters, and a head for it, as checkpoints: the paths of both."""
+    target, head = folder / "target", folder / "head"
+    save_checkpoint(target, _RAW, random_weights(TINY, 0), dtype="float32")
+    save_checkpoint(head, _RAW | _RAW_HEAD, random_weights(head_config(TINY), 1), dtype="float32")
+    return str(target), str(head)
 
 
 def with_windows(config, *windows):
@@ -127,7 +161,7 @@ class TinyEngine(Engine):
 def serve(engine, prompts, params):
     """Completions of requests that go through an engine together."""
     requests = [engine.request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    return complete(engine, requests, engine.target.tokenizer)
+    return complete([engine], requests, engine.target.tokenizer)
 
 
 def finish(engine):

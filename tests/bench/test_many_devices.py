@@ -1,0 +1,65 @@
+"""The benchmarks that decode prompts on several devices, on a tiny random pair."""
+
+import argparse
+
+import jax
+import numpy as np
+import pytest
+
+from bench.acceptance.replay import Text, draft_along
+from bench.common.methods import PLAIN_METHOD
+from bench.common.pair import add_pair_arguments, load_pair
+from bench.common.workload import Workload
+from bench.decode.measure import Bench
+from jetspec_jax import SamplingParams, generate_tree
+from tests.decode.tiny import save_tiny_pair
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]]
+PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Loads a tiny pair as a command line says."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    target, head = save_tiny_pair(tmp_path_factory.mktemp("pair"))
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser, prompts=1, max_tokens=1)
+
+    def call(*words):
+        return load_pair(parser.parse_args(["--target", target, "--draft-head", head, *words]), "auto")
+
+    return call
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+def test_the_pair_lies_where_the_command_line_says(load):
+    several = load("--tensor-parallel", "2", "--data-parallel", "2")
+    places = [[device.id for device in mesh.devices.flat] for mesh in several.target.meshes]
+    assert places == [[0, 1], [2, 3]]
+    one = load()
+    assert one.target.meshes == (None,)
+    decoded = [generate_tree(*pair, PROMPTS, PARAMS, budget=16, width=3) for pair in (one, several)]
+    assert tokens(decoded[0]) == tokens(decoded[1])
+
+
+def test_drafts_along_texts(load):
+    text, found = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None), []
+    for places in ((), ("--tensor-parallel", "2")):
+        found.append(draft_along(load(*places), [text], 3, implementation="xla").candidates)
+    assert (found[0].tokens == found[1].tokens).all()
+    assert np.allclose(found[0].log_probs, found[1].log_probs, atol=1e-4)
+
+
+def test_all_copies_decode_the_prompts_of_a_method(load):
+    work, runs = Workload([], PROMPTS, PARAMS, [None] * len(PROMPTS)), []
+    for places in ((), ("--data-parallel", "2")):
+        bench = Bench(*load(*places), {0.0: work}, batch=1, implementation="xla")
+        [found] = bench.measure([PLAIN_METHOD], 1, lambda *_: None)
+        runs.append(found[PLAIN_METHOD, 0.0])
+    assert tokens(runs[0].completions) == tokens(runs[1].completions)
+    assert len(runs[1].first_token_seconds) == len(PROMPTS)

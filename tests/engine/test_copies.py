@@ -1,0 +1,161 @@
+"""Copies of a target on devices of their own: one queue before all of them, and streams."""
+
+import jax
+import pytest
+
+from jetspec_jax import LLM, Head, SamplingParams, Target
+from jetspec_jax.checkpoint.parts import place
+from jetspec_jax.device.mesh import make_mesh
+from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
+from jetspec_jax.engine.engine import Engine
+from tests.decode.compilations import compilations
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+
+CONFIG = with_windows(TINY, None)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3], [5, 8, 9, 7], [9, 3, 2], [3, 8], [4, 6, 2, 6]]
+# The first goes on while all others come and go.
+LENGTHS = [150, 6, 6, 6, 6, 6, 6]
+TREE = {"budget": 16, "width": 3, "max_slots": 1}
+
+
+def params_of(lengths):
+    return [
+        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=length, ignore_eos=True)
+        for seed, length in enumerate(lengths)
+    ]
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A tiny pair twice, on a device each."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    one, head = random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 1)
+    targets, heads = [], []
+    for device in jax.devices()[1::-1]:
+        mesh = make_mesh(devices=[device])
+        placed = place(one.weights, CONFIG, mesh)
+        targets.append(Target(CONFIG, placed, (), one.tokenizer, mesh, tuple(targets)))
+        heads.append(Head(head.config, place(head.weights, head.config, mesh), mesh, tuple(heads)))
+    return targets[-1], heads[-1]
+
+
+@pytest.fixture(scope="module")
+def llm(pair):
+    return LLM(*pair, **TREE)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    one = LLM(random_target(CONFIG, 0), random_head(CONFIG, 1), **TREE)
+    return tokens(one.generate(PROMPTS, params_of(LENGTHS)))
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The requests that each engine was given, by its device."""
+    seen, admit = {0: [], 1: []}, Engine.admit
+
+    def watched(engine, request):
+        seen[engine.plan.decoder.mesh.devices.item().id].append(request.prompt.tolist())
+        return admit(engine, request)
+
+    monkeypatch.setattr(Engine, "admit", watched)
+    return seen
+
+
+def test_requests_go_to_whichever_engine_has_room(llm, expected, served):
+    """First come, first served: the long one keeps one engine, so the other serves the rest."""
+    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+    assert served == {0: PROMPTS[:1], 1: PROMPTS[1:]}
+
+
+def test_engines_work_at_the_same_time(llm, expected, monkeypatch):
+    """Both are launched before one is waited for, and for no longer than the other can be left alone."""
+    calls, launch, collect = [], Engine.launch, Engine.collect
+
+    def device_of(engine):
+        return engine.plan.decoder.mesh.devices.item().id
+
+    def launched(engine, most_rounds, *, timed):
+        calls.append(("launch", device_of(engine), most_rounds))
+        assert not timed
+        return launch(engine, most_rounds, timed=timed)
+
+    def collected(engine):
+        calls.append(("collect", device_of(engine)))
+        return collect(engine)
+
+    monkeypatch.setattr(Engine, "launch", launched)
+    monkeypatch.setattr(Engine, "collect", collected)
+    assert tokens(llm.generate(PROMPTS[:2], params_of(LENGTHS)[:2])) == expected[:2]
+    most = ROUNDS_TO_AN_END
+    assert calls[:4] == [("launch", 0, most), ("launch", 1, most), ("collect", 0), ("launch", 0, most)]
+    assert calls[4:] == [("collect", 1), ("collect", 0), ("launch", 0, None), ("collect", 0)]
+
+
+def test_one_request_needs_one_engine(llm, expected, served):
+    assert tokens(llm.generate(PROMPTS[:1], params_of(LENGTHS)[:1])) == expected[:1]
+    assert served == {0: PROMPTS[:1], 1: []}
+
+
+def test_streams_go_where_the_least_work_is(llm, expected, served):
+    params = params_of(LENGTHS)
+    first, second = (llm.stream(PROMPTS[i], params[0]) for i in (0, 1))
+    pieces = [next(first)]
+    assert served == {0: PROMPTS[:1], 1: PROMPTS[1:2]}
+    second.close()
+    # The other engine has no work any more.
+    assert tokens(llm.generate(PROMPTS[2], params[2])) == expected[2:3]
+    assert served == {0: PROMPTS[:1], 1: PROMPTS[1:3]}
+    pieces += first
+    assert first.completion.token_ids == expected[0]
+    assert "".join(pieces) == first.completion.text
+
+
+def test_a_broken_engine_is_replaced_and_the_others_go_on(llm, expected, monkeypatch):
+    llm.generate(PROMPTS[:2], params_of([4, 4]))
+    first, second = (copy.keeper.engine for copy in (llm.target, *llm.target.copies))
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.runner, "collect", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            llm.generate(PROMPTS, params_of(LENGTHS))
+    assert (first.broken, second.broken, second.busy) == (True, False, False)
+    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+    assert llm.target.keeper.engine is not first
+    assert llm.target.copies[0].keeper.engine is second
+
+
+def test_a_call_from_inside_of_a_wait(llm, expected, monkeypatch):
+    """As a signal's handler makes: it collects what the call around it has launched."""
+    inside, device_get = [], jax.device_get
+
+    def interrupted(arrays):
+        if not inside:
+            inside.append(None)
+            inside[0] = tokens(llm.generate(PROMPTS[1:3], params_of(LENGTHS)[1:3]))
+        return device_get(arrays)
+
+    monkeypatch.setattr(jax, "device_get", interrupted)
+    assert tokens(llm.generate(PROMPTS, params_of(LENGTHS))) == expected
+    assert inside == [expected[1:3]]
+
+
+def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
+    llm = LLM(*pair, **{**TREE, "max_slots": 2})
+    llm.warm_up()
+    with compilations() as seen:
+        for count in (4, 1, 3):
+            llm.generate(PROMPTS[:count], params_of(LENGTHS[1:])[:count])
+        with llm.stream(PROMPTS[0], params_of(LENGTHS)[0]) as first:
+            next(first)
+            list(llm.stream(PROMPTS[1], params_of(LENGTHS)[1]))
+    assert seen == []
