@@ -6,6 +6,10 @@ is lowered for these calls.
 
 Whatever steers control (a choice, a count, a condition) must be equal on all devices, bit for bit. A sum of
 floats over devices promises no such thing, so it is made of what `gather` gives, in the order of the parts.
+
+All devices must come to all sums and gathers in one order. XLA sees to that in a sequence of operations, but on
+CPUs not where some of them are inside of a condition or a loop: those must each be made of what the one before
+has given.
 """
 
 import math

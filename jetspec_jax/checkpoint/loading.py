@@ -176,7 +176,12 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
     def needs(mesh: Mesh | None) -> Bytes:
         return {TARGET_WEIGHTS: weight_bytes(config, dtype, mesh)}
 
-    check_memory(lambda: needs(mesh), mesh=mesh, others=lambda: with_more_devices(config, mesh, needs))
+    for own in (mesh, *others):
+        check_memory(
+            lambda own=own: needs(own),
+            mesh=own,
+            others=lambda own=own: with_more_devices(config, own, needs),
+        )
     folder = source.folder
     eos = read_eos_token_ids(folder)
     if beyond := [token for token in eos if token >= config.vocab_size]:
@@ -199,8 +204,9 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
             )
         mesh = target.mesh
     dtype = source.weights_dtype
-    check_memory(lambda: {HEAD_WEIGHTS: weight_bytes(config, dtype, mesh)}, mesh=mesh)
     others = () if target is None else target.meshes[1:]
+    for own in (mesh, *others):
+        check_memory(lambda own=own: {HEAD_WEIGHTS: weight_bytes(config, dtype, own)}, mesh=own)
     copies = tuple(Head(config, _read(source, config, own), own) for own in others)
     return Head(config, _read(source, config, mesh), mesh, copies)
 

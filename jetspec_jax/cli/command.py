@@ -19,7 +19,7 @@ from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.view import add_tree_command
 from jetspec_jax.device.joining import leave
-from jetspec_jax.device.processes import is_first
+from jetspec_jax.device.processes import alone, is_first
 
 VERSIONS = (
     f"jetspec-jax {jetspec_jax.__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         join_as_told(arguments)
-        with contextlib.nullcontext() if is_first() else _silence():
+        with contextlib.nullcontext() if alone() else _one_voice():
             code = arguments.run(arguments)
         print(end="", flush=True)  # a reader that left is noticed here, not while Python ends
     except BrokenPipeError:
@@ -70,13 +70,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """What this process prints is what the first prints; its errors are its own, and are not said in here."""
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
+def _one_voice() -> Iterator[None]:
+    """Of several processes the first prints; errors, which each has of its own, are not said in here.
+
+    Libraries that connect devices print past Python: what they say is no output of this command.
+    """
+    sys.stdout.flush()
+    with contextlib.ExitStack() as stack:
+        if is_first():
+            output = stack.enter_context(os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding))
+            os.dup2(2, 1)
+        else:
+            output = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            os.dup2(output.fileno(), 1)
+            stack.enter_context(contextlib.redirect_stderr(output))
+        stack.enter_context(contextlib.redirect_stdout(output))
         yield
 
 

@@ -156,5 +156,10 @@ class DraftHeadProposer:
         """Projects the tapped tokens into every layer's context and stores them."""
         positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
         weights = self.prepare(weights)
+        if shards.count() > 1:
+            # The count is known after the choices, and what devices then tell each other must wait for what
+            # they tell for those: see `shards`. No other rows are stored.
+            taken = jnp.arange(taps.shape[1])[None, :] < count[:, None]
+            taps = jnp.where(taken[:, :, None], taps, 0)
         context = bind(self.config, weights.head).context(taps, positions, weights.context)
         return commit(state, slots, context, chain_path(*taps.shape[:2]), count)

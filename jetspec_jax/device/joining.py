@@ -28,6 +28,8 @@ _LOOK_SECONDS, _SILENT_SECONDS = 0.5, 6
 # A process that fails as another has failed says so itself; the first holds the store for the others.
 _GRACE_SECONDS, _LINGER_SECONDS = 1.0, 2.5
 _WATCH, _DONE = f"{ROOT}/watch", "done"
+# Set where this process ends for a reason of its own, and no longer for another's.
+_leaving = threading.Event()
 #: Exit codes: of a program that ends with an error, and of one that is interrupted.
 FAILED, INTERRUPTED = 1, 130
 
@@ -114,6 +116,7 @@ def announce(reason: str, code: int = FAILED) -> bool:
     own, store = distributed.global_state.process_id, distributed.global_state.client
     if store is None or distributed.global_state.num_processes == 1:
         return False
+    _leaving.set()
     try:
         store.key_value_set(f"{_WATCH}/ended/{own}", json.dumps([reason, code]), allow_overwrite=True)
     except jax.errors.JaxRuntimeError:
@@ -167,6 +170,7 @@ class _Watch:
                 if self._done.is_set():
                     return
                 self._over("process 0 has ended, or cannot be reached", FAILED)
+                return
             self._look({key.removeprefix(f"{_WATCH}/"): value for key, value in entries})
 
     def stop(self) -> None:
@@ -199,7 +203,10 @@ class _Watch:
                     f"within {HEARTBEAT_SECONDS} s"
                 )
 
-    def _over(self, reason: str, code: int) -> NoReturn:
+    def _over(self, reason: str, code: int) -> None:
+        if _leaving.is_set():
+            self._done.set()
+            return
         _say(f"{reason}; this process ends too")
         _end(code)
 

@@ -63,7 +63,7 @@ def as_mesh(mesh: object) -> Mesh:
 
 
 def everywhere(
-    mesh: Mesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
+    mesh: Mesh | AbstractMesh, function: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
     """A function that each device of a mesh runs on its own parts of the arguments.
 
@@ -106,5 +106,5 @@ def describe_mesh(mesh: Mesh | None) -> str:
 
 
 def size_of(mesh: Mesh | AbstractMesh | None) -> int:
-    """Devices that share one model."""
-    return 1 if mesh is None else mesh.size
+    """Devices that share one model; axes that only training has share none."""
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in shards.ALL)

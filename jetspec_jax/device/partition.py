@@ -58,7 +58,7 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
         raise ValueError(f"{size_of(mesh)} devices cannot split the model: {'; '.join(wrong)}")
 
 
-def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> bool:
+def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Whether a mesh splits a model's layers: a target's always, a draft head's where all of it divides."""
     return isinstance(config, ModelConfig) or not _undivided(config.layers, mesh, features=True)
 
@@ -107,7 +107,7 @@ def own_part(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
 
 
 @functools.cache
-def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh) -> Any:
+def parameter_specs(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> Any:
     """How every parameter of a config's module is split, in the structure of its weights."""
     split = SPLIT if is_split(config, mesh) else {}
 

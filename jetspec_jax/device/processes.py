@@ -90,12 +90,12 @@ def agreed(value: T, about: str) -> T:
     Raises:
         OutOfStep: Another process is about something else.
     """
-    return value if _alone() else _STORE.exchange(about, value, everyone=False)[0]
+    return value if alone() else _STORE.exchange(about, value, everyone=False)[0]
 
 
 def gathered(value: T, about: str) -> list[T]:
     """The values of all processes, in all of them; see `agreed`."""
-    return [value] if _alone() else _STORE.exchange(about, value, everyone=True)
+    return [value] if alone() else _STORE.exchange(about, value, everyone=True)
 
 
 def all_agree(value: bool, about: str) -> bool:
@@ -182,7 +182,7 @@ def _processes_of(mesh: Mesh) -> frozenset[int]:
     return frozenset(device.process_index for device in mesh.devices.flat)
 
 
-def _alone() -> bool:
+def alone() -> bool:
     """Whether there are no other processes; asks no device."""
     return distributed.global_state.num_processes == 1
 

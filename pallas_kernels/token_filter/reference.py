@@ -42,8 +42,11 @@ def least_kept(
         def by_top_k() -> Float32[Array, "B N"]:
             # All tokens are at or above -inf, so to keep as many as there are keeps all.
             most = shards.count() * logits.shape[-1]
-            count = jnp.where(by_k, jnp.minimum(top_k, most), most)
-            return _threshold(logits, lambda: jnp.ones((1, 1, 1), jnp.int32), count[:, None])
+            count = jnp.where(by_k, jnp.minimum(top_k, most), most)[:, None]
+            if shards.count() > 1:
+                # A row without any logit has none to drop. So this waits for the highest: see `shards`.
+                count = jnp.where(highest > -jnp.inf, count, most)
+            return _threshold(logits, lambda: jnp.ones((1, 1, 1), jnp.int32), count)
 
         def by_top_p(least: Float32[Array, "B N"]) -> Float32[Array, "B N"]:
             kept = logits.astype(jnp.float32) >= least[:, :, None]

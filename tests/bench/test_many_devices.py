@@ -48,9 +48,11 @@ def test_the_pair_lies_where_the_command_line_says(load):
 
 
 def test_drafts_along_texts(load):
-    text, found = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None), []
-    for places in ((), ("--tensor-parallel", "2")):
-        found.append(draft_along(load(*places), [text], 3, implementation="xla").candidates)
+    text = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None)
+    found = [
+        draft_along(load(*places), [text], 3, implementation="xla").candidates
+        for places in ((), ("--tensor-parallel", "2"))
+    ]
     assert (found[0].tokens == found[1].tokens).all()
     assert np.allclose(found[0].log_probs, found[1].log_probs, atol=1e-4)
 

@@ -12,6 +12,7 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
+from train.head.frozen import mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
 from train.head.training import export_best, train_head
@@ -97,7 +98,7 @@ def _train(
     path = DEMO_TARGET if arguments.target == "demo" else arguments.target
     checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
     ignored = arguments.ignore_config_key
-    target = read_target(Source(path, recipe.dtype, ignored))
+    target = read_target(Source(path, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
     begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
     folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
     result = read_verdict(work)

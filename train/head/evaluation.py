@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.device.sharding import on_one_device
 from jetspec_jax.engine.output import Completion
@@ -94,7 +95,7 @@ class HeadEvaluator:
 
         Args:
             config: The head's config.
-            target: The target with whole weights, which decodes.
+            target: The target as it decodes: whole on one device, or on some devices of this process.
             frozen: The target's weights on the mesh.
             loss: The training loss; its anchors are fixed here.
             settings: What to measure.
@@ -133,10 +134,14 @@ class HeadEvaluator:
         """Greedy completions of the held-out prompts by the trees of every budget; none without prompts."""
         if not self.held.prompts:
             return {}
-        # Always on the same device, so that all evaluations share one program.
-        device = jax.local_devices()[0]
-        target = replace(self.target, weights=jax.device_put(self.target.weights, device))
-        head = replace(head, weights=jax.device_put(head.weights, device))
+        # Always on the same devices, so that all evaluations share one program.
+        target, group = self.target, self.target.mesh
+        if group is None:
+            device = jax.local_devices()[0]
+            target = replace(target, weights=jax.device_put(target.weights, device))
+            head = replace(head, weights=jax.device_put(head.weights, device))
+        elif head.mesh is None:
+            head = Head(head.config, place(head.weights, head.config, group), group)
         params = SamplingParams(max_tokens=self.settings.new_tokens)
         return {
             budget: generate_tree(

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jetspec_jax.checkpoint.loading import Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import DraftHeadConfig, parse_draft_head_config
+from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config
+from jetspec_jax.device.partition import spread
 from jetspec_jax.models import Weights, build, weights_of
 from train.head.config import head_json
 from train.head.recipe import HeadSettings
@@ -48,7 +50,9 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
         named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
         if named:
             raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
-        head = read_draft_head(replace(checkpoint, dtype="float32"), target)
+        check_head_fits(checkpoint.head_config, target.config)
+        # On one device whatever the target's are: training lays the head out in its own way.
+        head = read_draft_head(replace(checkpoint, dtype="float32"))
         return Beginning(checkpoint.raw_config, head.config, head.weights)
     if checkpoint is not None:
         raise ValueError(
@@ -82,8 +86,8 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
     width, taps = config.layers.hidden_size, len(config.tap_layers)
     given = {
         **random,  # keeps the norm of the features, which is all ones
-        "layers": {i: target.weights["layers"][layer] for i, layer in enumerate(chosen)},
-        "norm": target.weights["norm"],
+        "layers": {i: _whole_layer(target, layer) for i, layer in enumerate(chosen)},
+        "norm": jax.tree.map(np.asarray, target.weights["norm"]),
         "fc": jnp.tile(jnp.eye(width, dtype=jnp.float32) / taps, (taps, 1)),
     }
     wanted, found = (
@@ -104,3 +108,17 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
         )
     # Copied, because training donates the weights.
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), given)
+
+
+def _whole_layer(target: Target, number: int) -> Weights:
+    """A layer's parameters, whole on one device, with no KV head repeated."""
+    if target.mesh is None:
+        return target.weights["layers"][number]
+    layer = jax.tree.map(np.asarray, target.weights["layers"][number])
+    own = target.config.layers[number]
+    repeats = spread(target.config, target.mesh).layers[number].num_kv_heads // max(own.num_kv_heads, 1)
+    if repeats > 1:
+        fused = layer["self_attn"]["qkv_proj"]
+        queries = fused[:, :, :-2].reshape(fused.shape[0], own.num_kv_heads, -1, own.head_dim)
+        layer["self_attn"]["qkv_proj"] = np.concatenate([queries, fused[:, ::repeats, -2:]], axis=2)
+    return layer

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
@@ -27,10 +28,11 @@ from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
+from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
 from train.loop.checkpoints import Checkpoints
-from train.loop.mesh import make_mesh, one_device, replicated, spread
+from train.loop.mesh import batch_parts, make_mesh, one_device, replicated
 from train.loop.plot import plot_training
 from train.loop.stages import Deadline, claim, fresh
 from train.loop.trainer import Trained, train
@@ -52,7 +54,7 @@ def train_head(
     Args:
         work: The folder for everything that is made.
         recipe: The recipe.
-        target: The target, loaded in the recipe's dtype.
+        target: The target, loaded in the recipe's dtype: whole on one device, or onto `mesh_to_load`.
         data: A finished folder of documents.
         deadline: When to stop, after saving.
         checkpoint: The head to begin with, for recipes that do. The trained head keeps
@@ -71,6 +73,9 @@ def train_head(
     recipe.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
+    mesh = make_mesh(recipe.mesh)
+    frozen = freeze(target, mesh)
+    target = frozen.decoding
     beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)
     check_head_fits(beginning.config, target.config)
     if beginning.config.block_size > recipe.window:
@@ -81,7 +86,7 @@ def train_head(
         for budget in recipe.evaluation.budgets:
             trees = TreeSettings(budget, recipe.evaluation.width, None, ALGORITHM)
             trees.check(target.config, beginning.config.depth)
-    run = _HeadRun(work, recipe, target, beginning, held)
+    run = _HeadRun(work, recipe, frozen, mesh, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
     with in_turn("a work folder"):
         claim(
@@ -121,10 +126,14 @@ def check_documents(documents: Documents, target: Target) -> None:
 
 
 def fingerprint(weights: Weights) -> str:
-    """A hash of a few numbers of every parameter, which tells weights of the same shapes apart."""
+    """A hash of a few numbers of every parameter, which tells weights of the same shapes apart.
+
+    Of weights that devices share, the numbers are of the first device's parts.
+    """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(weights):
-        digest.update(np.asarray(leaf.ravel()[:64].astype(jnp.float32)).tobytes())
+        first = leaf.addressable_shards[0].data
+        digest.update(np.asarray(first.ravel()[:64].astype(jnp.float32)).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -181,13 +190,20 @@ def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) ->
 class _HeadRun:
     """The objects of a training run, placed on its mesh."""
 
-    def __init__(self, work: Path, recipe: HeadRecipe, target: Target, beginning: Beginning, held: Documents):
-        self.work, self.recipe, self.target, self.beginning = work, recipe, target, beginning
+    def __init__(
+        self,
+        work: Path,
+        recipe: HeadRecipe,
+        frozen: Frozen,
+        mesh: Mesh,
+        beginning: Beginning,
+        held: Documents,
+    ):
+        self.work, self.recipe, self.mesh, self.beginning = work, recipe, mesh, beginning
+        self.frozen, target = frozen
         dtype = resolve_dtype(recipe.dtype)
-        self.mesh = make_mesh(recipe.mesh)
-        parts = recipe.fit.parts(self.mesh.size)
-        self.shardings = parameter_shardings(beginning.config, self.mesh)
-        self.frozen: Weights = spread(target.weights, parameter_shardings(target.config, self.mesh))
+        parts = recipe.fit.parts(batch_parts(mesh))
+        self.shardings = parameter_shardings(beginning.config, mesh)
         self.loss = distillation_loss(
             beginning.config, target.config, recipe.objective, dtype, remat=recipe.remat
         )

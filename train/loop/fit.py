@@ -57,6 +57,9 @@ class Fit:
     def parts(self, devices: int) -> int:
         """The number of parts of a batch, which are computed one after the other.
 
+        Args:
+            devices: How many compute different sequences; devices that share the target count as one.
+
         Raises:
             ValueError: The batch does not divide into micro-batches over so many devices, or a setting is out
                 of its range.

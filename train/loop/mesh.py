@@ -1,14 +1,23 @@
-"""Meshes for training: data-parallel groups of devices, each of which shares one copy of the weights."""
+"""Meshes for training: data-parallel groups of devices, each of which shares one copy of the weights.
 
-from dataclasses import dataclass
+Where a target does not fit a device, several share it, and compute the same sequences together.
+"""
+
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-#: The axes over which the sequences of a batch are split: all devices.
+from jetspec_jax.device.mesh import size_of
+from pallas_kernels import shards
+
+#: The axes over which the sequences of a batch are split.
 BATCH_AXES = ("data", "fsdp")
+#: All axes. Neighbours along the last ones, which are those of decoding, share the frozen target.
+AXES = (*BATCH_AXES, *shards.ALL)
 
 
 @dataclass(frozen=True)
@@ -17,37 +26,83 @@ class MeshSettings:
 
     Attributes:
         data: Groups that train on different sequences; -1 is as many as the devices allow.
-        fsdp: Devices of a group, over which weights and optimiser state are split.
+        fsdp: Parts of a group that train on different sequences, over which weights and optimiser state are
+            split.
+        expert: Devices over which the frozen target's routed experts are split by number. All else of it is
+            split over these and those of ``tensor`` together.
+        tensor: Devices over which the frozen target's routed experts are split by features.
     """
 
     data: int = -1
     fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def __str__(self) -> str:
+        """The sizes, but for groups of one device that has all of the target."""
+        sizes = {"data": self.data, "fsdp": self.fsdp}
+        if (self.expert, self.tensor) != (1, 1):
+            sizes |= {"expert": self.expert, "tensor": self.tensor}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def make_mesh(settings: MeshSettings) -> Mesh:
     """The mesh over all devices of all processes.
 
     Raises:
-        ValueError: The settings do not give the number of devices.
+        ValueError: The settings do not give the number of devices, or devices of several processes would
+            share the target.
     """
-    count = jax.device_count()
-    data = count // settings.fsdp if settings.data == -1 and settings.fsdp > 0 else settings.data
-    if data < 1 or settings.fsdp < 1 or data * settings.fsdp != count:
-        fitting = [f"data {count // n} x fsdp {n}" for n in range(1, count + 1) if count % n == 0]
+    count, sizes = jax.device_count(), (settings.fsdp, settings.expert, settings.tensor)
+    data = count // math.prod(sizes) if settings.data == -1 and min(sizes) > 0 else settings.data
+    if min(data, *sizes) < 1 or data * math.prod(sizes) != count:
         raise ValueError(
-            f"a mesh of data {settings.data} x fsdp {settings.fsdp} does not divide {count} devices; "
-            f"possible: {', '.join(fitting)}"
+            f"a mesh of {settings} does not divide {count} devices; possible: {_possible(settings, count)}"
         )
-    return _mesh((data, settings.fsdp), jax.devices())
+    mesh = _mesh((data, *sizes), jax.devices())
+    sharing = [{device.process_index for device in group.flat} for group in target_groups(mesh)]
+    if any(len(processes) > 1 for processes in sharing):
+        raise ValueError(
+            f"expert {settings.expert} x tensor {settings.tensor} would share the target between processes, "
+            f"and only devices of one can share it; each of {jax.process_count()} processes has "
+            f"{jax.local_device_count()}"
+        )
+    return mesh
+
+
+def _possible(settings: MeshSettings, count: int) -> str:
+    """Meshes of so many devices: with the same parts of the target where they divide."""
+    shared = settings.expert * settings.tensor
+    if min(settings.expert, settings.tensor) < 1 or count % shared:
+        sizes = [str(n) for n in range(1, count + 1) if count % n == 0]
+        return f"expert x tensor of {', '.join(sizes)}"
+    groups = count // shared
+    fitting = [replace(settings, data=groups // n, fsdp=n) for n in range(1, groups + 1) if groups % n == 0]
+    return ", ".join(map(str, fitting))
 
 
 def one_device() -> Mesh:
     """A mesh of the first local device."""
-    return _mesh((1, 1), jax.local_devices()[:1])
+    return _mesh((1,) * len(AXES), jax.local_devices()[:1])
 
 
-def _mesh(shape: tuple[int, int], devices: list[Any]) -> Mesh:
-    return jax.make_mesh(shape, BATCH_AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+def _mesh(shape: tuple[int, ...], devices: list[Any]) -> Mesh:
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """How many devices, or groups that share the target, train on different sequences."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def target_groups(mesh: Mesh) -> np.ndarray:
+    """The devices by the groups that share the target: ``[groups, expert, tensor]``."""
+    return mesh.devices.reshape(-1, mesh.shape[shards.EXPERT], mesh.shape[shards.TENSOR])
+
+
+def shares_target(mesh: Mesh) -> bool:
+    """Whether several devices share the target."""
+    return size_of(mesh) > 1
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -22,7 +22,7 @@ from jetspec_jax.models import Weights
 from train.loop.checkpoints import Best, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
-from train.loop.mesh import one_device, put_batch, replicated, spread
+from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
 from train.loop.stages import Deadline
 from train.loss.objectives import Loss, Means
 
@@ -217,7 +217,7 @@ class Loop:
 
     def __init__(self, fit: Fit, loss: Loss, mesh: Mesh, deterministic: bool):
         """Compiles nothing yet; ValueError if the batch does not divide over the mesh."""
-        self.fit, self.loss, self.mesh, self.parts = fit, loss, mesh, fit.parts(mesh.size)
+        self.fit, self.loss, self.mesh, self.parts = fit, loss, mesh, fit.parts(batch_parts(mesh))
         self.optimizer = make_optimizer(fit)
         self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
 

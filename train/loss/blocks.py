@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.transformer import Transformer
 from train.loss.attention import block_attend
+from train.loss.teacher import Teacher
 
 
 class Lessons(NamedTuple):
@@ -71,7 +72,7 @@ def block_positions(anchors: Int[Array, "B A"], block_size: int) -> Int[Array, "
 
 def draft_blocks(
     head: DraftHead,
-    target: Transformer,
+    target: Transformer | Teacher,
     tokens: Int[Array, "B T"],
     taps: Float[Array, "B T F"],
     anchors: Int[Array, "B A"],

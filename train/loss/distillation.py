@@ -7,7 +7,8 @@ from jaxtyping import Array, Key
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
-from train.loss.attention import causal_attend
+from jetspec_jax.models.transformer import Transformer
+from train.loss.attention import best_implementation, causal_attend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
 from train.loss.objectives import (
     Loss,
@@ -19,6 +20,7 @@ from train.loss.objectives import (
     draft_losses,
 )
 from train.loss.precision import cast, whole
+from train.loss.teacher import Teacher
 
 
 def distillation_loss(
@@ -48,23 +50,31 @@ def distillation_loss(
     def loss(weights: Weights, frozen: Weights, batch: dict[str, Array], key: Key[Array, ""]) -> Means:
         tokens, learn = batch["tokens"], batch["learn"]
         anchors = sample_anchors(key, learn, objective.anchors)
-        target = bind(target_config, whole(cast(frozen, dtype)))
+        teacher = Teacher(target_config, cast(frozen, dtype))
+        # Whole on the devices that share the target, each of which computes the same: a head is small, and
+        # need not divide as the target does. Only its rows' way through the target's table is shared.
         head = bind(head_config, whole(cast(weights, dtype)))
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        out = target(tokens, positions, causal_attend(), taps=head_config.tap_layers)
-        student = draft_blocks(head, target, tokens, out.taps, anchors, remat=remat)[:, :, 1:]
+        # Chosen here, as devices that run together cannot try anything out.
+        attend = causal_attend(best_implementation(dtype, tokens.shape[1]))
+
+        def states(target: Transformer, tokens: Array) -> tuple[Array, Array]:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+            out = target(tokens, positions, attend, taps=head_config.tap_layers)
+            return out.hidden, out.taps
+
+        hidden, taps = teacher(states, tokens)
+        student = draft_blocks(head, teacher, tokens, taps, anchors, remat=remat)[:, :, 1:]
         task = lessons(tokens, learn, anchors, slots)
         b, a, d = task.rows.shape
         rows = draft_losses(
             student.reshape(b, a * d, -1),
-            out.hidden,
+            hidden,
             task.rows.reshape(b, a * d),
             task.labels.reshape(b, a * d),
-            target.logits,
+            partial(teacher.read, capped=head_config.capped_logits),
             loss=objective.loss,
             temperature=objective.temperature,
             chunk=objective.chunk,
-            draft_logits=partial(target.logits, capped=head_config.capped_logits),
         )
         value, matches = rows.loss.reshape(b, a, d), rows.matches.reshape(b, a, d)
         counted = task.learn.astype(jnp.float32)

@@ -2,11 +2,12 @@
 
 Logits are the largest arrays of training, so they are computed and dropped chunk by chunk. ``logits`` maps
 hidden rows ``[B, N, M]`` to ``[B, N, V]``. Shapes: B sequences, T tokens, N draft rows of a sequence, D draft
-depth, M model, V vocabulary.
+depth, M model, V vocabulary, or a device's part of it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.models import Weights
+from pallas_kernels import shards
+from train.loss import vocabulary
 
 Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
 
@@ -43,6 +46,21 @@ class Loss(Protocol):
 
     def __call__(self, weights: Weights, frozen: Any, batch: Any, key: Key[Array, ""]) -> Means:
         """The loss of the weights on a batch, and the other means to log."""
+        ...
+
+
+@runtime_checkable
+class Table(Protocol):
+    """The target's output table, which may lie on many devices."""
+
+    def __call__(self, function: Callable[..., Any], *arrays: Array) -> Any:
+        """What a function makes of the table and of arrays; all arrays and results have sequences first.
+
+        Args:
+            function: Takes the `Logits` that the target reads, those that the head reads, and the arrays.
+                Where devices share the table, each runs it, with logits of its part of the vocabulary.
+            *arrays: The arrays.
+        """
         ...
 
 
@@ -82,12 +100,11 @@ def draft_losses(
     teacher: Float[Array, "B T M"],
     rows: Int[Array, "B N"],
     labels: Int[Array, "B N"],
-    logits: Logits,
+    table: Table,
     *,
     loss: LossName,
     temperature: float,
     chunk: int,
-    draft_logits: Logits | None = None,
 ) -> DraftRows:
     """The loss of each draft row against the target's row that predicts the same token.
 
@@ -104,49 +121,56 @@ def draft_losses(
         teacher: The target's, of all tokens.
         rows: For each draft row the index of the target's row.
         labels: For each draft row the text's token.
-        logits: The target's output table; it is frozen.
+        table: The target's output table, which reads the head's rows too; it is frozen.
         loss: Which loss.
         temperature: T.
         chunk: Rows of a sequence whose logits exist at a time.
-        draft_logits: That table as the head reads it, where that differs.
     """
-    given = jax.lax.stop_gradient(logits(teacher))
-    best = jnp.argmax(given, axis=-1).astype(jnp.int32)
 
-    def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
-        own = (draft_logits or logits)(x)
-        matches = jnp.argmax(own, axis=-1) == jnp.take_along_axis(best, index, axis=1)
-        if loss == "sft":
-            log_q = jax.nn.log_softmax(own.astype(jnp.float32), axis=-1)
-            return -jnp.take_along_axis(log_q, label[:, :, None], axis=2)[:, :, 0], matches
-        log_q = jax.nn.log_softmax(own.astype(jnp.float32) / temperature, axis=-1)
-        target_rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
-        log_p = jax.nn.log_softmax(target_rows.astype(jnp.float32) / temperature, axis=-1)
-        if loss == "forward_kl":
-            divergence = jnp.exp(log_p) * (log_p - log_q)
-        else:
-            divergence = jnp.exp(log_q) * (log_q - log_p)
-        return jnp.sum(divergence, axis=-1) * temperature**2, matches
+    def computed(
+        logits: Logits, draft_logits: Logits, teacher: Array, *draft: Array, gradient: bool
+    ) -> tuple[Array, ...]:
+        """Loss and match of all draft rows (states, rows and labels), and maybe the states' gradient."""
+        given = jax.lax.stop_gradient(logits(teacher))
+        best = vocabulary.likeliest(given).astype(jnp.int32)
 
-    def with_gradient(x: Array, index: Array, label: Array) -> tuple[Array, Array, Array]:
-        value, pull, matches = jax.vjp(lambda x: losses(x, index, label), x, has_aux=True)
-        return value, matches, pull(jnp.ones_like(value))[0]
+        def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
+            own = draft_logits(x)
+            matches = vocabulary.likeliest(own) == jnp.take_along_axis(best, index, axis=1)
+            if loss == "sft":
+                return -vocabulary.at(vocabulary.log_softmax(own.astype(jnp.float32)), label), matches
+            log_q = vocabulary.log_softmax(own.astype(jnp.float32) / temperature)
+            target_rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
+            log_p = vocabulary.log_softmax(target_rows.astype(jnp.float32) / temperature)
+            if loss == "forward_kl":
+                divergence = jnp.exp(log_p) * (log_p - log_q)
+            else:
+                divergence = jnp.exp(log_q) * (log_q - log_p)
+            return vocabulary.total(divergence) * temperature**2, matches
+
+        def with_gradient(x: Array, index: Array, label: Array) -> tuple[Array, Array, Array]:
+            value, pull, matches = jax.vjp(lambda x: losses(x, index, label), x, has_aux=True)
+            # Of each device's loss its share counts, for they are all the same; and each has the derivative
+            # that goes through its part of the vocabulary.
+            return value, matches, shards.all_sum(pull(jnp.full_like(value, 1 / shards.count()))[0])
+
+        return _by_chunks(with_gradient if gradient else losses, draft, chunk)
 
     # A row's loss depends on that row alone, so its gradient is all that the backward pass needs, however the
     # rows are weighted later.
     @jax.custom_vjp
-    def run(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
-        return _by_chunks(losses, (x, index, label), chunk)
+    def run(teacher: Array, x: Array, index: Array, label: Array) -> tuple[Array, ...]:
+        return table(partial(computed, gradient=False), teacher, x, index, label)
 
-    def forward(x: Array, index: Array, label: Array) -> tuple[tuple[Array, Array], Array]:
-        value, matches, gradient = _by_chunks(with_gradient, (x, index, label), chunk)
+    def forward(teacher: Array, x: Array, index: Array, label: Array) -> tuple[tuple[Array, Array], Array]:
+        value, matches, gradient = table(partial(computed, gradient=True), teacher, x, index, label)
         return (value, matches), gradient
 
-    def backward(gradient: Array, cotangents: tuple[Array, Any]) -> tuple[Array, None, None]:
-        return gradient * cotangents[0][:, :, None].astype(gradient.dtype), None, None
+    def backward(gradient: Array, cotangents: tuple[Array, Any]) -> tuple[None, Array, None, None]:
+        return None, gradient * cotangents[0][:, :, None].astype(gradient.dtype), None, None
 
     run.defvjp(forward, backward)
-    return DraftRows(*run(student, rows, labels))
+    return DraftRows(*run(teacher, student, rows, labels))
 
 
 def next_token_losses(

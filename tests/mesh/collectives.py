@@ -1,0 +1,91 @@
+"""The collectives of a program, as it is lowered."""
+
+import math
+from typing import NamedTuple
+
+KINDS = {"stablehlo.all_reduce": "sum", "stablehlo.all_gather": "gather"}
+_OTHERS = ("stablehlo.all_to_all", "stablehlo.collective_permute", "stablehlo.reduce_scatter")
+
+
+class Collective(NamedTuple):
+    """One of them, each time that a program comes to it.
+
+    Attributes:
+        kind: "sum" or "gather".
+        size: Elements of its result.
+        on_condition: Whether the program comes to it on a condition only.
+    """
+
+    kind: str
+    size: int
+    on_condition: bool
+
+
+def collectives(lowered):
+    """All collectives of a lowered program; those of a loop's body once."""
+    module = lowered.compiler_ir("stablehlo")
+    functions = {op.sym_name.value: op for op in module.body.operations}
+    found = []
+
+    def visit(op, on_condition):
+        name = op.operation.name
+        assert name not in _OTHERS
+        if name in KINDS:
+            size = math.prod(op.operation.results[0].type.shape)
+            found.append(Collective(KINDS[name], size, on_condition))
+            return  # its region says how two elements are added up
+        if name == "func.call":
+            visit(functions[op.operation.attributes["callee"].value], on_condition)
+        inside = on_condition or name in ("stablehlo.case", "stablehlo.if")
+        for region in op.operation.regions:
+            for block in region:
+                for each in block:
+                    visit(each, inside)
+
+    visit(functions["main"], False)
+    return found
+
+
+def unordered(lowered):
+    """Pairs of operations in one block, neighbours among those with collectives, of which the second would
+    not wait for the first: XLA need not come to them in this order on every device.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    functions = {op.sym_name.value: op for op in module.body.operations}
+    found = []
+
+    def has_collectives(op):
+        if op.operation.name in KINDS:
+            return True
+        if op.operation.name == "func.call":
+            return has_collectives(functions[op.operation.attributes["callee"].value])
+        return any(has_collectives(each) for block in blocks_of(op) for each in block)
+
+    def visit(block):
+        last, waiting = None, set()
+        for op in block:
+            waits = bool(reads(op) & waiting)
+            if waits:
+                waiting |= set(op.operation.results)
+            if has_collectives(op):
+                if last is not None and not waits:
+                    found.append((str(last.name), str(op.operation.name)))
+                last, waiting = op.operation, set(op.operation.results)
+            if op.operation.name not in KINDS:
+                for inner in blocks_of(op):
+                    visit(inner)
+
+    for function in functions.values():
+        for block in blocks_of(function):
+            visit(block)
+    return found
+
+
+def blocks_of(op):
+    return [block for region in op.operation.regions for block in region]
+
+
+def reads(op):
+    """All values that an operation, or anything inside of it, reads."""
+    inside = (reads(each) for block in blocks_of(op) for each in block)
+    return set(op.operation.operands).union(*inside)

@@ -1,0 +1,120 @@
+"""After every dispatch all devices agree on what steers decoding, even where their sums differ."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams, generate
+from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.memory import empty_state
+from pallas_kernels import shards
+from tests.decode.compilations import compilations
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
+from tests.mesh.tiny import on_mesh
+from tests.meshes import mesh_of
+
+# Two KV heads, on four devices.
+CONFIG = dataclasses.replace(SLIDING, vocab_size=67)
+PARTS = 4
+SETTINGS = TreeSettings(budget=16, width=3)
+FILTERED = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+# The second is longer than a chunk of prefill, and both than a window.
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], np.random.default_rng(0).integers(0, 67, 140).tolist()]
+PARAMS = [
+    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(max_tokens=24, ignore_eos=True, seed=7, **FILTERED),
+]
+
+
+def make_engine(config):
+    mesh = mesh_of(1, PARTS)
+    target, head = on_mesh((random_target(config, 0), random_head(config, 0)), mesh)
+    return TinyEngine(target, head, SETTINGS, slots=2, capacity=256, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(CONFIG)
+
+
+def run(engine, prompts=PROMPTS, params=PARAMS):
+    """Their tokens; after every dispatch of a round or two all devices must agree."""
+    requests = [engine.submit(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    dispatches = 0
+    while engine.busy:
+        engine.launch(2)
+        agree(engine)
+        engine.collect()
+        dispatches += 1
+        assert dispatches < 100
+    assert dispatches > 3
+    return [request.tokens for request in requests]
+
+
+def agree(engine):
+    """What is whole on every device has the same bits on all of them."""
+    state, flight = engine.runner.state, engine.runner.in_flight
+    whole = dataclasses.replace(state, stores=(), proposer=None), flight.records, flight.first_tokens
+    for array in jax.tree.leaves(whole):
+        parts = [np.asarray(shard.data) for shard in array.addressable_shards]
+        assert len(parts) == PARTS
+        for part in parts:
+            assert part.shape == array.shape
+            assert part.tobytes() == parts[0].tobytes()
+
+
+def test_after_every_dispatch(engine):
+    """And the tokens are those of one device, where each request is alone and no tree is drafted."""
+    target = random_target(CONFIG, 0)
+    alone = [generate(target, [prompt], own)[0] for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert run(engine) == [completion.token_ids for completion in alone]
+
+
+def test_after_warm_up_nothing_compiles(engine):
+    run(engine)
+    with compilations() as after:
+        serve(engine, PROMPTS[::-1] * 2, [SamplingParams(max_tokens=9, **FILTERED)] * 4)
+    assert after == []
+
+
+def test_slots_change_hands_where_they_lie(engine):
+    """Whoever has a slot, all arrays lie on the devices as in an empty state."""
+
+    def shardings(state):
+        return jax.tree.map(lambda array: array.sharding, state)
+
+    decoder, size = engine.plan.decoder, engine.plan.size
+    state = empty_state(decoder, size, engine.plan.dtype)
+    lies = shardings(state)
+    pages, settings = jax.tree.map(
+        lambda array: np.asarray(array)[0], (state.slots.block_tables, state.settings)
+    )
+    state = decoder.insert(state, np.int32(1), pages, settings)
+    assert shardings(state) == lies
+    state = decoder.release(state, np.int32(1))
+    assert shardings(state) == lies
+
+
+def test_where_sums_differ_by_a_bit(monkeypatch):
+    """One device rounds every sum its own way, and still ends when the others do, with their tokens."""
+    total = shards.all_sum
+
+    def perturbed(x):
+        summed = total(x)
+        return jnp.where(shards.index() == 1, jnp.nextafter(summed, jnp.inf), summed)
+
+    monkeypatch.setattr(shards, "all_sum", perturbed)
+    # A config of its own, so that no other test's programs run here, nor these elsewhere.
+    engine = make_engine(dataclasses.replace(CONFIG, max_position_embeddings=257))
+    tokens = run(engine)
+    assert [len(own) for own in tokens] == [24, 24]
+    # Devices 0 and 1 have the same KV head, and 2 and 3 another.
+    store = engine.runner.state.stores[1]
+    assert isinstance(store, PagedStore)
+    keys = [np.asarray(shard.data) for shard in store.k.addressable_shards]
+    assert (keys[0] != keys[1]).any()
+    assert (keys[2] == keys[3]).all()

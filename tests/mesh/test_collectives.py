@@ -1,0 +1,67 @@
+"""What devices tell each other in a greedy round: counted in the lowered program."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jetspec_jax import DecodeWeights, DraftHeadProposer, TreeDecoder
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.device.partition import spread
+from jetspec_jax.models import abstract, weights_of
+from tests.mesh.collectives import collectives, unordered
+from tests.mesh.tiny import config_of, head_config
+from tests.meshes import mesh_of
+
+SLOTS, NODES = 2, 16
+
+
+def lowered(config, head, mesh, *, prompt=False):
+    """A dispatch of trees, whose rounds are one loop's body; or a chunk of a prompt."""
+    proposer = DraftHeadProposer(head)
+    decoder = TreeDecoder(config, proposer, bucket=NODES, width=3, mesh=mesh)
+    weights = DecodeWeights(*(weights_of(abstract(spread(own, mesh))) for own in (config, head)))
+    state = jax.eval_shape(
+        lambda: decoder.empty_state(
+            SLOTS, num_pages=8, pages_per_slot=4, page_size=16, dtype=jnp.dtype(jnp.float32)
+        )
+    )
+    number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, bool))
+    if not prompt:
+        return decoder.program.lower(decoder, weights, state, number)
+    chunk = jax.ShapeDtypeStruct((8,), jnp.int32)
+    own = config, proposer, None, mesh
+    return prefill.lower(*own, weights, state, number, chunk, number, flag)
+
+
+# A dense family, a mixture, one whose layers add two terms at once, one with recurrent layers.
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("qwen3", (1, 2)), ("qwen3_moe", (2, 4)), ("gemma4", (2, 4)), ("qwen3_5_moe", (8, 1))],
+)
+def test_of_a_greedy_round(family, mesh):
+    config = config_of(family)
+    head = head_config(config)
+    found = collectives(lowered(config, head, mesh_of(*mesh)))
+    always = Counter(own.kind for own in found if not own.on_condition)
+    # Two for each layer, and one for each model's embeddings. Choices, candidates, and the head's features.
+    assert always == {"sum": 2 * config.num_layers + 1 + 2 * head.layers.num_layers + 1, "gather": 3}
+    # The filters', which greedy rounds leave out: the highest, all that top-p weighs, a turn of each search.
+    assert Counter(own.kind for own in found if own.on_condition) == {"gather": 4}
+    assert max(own.size for own in found) < SLOTS * NODES * config.vocab_size
+
+
+def test_a_head_that_cannot_be_split_adds_none():
+    """It stays whole on every device, but for the vocabulary: its slots are embedded by the target's part."""
+    config = config_of("qwen3")
+    found = collectives(lowered(config, head_config(config, splits=False), mesh_of(1, 2)))
+    always = Counter(own.kind for own in found if not own.on_condition)
+    assert always == {"sum": 2 * config.num_layers + 2, "gather": 2}
+
+
+@pytest.mark.parametrize("prompt", [False, True], ids=["rounds", "prompt"])
+def test_each_waits_for_the_one_before(prompt):
+    """Otherwise devices might come to them in different orders, and wait for each other for ever."""
+    config = config_of("gpt_oss")
+    assert unordered(lowered(config, head_config(config), mesh_of(2, 4), prompt=prompt)) == []

@@ -1,0 +1,77 @@
+"""Every family's forwards on meshes: those of one device, but for the order of sums."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import Head, Target, draft_logits, logits, tree_logits
+from jetspec_jax.tree import TokenTree
+from tests.decode.tiny import random_weights
+from tests.marks import wide
+from tests.mesh.tiny import DENSE, MIXTURES, VOCAB, config_of, head_config, on_mesh
+from tests.meshes import mesh_of
+
+TOLERANCE = 1e-4
+# Beyond the windows of 8.
+IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 19)).astype(np.int32)
+DEFAULT = {("gpt_oss", (2, 4)), ("qwen3_5", (1, 2))}
+CASES = [(family, mesh) for family in MIXTURES for mesh in ((1, 2), (1, 8), (8, 1), (2, 4))]
+CASES += [(family, mesh) for family in DENSE for mesh in ((1, 2), (1, 8))]
+
+
+@functools.cache
+def pair(family, splits=True):
+    config = config_of(family)
+    head = head_config(config, splits=splits)
+    return Target(config, random_weights(config, 0)), Head(head, random_weights(head, 1))
+
+
+def a_tree():
+    """Two trees of six nodes, of which the second has four."""
+    parents = jnp.array([[-1, 0, 0, 1, 2, 2], [-1, 0, 1, 2, -1, -1]], jnp.int32)
+    depths = jnp.array([[0, 1, 1, 2, 2, 2], [0, 1, 2, 3, 0, 0]], jnp.int32)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, parents.shape)
+    return TokenTree(
+        jnp.asarray(tokens, jnp.int32),
+        parents,
+        depths,
+        jnp.zeros(parents.shape),
+        jnp.array([6, 4], jnp.int32),
+    )
+
+
+def forwards(target, head):
+    tree = tree_logits(target, IDS, a_tree())
+    return [
+        np.asarray(each)
+        for each in (logits(target, IDS), tree[0], tree[1, :4], draft_logits(target, head, IDS))
+    ]
+
+
+@functools.cache
+def of_one_device(family):
+    return forwards(*pair(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [case if case in DEFAULT else wide(*case) for case in CASES], ids=str
+)
+def test_forwards(family, mesh):
+    mesh = mesh_of(*mesh)
+    found = forwards(*on_mesh(pair(family), mesh))
+    for own, whole in zip(found, of_one_device(family), strict=True):
+        assert own.shape == whole.shape
+        assert whole.std() > 0.3
+        np.testing.assert_allclose(own, whole, rtol=0, atol=TOLERANCE)
+
+
+def test_a_head_that_cannot_be_split():
+    """It stays whole on every device, and drafts the same."""
+    mesh, (target, head) = mesh_of(1, 2), pair("qwen3", splits=False)
+    split, whole = on_mesh((target, head), mesh)
+    assert all(array.is_fully_replicated for array in jax.tree.leaves(whole.weights))
+    found = draft_logits(split, whole, IDS)
+    np.testing.assert_allclose(found, draft_logits(target, head, IDS), rtol=0, atol=TOLERANCE)
