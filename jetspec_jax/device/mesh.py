@@ -4,6 +4,7 @@ A mesh has the axes of `pallas_kernels.shards`: routed experts are split by numb
 features over "tensor", all else over both together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
