@@ -17,12 +17,21 @@ import jax
 import numpy as np
 
 import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
-from jetspec_jax import LLM, Head, SamplingParams, Target, generate_tree, load_target, logits
+from jetspec_jax import (
+    LLM,
+    Head,
+    SamplingParams,
+    Target,
+    enable_compilation_cache,
+    generate_tree,
+    join_processes,
+    load_target,
+    logits,
+)
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
-from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine import planning, runner
@@ -187,12 +196,24 @@ def looking(mesh):
     }
 
 
+def cache(mesh, out):
+    """A folder that all see, and one of each process's own."""
+    own = out.parent / f"own-{jax.process_index()}"
+    found = []
+    for folder in (out.parent / "shared", own):
+        jax.config.update("jax_compilation_cache_dir", None)
+        enable_compilation_cache(folder, together=True)
+        found.append(jax.config.jax_compilation_cache_dir)
+    return found
+
+
 def main(settings):
     jax.config.update("jax_num_cpu_devices", 2)
     index, count, port = settings["process"]
     join_processes(f"localhost:{port}", count, index)
-    found = globals()[settings["case"]](make_mesh(2 * count))
-    Path(settings["out"]).write_text(json.dumps(found), encoding="utf-8")
+    mesh, out = make_mesh(2 * count), Path(settings["out"])
+    found = cache(mesh, out) if settings["case"] == "cache" else globals()[settings["case"]](mesh)
+    out.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
