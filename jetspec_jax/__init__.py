@@ -7,6 +7,7 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import DraftHeadProposer, Proposer
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
+from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.generate import generate, generate_tree
@@ -33,6 +34,7 @@ __all__ = [
     "enable_compilation_cache",
     "generate",
     "generate_tree",
+    "join_processes",
     "load_draft_head",
     "load_target",
     "logits",

@@ -18,6 +18,7 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, check_places, plan_engine, plan_requests, read_single
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
@@ -171,7 +172,7 @@ class LLM:
                 plan.on(group).check_memory(
                     lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()}
                 )
-        enable_compilation_cache(compilation_cache)
+        enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours

@@ -9,6 +9,17 @@ from tqdm import tqdm
 
 #: Seconds after which a wait is worth a line.
 PATIENCE = 2.0
+_hidden = threading.Event()
+
+
+def hide() -> None:
+    """Shows no progress in this process any more: another one shows it."""
+    _hidden.set()
+
+
+def unseen() -> bool | None:
+    """What tqdm takes for ``disable``: nothing is shown but on a terminal, and nothing where it is hidden."""
+    return True if _hidden.is_set() else None
 
 
 @contextlib.contextmanager
@@ -18,7 +29,7 @@ def waiting(text: str) -> Iterator[None]:
     Args:
         text: What is being done, as "compiling ...".
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if _hidden.is_set() or sys.stderr is None or not sys.stderr.isatty():
         yield
         return
     done = threading.Event()

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
+from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.process import run_interruptibly
 from jetspec_jax.cli.quiet import keep_libraries_quiet, show_own_log
+from jetspec_jax.device.joining import leave, tell_of_interrupt
 from train.ablations import command as ablations
 from train.data import command as data
 from train.demo import command as demo
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return run(arguments)
     keep_libraries_quiet()
-    return run_interruptibly(run, INTERRUPTED)
+    return run_interruptibly(run, INTERRUPTED, tell_of_interrupt)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -43,10 +45,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:
-        join = getattr(parsed, "join", None)
-        if join is not None:
-            join(parsed)  # before anything uses devices
-        enable_compilation_cache(parsed.compilation_cache)
+        join_as_told(parsed)
+        enable_compilation_cache(parsed.compilation_cache, together=True)
         return parsed.run(parsed)
     except OutOfTime as stop:
         print(f"{stop}; the same command goes on")
@@ -56,6 +56,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         print(f"train: {error}", file=sys.stderr)
+        leave(str(error), 2)
         return 2
 
 

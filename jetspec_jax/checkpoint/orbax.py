@@ -25,6 +25,7 @@ from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expecte
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.progress import unseen
 
 #: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
@@ -133,7 +134,7 @@ class OrbaxParameters:
     def counted(self) -> Iterable[Parameter]:
         """All parameters, with a bar on a terminal."""
         text = f"loading {self.folder.name}"
-        return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
+        return tqdm(self.parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
         self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None

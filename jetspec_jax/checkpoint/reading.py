@@ -38,6 +38,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Key, OwnRows
+from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
 
@@ -170,7 +171,7 @@ class StoredParameters:
         # Small checkpoints are there before a bar could be read.
         parameters = [parameter for parameter, _ in self.plan.sources]
         text = f"loading {self.folder.name}"
-        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=None, leave=False)
+        return tqdm(parameters, desc=text, unit=" parameters", delay=1, disable=unseen(), leave=False)
 
     def read(
         self, parameter: Parameter, rows: OwnRows | None = None, shape: tuple[int, ...] | None = None
@@ -380,7 +381,7 @@ def _equal(
     step = max(1, _COMPARED_BYTES // (4 * width))
     starts = [(begin, stop) for start, stop in ranges for begin in range(start, stop, step)]
     slices = [files[own].file.get_slice(own) for own in (name, other)]
-    bar = tqdm(starts, desc=f"comparing {name}", unit=" parts", delay=1, disable=None, leave=False)
+    bar = tqdm(starts, desc=f"comparing {name}", unit=" parts", delay=1, disable=unseen(), leave=False)
     for begin, stop in bar:
         ours, theirs = (part[begin : min(begin + step, stop)] for part in slices)
         # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.

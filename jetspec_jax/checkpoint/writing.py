@@ -22,6 +22,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Key
 from jetspec_jax.models.mxfp4 import without_mxfp4
+from jetspec_jax.progress import unseen
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -96,7 +97,7 @@ def save_checkpoint(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         files[INDEX] = json.dumps(index, indent=2) + "\n"
     with new_folder(folder) as partial:
-        bar = tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1, disable=None)
+        bar = tqdm(shards.items(), desc=f"writing {folder.name}", unit=" files", delay=1, disable=unseen())
         for file, shard in bar:
             made = {name: tensor.make() for name, tensor in shard.items()}
             try:

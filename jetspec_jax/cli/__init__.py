@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jetspec_jax.cli import command
 from jetspec_jax.cli.process import run_interruptibly
 from jetspec_jax.cli.quiet import keep_libraries_quiet
+from jetspec_jax.device.joining import tell_of_interrupt
 
 __all__ = ["main"]
 
@@ -14,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return command.main(argv)
     keep_libraries_quiet()
-    return run_interruptibly(command.main)
+    return run_interruptibly(command.main, tell=tell_of_interrupt)

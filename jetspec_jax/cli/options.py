@@ -15,6 +15,7 @@ from typing import Any
 from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
+from jetspec_jax.device.joining import join_processes
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
@@ -311,8 +312,40 @@ CHAT = Group(
 )
 
 
+#: One of several processes, each started by a command line that is the same but for its number.
+PROCESSES = Group(
+    "several processes, which share the models; all are given the same command",
+    join_processes,
+    (
+        Option("coordinator", "where they meet: an address of the first process", metavar="HOST:PORT"),
+        Option("processes", "how many there are", int, metavar="N"),
+        Option("process", "which of them this is, from 0", int, metavar="I"),
+        Option("distributed", "take all that from a cluster that JAX knows, as Slurm's", is_flag=True),
+    ),
+)
+
 #: What a command that decodes is told.
-GROUPS = (PROMPT, CHAT, SAMPLING, MODELS, ALGORITHM, ROUTING)
+GROUPS = (PROMPT, CHAT, SAMPLING, MODELS, ALGORITHM, ROUTING, PROCESSES)
+
+
+def join_as_told(arguments: argparse.Namespace) -> None:
+    """Meets the other processes of a command, if it has any; before anything uses devices.
+
+    Raises:
+        ValueError: The options do not go together.
+    """
+    given = PROCESSES.given(arguments)
+    if given.pop("distributed", False):
+        if given:
+            raise ValueError("--distributed takes the place of --coordinator, --processes and --process")
+        join_processes()
+    elif given:
+        missing = [option.name for option in PROCESSES.options[:3] if option.field not in given]
+        if missing:
+            raise ValueError(
+                f"--coordinator, --processes and --process belong together; add {', '.join(missing)}"
+            )
+        join_processes(**given)
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 
-def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
+def run_interruptibly(
+    main: Callable[[], int],
+    message: str = "jetspec-jax: interrupted",
+    tell: Callable[[], object] = lambda: None,
+) -> int:
     """Runs a main program in a thread, and waits for it; an interrupt ends the process with code 130.
 
     Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
@@ -16,6 +20,7 @@ def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: inte
     Args:
         main: Returns the exit code; what it raises is raised here.
         message: A line for standard error, said on an interrupt.
+        tell: Called then, to tell other processes of it.
     """
     outcome: Future[int] = Future()
 
@@ -32,5 +37,6 @@ def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: inte
     except KeyboardInterrupt:
         try:
             os.write(2, f"\n{message}\n".encode())
+            tell()
         finally:  # also on a second interrupt
             os._exit(130)

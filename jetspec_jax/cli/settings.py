@@ -1,11 +1,15 @@
 """What is made of the options that all commands share which decode: parameters, algorithm, models."""
 
 import argparse
+import math
 import sys
 from typing import Any
 
-from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parse_option
+import jax
+
+from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parallel_sizes, parse_option
 from jetspec_jax.config import read_json
+from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
@@ -25,12 +29,17 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """How requests are sampled, with a seed in any case."""
-    return SamplingParams(**{"seed": draw_seed(), **SAMPLING.given(arguments)})
+    return SamplingParams(**{"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)})
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
     """Loads the models; says so if there is no draft head among them."""
     given = MODELS.given(arguments)
+    if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
+        raise ValueError(
+            f"{jax.process_count()} processes share the models: say into how many parts by --tensor-parallel "
+            "or --expert-parallel"
+        )
     algorithm = _algorithm(arguments)
     if algorithm is not None:
         given["algorithm"] = algorithm

@@ -16,9 +16,11 @@ from jetspec_jax.cli.options import SAMPLING
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, TreeSettings
+from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.llm import LLM
+from jetspec_jax.progress import unseen
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import algorithm_of, name_of
 from jetspec_jax.view.data import trace_data
@@ -51,8 +53,9 @@ def _tree(arguments: argparse.Namespace) -> int:
     """Draws one round's tree, its scores and its accepted path; --html writes a page of all rounds."""
     if arguments.round is not None and arguments.round < 1:
         raise ValueError(f"--round counts from 1, not {arguments.round}")
-    if arguments.html is not None:
-        check_writable(arguments.html)
+    page = arguments.html if is_first() else None
+    if page is not None:
+        check_writable(page)
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     if len(prompts) != 1:
         raise ValueError(f"tree takes one prompt, not {len(prompts)}")
@@ -62,9 +65,9 @@ def _tree(arguments: argparse.Namespace) -> int:
         )
     llm = load_llm(arguments)
     run = _trace(llm, prompts[0], params, arguments)
-    if arguments.html is not None:
-        write_page(arguments.html, run.data(run.rounds, digits=_PAGE_DIGITS))
-        print(f"{len(run.rounds)} rounds in {arguments.html}", file=sys.stderr)
+    if page is not None:
+        write_page(page, run.data(run.rounds, digits=_PAGE_DIGITS))
+        print(f"{len(run.rounds)} rounds in {page}", file=sys.stderr)
     if arguments.round is not None and arguments.round > len(run.rounds):
         took = f"{len(run.rounds)} round{'s' * (len(run.rounds) != 1)}"
         raise ValueError(f"--round {arguments.round}: the generation took {took}")
@@ -107,7 +110,8 @@ def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: arg
         implementation=arguments.implementation,
     )
     rounds = []
-    with tqdm(total=params.max_tokens, initial=1, unit=" tokens", delay=2, disable=None, leave=False) as bar:
+    wanted = {"total": params.max_tokens, "unit": " tokens"}
+    with tqdm(**wanted, initial=1, delay=2, disable=unseen(), leave=False) as bar:
         for one in traced:
             rounds.append(one)
             bar.update(len(one.committed))

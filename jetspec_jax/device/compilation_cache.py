@@ -5,11 +5,14 @@ and read it back when the same program is wanted again from the same JAX for the
 """
 
 import logging
+import secrets
 import tempfile
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from jetspec_jax.device.processes import agreed, gathered, is_first
 
 # All programs are kept, also those that compile in less than JAX's usual second: a run begins with some
 # twenty small ones, and their times add up.
@@ -23,7 +26,7 @@ _MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _log = logging.getLogger("jetspec_jax")
 
 
-def enable_compilation_cache(folder: str | Path = "auto") -> None:
+def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = False) -> None:
     """Keeps compiled programs in a folder, where later processes find them.
 
     This is a setting of JAX for the whole process: programs of other code are kept as well. Nothing is ever
@@ -35,6 +38,13 @@ def enable_compilation_cache(folder: str | Path = "auto") -> None:
             ``$XDG_CACHE_HOME`` or ``~/.cache``); it changes nothing where JAX has been told of a folder
             already or not to keep programs, and nothing on a CPU. A folder that is named is used in any case.
             "off" changes nothing.
+        together: Whether all processes of a program call this, because they run programs on one mesh. JAX
+            writes in the first alone, so they use a folder only if all of them see it: a process that
+            compiles what another has read could wait for it for ever, because XLA times kernels in all
+            processes together.
+
+    Raises:
+        OutOfStep: Another process calls something else.
     """
     if folder == "off":
         return
@@ -49,14 +59,41 @@ def enable_compilation_cache(folder: str | Path = "auto") -> None:
         path = platformdirs.user_cache_path("jetspec_jax", appauthor=False) / "compiled"
     else:
         path = Path(folder).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        _log.warning("compiled programs are not kept: cannot write to %s: %s", path, error.strerror)
+    problem = _problem(path) if not together or is_first() else ""
+    if together:
+        problem = agreed(problem, "the folder of compiled programs") or _not_shared(path)
+    if problem:
+        if not together or is_first():
+            _log.warning("compiled programs are not kept: %s", problem)
         return
     jax.config.update(_ENABLED, True)
     jax.config.update(_FOLDER, str(path))
     jax.config.update(_MIN_SECONDS, MIN_COMPILE_SECONDS)
     # JAX opens the folder once, when it first compiles.
     compilation_cache.reset_cache()
+
+
+def _problem(path: Path) -> str:
+    """Why a folder cannot be written to; it is made if need be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        return f"cannot write to {path}: {error.strerror}"
+    return ""
+
+
+def _not_shared(path: Path) -> str:
+    """Why the first process's folder is not that of all, if it is not."""
+    name = agreed(f".shared-{secrets.token_hex(8)}", "a file for all to see")
+    if is_first():
+        (path / name).touch()
+    try:
+        gathered(None, "the file is there")
+        seen = gathered((path / name).exists(), "whether it is seen")
+    finally:
+        if is_first():
+            (path / name).unlink(missing_ok=True)
+    if all(seen):
+        return ""
+    return f"{path} is not shared by all processes; name a folder that is"

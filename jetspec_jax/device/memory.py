@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import make_mesh, size_of
 from jetspec_jax.device.partition import check_partition, parameter_specs, spread
+from jetspec_jax.device.processes import gathered, spans
 from jetspec_jax.models import abstract, dtype_of, weights_of
 from pallas_kernels import shards
 
@@ -58,7 +59,7 @@ def free_bytes(mesh: Mesh | None = None) -> int | None:
     devices = [_device()] if mesh is None else mesh.local_devices
     free = [_free_bytes(device, len(devices)) for device in devices]
     known = [own for own in free if own is not None]
-    return min(known) if len(known) == len(free) else None
+    return min(known, default=None) if len(known) == len(free) else None
 
 
 def check_memory(
@@ -69,6 +70,8 @@ def check_memory(
 ) -> None:
     """Checks that each device can give what is needed; asks for it only where devices say what they have.
 
+    Of a mesh of several processes all call this, and all raise the same error.
+
     Args:
         needs: What is needed of each.
         mesh: The devices; None is one.
@@ -77,7 +80,8 @@ def check_memory(
     Raises:
         DeviceMemoryError: One cannot. The message lists all parts, their sum, and what would fit.
     """
-    free = free_bytes(mesh)
+    together = spans(mesh)
+    free = _free_everywhere(mesh) if together else free_bytes(mesh)
     if free is None:
         return
     parts = needs()
@@ -86,7 +90,9 @@ def check_memory(
         return
     fitting: dict[str, int | str] = {}
     for other in others():
-        room = free if other.mesh == mesh else free_bytes(other.mesh)
+        room = free
+        if other.mesh != mesh:
+            room = _free_everywhere(other.mesh) if together else free_bytes(other.mesh)
         if room is None or sum(other.needs.values()) <= room:
             fitting.setdefault(other.setting, other.value)
     width = max(map(len, parts))
@@ -99,6 +105,13 @@ def check_memory(
         settings = [f"{setting} {value}" for setting, value in fitting.items()]
         lines.append(f"one of these would fit: {', '.join(settings)}")
     raise DeviceMemoryError("\n".join(lines))
+
+
+def _free_everywhere(mesh: Mesh | None) -> int | None:
+    """As `free_bytes`, of the devices of all processes."""
+    free = gathered(free_bytes(mesh), "a check of memory")
+    known = [own for own in free if own is not None]
+    return min(known) if len(known) == len(free) else None
 
 
 def with_more_devices(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -75,6 +76,13 @@ def everywhere(
     """
     # JAX's check of what varies over devices knows nothing of kernels.
     return jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+
+
+def on_all_devices(mesh: Mesh | None, array: np.ndarray) -> jax.Array:
+    """An array of the host, whole on every device of a mesh; every process of it has the array."""
+    if mesh is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, WHOLE), lambda part: array[part])
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
+from jetspec_jax.device.processes import check_devices
 from jetspec_jax.models import abstract
 from pallas_kernels import shards
 
@@ -41,9 +42,14 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
     """Checks that a mesh can split a model; a draft head that it cannot split stays whole.
 
     Raises:
-        ValueError: It cannot; all that does not divide is listed, with the layers.
+        ValueError: It cannot; all that does not divide is listed, with the layers. Or a process has no device
+            of the mesh.
     """
-    if mesh is None or isinstance(config, DraftHeadConfig):
+    if mesh is None:
+        return
+    if isinstance(mesh, Mesh):
+        check_devices(mesh)
+    if isinstance(config, DraftHeadConfig):
         return
     wrong = _undivided(config, mesh)
     if mesh.shape[shards.EXPERT] > 1 and all(layer.experts is None for layer in config.layers):

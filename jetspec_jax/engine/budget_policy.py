@@ -160,6 +160,36 @@ class AutoBudget:
             self._pace.learn(record.bucket, self._context, rounds, record.seconds)
 
 
+class LatePolicy:
+    """A policy that learns of a dispatch when the next is decided: by then all processes know its seconds."""
+
+    def __init__(self, policy: BudgetPolicy):
+        """Takes the policy."""
+        self._policy = policy
+        self._record: DispatchRecord | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the last dispatch; what is set here is learned."""
+        return None if self._record is None else self._record.seconds
+
+    @seconds.setter
+    def seconds(self, value: float | None) -> None:
+        if self._record is not None:
+            self._record = self._record._replace(seconds=value)
+
+    def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
+        """The policy's choice."""
+        if self._record is not None:
+            self._policy.observe(self._record)
+            self._record = None
+        return self._policy.choose(live, waiting)
+
+    def observe(self, record: DispatchRecord) -> None:
+        """Keeps the record."""
+        self._record = record
+
+
 class AcceptanceEstimate:
     """Running estimate of the tokens that a round of each of K buckets commits."""
 

@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Iterator
 
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
+from jetspec_jax.device.processes import agreed, spans
+from jetspec_jax.engine.agreement import check_alike_engines
+from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
@@ -16,6 +19,8 @@ from pallas_kernels.dispatch import gpu_problem
 #: What those are told whose requests were in an engine that broke.
 LOST = "this engine was interrupted; its requests are lost, start anew"
 
+# Of the engines that several processes have together.
+_NUMBERS = itertools.count(1)
 _log = logging.getLogger("jetspec_jax")
 
 
@@ -24,6 +29,9 @@ class Engine:
 
     It lives by `admit`, `launch` and `collect`, of which only `collect` waits for the device. Text is not
     its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
+
+    On a mesh of several processes all make the same calls. Before every launch the first process says how
+    long the last one took, and which requests it no longer wants.
 
     An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
     decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
@@ -38,7 +46,12 @@ class Engine:
 
         Raises:
             DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
+            ValueError: Several processes want different engines.
         """
+        self._step = ""
+        if spans(plan.decoder.mesh):
+            check_alike_engines(plan)
+            self._step = f"a step of engine {next(_NUMBERS)}"
         plan.check_memory()
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
@@ -74,11 +87,16 @@ class Engine:
 
         Raises:
             RuntimeError: A launch was not collected or was cut short, or no request can ever run.
+            OutOfStep: Another process does something else.
         """
         if self.broken:
             raise RuntimeError(LOST)
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
+        policy = self.scheduler.policy
+        if isinstance(policy, LatePolicy):
+            how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
+            policy.seconds = agreed(policy.seconds, f"{self._step}: {how}")
         with self._undivided():
             self.runner.launch(self.scheduler.next_batch(most_rounds), decode, timed=timed)
 
@@ -135,9 +153,10 @@ class Engine:
 
     def _policy(self) -> BudgetPolicy:
         auto = self.plan.auto
-        if auto is None:
-            return FixedBudget(self.plan.decoder.bucket)
-        return AutoBudget(tuple(self.runner.decoders), self.runner.round_costs(), auto.probing)
+        policy: BudgetPolicy = FixedBudget(self.plan.decoder.bucket)
+        if auto is not None:
+            policy = AutoBudget(tuple(self.runner.decoders), self.runner.round_costs(), auto.probing)
+        return LatePolicy(policy) if self._step else policy
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """The front door: what an engine and its requests need, checked before anything is done."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,6 +16,8 @@ from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.memory import Bytes
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
@@ -153,9 +157,39 @@ def plan_requests(
 
     Raises:
         TypeError: Something is of a wrong type.
-        ValueError: A setting is out of its range, the head does not fit, or a request cannot be served.
+        ValueError: A setting is out of its range, the head does not fit, or a request cannot be served; or
+            several processes ask for different things.
     """
     check_models(target, head)
+    options = {
+        "max_slots": max_slots,
+        "capacity": capacity,
+        "proposer": proposer,
+        "implementation": implementation,
+    }
+    plan = functools.partial(
+        _plan_requests, target, head, settings, prompts, sampling_params, routing, **options
+    )
+    if spans(target.mesh):
+        return share(plan)
+    planned, requests, _ = plan()
+    return planned, requests
+
+
+def _plan_requests(
+    target: Target,
+    head: Head | None,
+    settings: TreeSettings,
+    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    routing: Hints | Sequence[Hints | None] | None,
+    *,
+    max_slots: int,
+    capacity: int | None,
+    proposer: Proposer | None,
+    implementation: str | None,
+) -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
+    """As `plan_requests`; also returns what tells, by name, what was asked for."""
     read = read_prompts(target, prompts)
     params = _of_each(sampling_params, len(read))
     hints = hints_of_each(routing, len(read), "prompts")
@@ -180,7 +214,8 @@ def plan_requests(
         for one, hint in zip(asked, hints, strict=True)
         for index, child in enumerate(one.params.each())
     ]
-    return plan, requests
+    checked = [one.params for one in asked]
+    return plan, requests, functools.partial(asked_for, read, checked, hints, settings, plan.size)
 
 
 def read_single(

@@ -31,6 +31,9 @@ class Request:
         finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
+        shared: Whether several processes serve it together: then it is over for all at the same step, once
+            the first of them wants it no longer.
+        closed: Whether that has come.
         slot: Where it decodes; -1 while it waits.
         pages: What it holds while it decodes.
     """
@@ -49,14 +52,28 @@ class Request:
     finish_reason: str | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
+    shared: bool = False
+    closed: bool = False
     slot: int = -1
     pages: Sequence[int] = ()
 
     @property
     def open(self) -> bool:
         """Whether somebody waits for more of it. If not, its slot and pages are free."""
-        read = self.reader is None or self.reader() is not None
-        return self.finish_reason is None and not self.abandoned and read
+        if self.shared:
+            return self.finish_reason is None and not self.closed
+        return not self.unwanted
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it has ended, or this process waits for no more of it."""
+        unread = self.reader is not None and self.reader() is None
+        return self.finish_reason is not None or self.abandoned or unread
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it takes no token any more, though its slot may still decode."""
+        return self.closed if self.shared else self.abandoned
 
     @property
     def max_tokens(self) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from jetspec_jax.progress import unseen
+
 #: Timed pairs of dispatches of each bucket and context, whose median counts.
 REPEATS = 7
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
@@ -50,7 +52,7 @@ def measure_round_costs(
         contexts: Two numbers of committed tokens, in rising order.
         rounds: Of a timed dispatch, at most; at least 2.
     """
-    for bucket in tqdm(buckets, desc="compiling", delay=2, disable=None, leave=False):
+    for bucket in tqdm(buckets, desc="compiling", delay=2, disable=unseen(), leave=False):
         time_dispatch(bucket, contexts[0], 1)
     turns = {}
     for bucket in buckets:
@@ -58,7 +60,7 @@ def measure_round_costs(
         turns[bucket] = min(rounds, max(4, enough))
     times: dict[tuple[int, int], list[float]] = {(own, at): [] for own in buckets for at in contexts}
     beside: dict[int, list[float]] = {bucket: [] for bucket in buckets}
-    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=None, leave=False):
+    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=unseen(), leave=False):
         for (bucket, context), own in times.items():
             # Two dispatches tell the rounds from what the dispatch takes.
             one = time_dispatch(bucket, context, 1)

@@ -1,6 +1,7 @@
 """The device's end of an engine: launches a batch, and later collects what it did."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetspec_jax.cache.slots import Slots
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
+from jetspec_jax.device.mesh import on_all_devices
+from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, BatchRecord, DispatchRecord
@@ -117,7 +119,7 @@ class Runner:
         if self.in_flight is None:
             raise RuntimeError("no batch was launched")
         batch, tokens, records, started = self.in_flight
-        with waiting("decoding"):
+        with waiting("decoding"), together(self.decoder.mesh):
             tokens, records = jax.device_get((tokens, records))
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
@@ -156,15 +158,19 @@ class Runner:
         decoder, free = self.decoders[bucket], self.state
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
-        tables = jnp.asarray(np.arange(batch * pages, dtype=np.int32).reshape(batch, pages))
+        tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+        put = functools.partial(on_all_devices, decoder.mesh)
         state = replace(
             free,
-            slots=Slots.of(tables % self.size.num_pages, jnp.full(batch, context, jnp.int32)),
-            active=jnp.ones(batch, bool),
+            slots=free.slots._replace(
+                block_tables=put(tables % self.size.num_pages),
+                lengths=put(np.full(batch, context, np.int32)),
+            ),
+            active=put(np.ones(batch, bool)),
             settings=free.settings._replace(
-                budget=jnp.full(batch, bucket, jnp.int32),
-                depth=jnp.full(batch, decoder.depth, jnp.int32),
-                remaining=jnp.full(batch, _ENDLESS, jnp.int32),
+                budget=put(np.full(batch, bucket, np.int32)),
+                depth=put(np.full(batch, decoder.depth, np.int32)),
+                remaining=put(np.full(batch, _ENDLESS, np.int32)),
             ),
         )
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
@@ -172,8 +178,11 @@ class Runner:
         started = time.perf_counter()
         with self._compiling(bucket):
             state, records = decoder.decode(self.weights, state, np.int32(rounds))
-        jax.device_get(records)
+        with together(decoder.mesh):
+            jax.device_get(records)
         seconds = time.perf_counter() - started
+        if spans(decoder.mesh):
+            seconds = agreed(seconds, "the seconds of a dispatch")
         self.state = replace(kept, stores=state.stores, proposer=state.proposer)
         return seconds
 

@@ -105,7 +105,7 @@ class Scheduler:
         Raises:
             ValueError: A request that runs met logits that are not numbers.
         """
-        served = [request for request in self._members if not request.abandoned]
+        served = [request for request in self._members if not request.dropped]
         _check_choices(record, [request.slot for request in served])
         for request, token in zip(self._prefilled, record.first_tokens, strict=True):
             request.take([token])

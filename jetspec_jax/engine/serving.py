@@ -12,15 +12,21 @@ from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
+from jetspec_jax.progress import unseen
 
 
 class Bar(tqdm):
     """A progress bar with a lock of its own: an interrupt may leave tqdm's held, and others waiting."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        """As tqdm's, on a terminal alone."""
+        super().__init__(*arguments, **{"disable": unseen(), **settings})
 
 
 Bar.set_lock(threading.RLock())
@@ -57,7 +63,7 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
 
 
 #: A progress bar on a terminal, if it takes a while.
-BAR = functools.partial(Bar, delay=2, miniters=0, disable=None, leave=False)
+BAR = functools.partial(Bar, delay=2, miniters=0, leave=False)
 
 
 class Group(NamedTuple):
@@ -217,6 +223,9 @@ def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) 
 
 def give_back(target: Target, engine: Engine) -> None:
     """Keeps an engine that `take_engine` gave, unless the target has another by now."""
+    if spans(target.mesh):
+        engine.close()  # processes may drop a trace at different times, and must keep the same engine
+        return
     # Also called while a dropped trace is finalised, which must wait for nobody.
     if target.keeper.lock.acquire(blocking=False):
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.request import Request
@@ -15,7 +16,8 @@ class Stream(Iterator[str]):
     """Pieces of text as they are accepted; what overshoots the end is discarded.
 
     A stream that is closed, left as a context, or dropped before its end frees its slot. It may be iterated
-    and closed from any thread.
+    and closed from any thread. Of several processes the first decides: where it has closed its stream, those
+    of the others end too.
 
     Attributes:
         completion: The whole completion once the stream has ended, None before.
@@ -68,9 +70,15 @@ class Stream(Iterator[str]):
         return self._output.settled_text
 
     def _step(self) -> None:
-        engine = self._engine
-        if engine is not None and not self._output.request.abandoned:
-            engine.step(STREAM_ROUNDS)
+        engine, request = self._engine, self._output.request
+        if engine is not None and not request.abandoned:
+            try:
+                engine.step(STREAM_ROUNDS)
+            except OutOfStep:
+                if not request.closed:
+                    raise
+            if request.closed and request.finish_reason is None:
+                self.close()  # the first process has
         elif not self._closed:  # as another thread may do at any time
             raise RuntimeError(LOST)
 

@@ -93,7 +93,8 @@ def perturbed_logits(
         raise ValueError("the gap of a sampled choice needs the request's seed")
     sampling = jax.tree.map(lambda x: np.asarray(x)[None], Sampling.of(params))
     position = np.array([len(prefix)], np.int32)
-    return np.asarray(_perturbed(next_token_logits(target, prefix), position, sampling))[0, 0]
+    logits = np.asarray(next_token_logits(target, prefix))
+    return np.asarray(_perturbed(logits, position, sampling))[0, 0]
 
 
 @jax.jit

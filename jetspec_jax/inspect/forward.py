@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from jetspec_jax.arguments import check_type, shown
@@ -23,6 +23,7 @@ from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.planning import check_models
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.models import Transformer, Weights, bind
@@ -60,8 +61,8 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
     """
     ids = _ids(target.config, [list(token_ids)], "token_ids", least=1)
     count = ids.shape[1]
-    ids = jnp.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
-    return _last_logits(target.config, target.mesh, target.weights, ids, jnp.int32(count))
+    ids = np.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
+    return _last_logits(target.config, target.mesh, target.weights, ids, np.int32(count))
 
 
 def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[Array, "B N V"]:
@@ -82,7 +83,7 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
     tokens = _ids(target.config, tree.tokens, "tree.tokens", least=1)
     if tokens.shape[0] != prefix.shape[0]:
         raise ValueError(f"{prefix.shape[0]} prefixes for {tokens.shape[0]} trees")
-    tree = jax.tree.map(jnp.asarray, tree)
+    tree = jax.tree.map(np.asarray, tree)
     return _tree_logits(target.config, target.mesh, target.weights, prefix, tree)
 
 
@@ -199,7 +200,10 @@ def _together(
         whole = [WHOLE] * (len(others) - len(last))
         specs = parameter_specs(config, mesh), *whole, *last
         logits = everywhere(mesh, run, specs, PartitionSpec(None, None, shards.ALL))(weights, *others)
-        return logits[:, :, : config.vocab_size]
+        logits = logits[:, :, : config.vocab_size]
+        if spans(mesh):  # each process wants to see them all
+            logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, WHOLE))
+        return logits
 
     return together
 
@@ -217,8 +221,8 @@ def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype
     return empty_stores(config, batch, max(length, 1), dtype, slots), slots
 
 
-def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Array, "B T"]:
-    """Token ids as an array, checked."""
+def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[np.ndarray, "B T"]:
+    """Token ids as an array of the host, checked."""
     if isinstance(ids, str) or not (isinstance(ids, Sequence) or np.ndim(ids)):
         raise TypeError(f"{name} must be rows of token ids, [B, T], not {shown(ids)}")
     given: Any = ids
@@ -229,4 +233,4 @@ def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[Ar
         raise ValueError(f"{name} must be rows of one length, {said}")
     if lengths[0] < least:
         raise ValueError(f"{name} must have at least {least} token in each row")
-    return jnp.asarray(np.stack(rows))
+    return np.stack(rows)

@@ -21,6 +21,7 @@ from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import plan_requests, read_single
@@ -152,7 +153,13 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
 
     try:
         while output.finish_reason is None:
-            engine.step(1, decode)
+            try:
+                engine.step(1, decode)
+            except OutOfStep:
+                if not request.closed:
+                    raise
+            if request.closed and request.finish_reason is None:
+                return  # the first process has closed its trace
             output.update()
             if not seen:
                 continue  # the step collected what an interrupted call had launched

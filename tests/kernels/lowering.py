@@ -4,20 +4,32 @@ import contextlib
 
 import jax
 
+from pallas_kernels import shards
+
 KERNEL = "__gpu$xla.gpu.triton"  # the name of every launch in the program
 
 
-def lower_for_gpu(function, *args):
-    """The program of a call as text. Arguments may be mere shapes."""
-    with _gpu_to_lower_for():
+def lower_for_gpu(function, *args, mesh=None):
+    """The program of a call as text. Arguments may be mere shapes; a mesh is one that the program is for."""
+    with _gpu_to_lower_for(mesh):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def _gpu_to_lower_for():
+def gpu_mesh(expert, tensor):
+    """A mesh of GPUs that need not be there."""
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    return jax.sharding.AbstractMesh((expert, tensor), shards.ALL, axes, abstract_device=_gpu())
+
+
+def _gpu_to_lower_for(mesh):
     """From JAX 0.11 a kernel is lowered for a device, present or named; before, for any."""
-    if jax.__version_info__ < (0, 11) or jax.default_backend() == "gpu":
+    if jax.__version_info__ < (0, 11) or jax.default_backend() == "gpu" or mesh is not None:
         return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     explicit = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), explicit, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1,), ("x",), explicit, abstract_device=_gpu())
+    )
+
+
+def _gpu():
+    return jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")

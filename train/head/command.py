@@ -4,13 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jetspec_jax.checkpoint.loading import read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.cli.options import PROCESSES, add_ignore_option
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
 from train.head.frozen import decoding_mesh, mesh_to_load
@@ -29,13 +28,10 @@ def add_command(commands: Any) -> None:
     """Adds the three command lines."""
     known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.toml")))
     head = commands.add_parser("head", help="train a draft head on documents", description=_head.__doc__)
-    head.set_defaults(run=_head, join=_join)
+    head.set_defaults(run=_head)
     head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")
     head.add_argument("--recipe", required=True, help=f"a TOML file, or one of {known}")
-    head.add_argument("--distributed", action="store_true", help="one process of a cluster that JAX knows")
-    head.add_argument("--coordinator", metavar="HOST:PORT", help="or one of --processes that meet there")
-    head.add_argument("--processes", type=int, help="how many, with --coordinator")
-    head.add_argument("--process", type=int, help="which of them this is, from 0, with --coordinator")
+    PROCESSES.add(head)
     export = commands.add_parser("export", help="write a run's best head so far", description=_export.__doc__)
     export.set_defaults(run=_export)
     export.add_argument("--work", type=Path, required=True, help="the run's folder")
@@ -55,16 +51,6 @@ def add_command(commands: Any) -> None:
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
         add_set_option(parser, "the")
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
-
-
-def _join(arguments: argparse.Namespace) -> None:
-    """Connects to the other processes of a run, if there are any; they share the work folder."""
-    if arguments.coordinator:
-        if arguments.processes is None or arguments.process is None:
-            raise ValueError("--coordinator needs --processes and --process")
-        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process)
-    elif arguments.distributed:
-        jax.distributed.initialize()
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -118,7 +104,7 @@ def _train(
     begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
     folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
     result = read_verdict(work)
-    if jax.process_index() == 0:
+    if is_first():
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
         pair = f"--target {arguments.target} --draft-head {folder}{options}"

@@ -21,6 +21,7 @@ from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.processes import in_turn
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights, abstract, weights_of
 from train.data.documents import Documents
@@ -31,7 +32,7 @@ from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
 from train.loop.checkpoints import Checkpoints
-from train.loop.mesh import batch_parts, in_turn, make_mesh, one_device, replicated
+from train.loop.mesh import batch_parts, make_mesh, one_device, replicated
 from train.loop.plot import plot_training
 from train.loop.stages import Deadline, claim, fresh
 from train.loop.trainer import Trained, train
@@ -87,7 +88,7 @@ def train_head(
             trees.check(target.config, beginning.config.depth)
     run = _HeadRun(work, recipe, frozen, mesh, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
-    with in_turn():
+    with in_turn("a work folder"):
         claim(
             work,
             {
@@ -104,7 +105,7 @@ def train_head(
         return folder
     trained = run.train(documents, deadline, label)
     weights = on_one_device(trained.weights)
-    with in_turn() as first:
+    with in_turn("a finished head") as first:
         if first:
             save_checkpoint(fresh(folder), beginning.raw, weights, config=beginning.config)
             plot_training(work / "log.jsonl", work / "training.png", label)

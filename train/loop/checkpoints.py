@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from train.loop.mesh import all_agree
+from jetspec_jax.device.processes import all_agree
 
 _log = logging.getLogger("jetspec_jax.train")
 
@@ -159,7 +159,7 @@ class Checkpoints:
                     reason = f"{type(error).__name__}: {str(error).strip()[:120]}"
                 if restored is None:
                     gc.collect()  # what the failed read left behind, which complains when it is collected
-            if not all_agree(restored is not None):
+            if not all_agree(restored is not None, "a checkpoint"):
                 damaged[number] = f"{manager.directory / str(number)} is damaged ({reason})"
                 continue
             for name, message in damaged.items():

@@ -4,14 +4,11 @@ Where a target does not fit a device, several share it, and compute the same seq
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jetspec_jax.device.mesh import size_of
@@ -123,39 +120,6 @@ def spread(tree: Any, shardings: Any) -> Any:
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
 
     return jax.tree.map(put, tree, shardings)
-
-
-def agreed(value: bool) -> bool:
-    """The first process's value, in all processes, so that they act alike."""
-    if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def all_agree(value: bool) -> bool:
-    """Whether the value is true in all processes, so that they act alike."""
-    if jax.process_count() == 1:
-        return value
-    return bool(multihost_utils.process_allgather(np.int32(value)).all())
-
-
-@contextmanager
-def in_turn() -> Iterator[bool]:
-    """Runs the block in the first process before all others, so that it can write files for them.
-
-    Yields whether this is the first process.
-    """
-    if jax.process_count() == 1:
-        yield True
-        return
-    first = jax.process_index() == 0
-    if not first:
-        multihost_utils.sync_global_devices("in turn")
-    try:
-        yield first
-    finally:
-        if first:
-            multihost_utils.sync_global_devices("in turn")
 
 
 def put_batch(local: np.ndarray, mesh: Mesh, axis: int) -> jax.Array:

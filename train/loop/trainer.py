@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 from tqdm import tqdm
 
+from jetspec_jax.device.processes import agreed
 from jetspec_jax.models import Weights
 from train.loop.checkpoints import Best, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
-from train.loop.mesh import agreed, batch_parts, one_device, put_batch, replicated, spread
+from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
 from train.loop.stages import Deadline
 from train.loss.objectives import Loss, Means
 
@@ -172,7 +173,7 @@ def train(
                     record, score = evaluate(state.weights)
                     bar.set_description(label)
                     log.write("evaluation", step, record)
-                    if not agreed(score > best.score):
+                    if not agreed(bool(score > best.score), "whether weights are the best"):
                         return best
                     checkpoints.save_best(Best(step, score), state.weights)
                     return Best(step, score)
@@ -191,9 +192,9 @@ def train(
                     bar.update(done - bar.n)
                 if at_end or done % fit.evaluate_every == 0:
                     best = evaluated(done, best)
-                # Processes agree by waiting for the devices, so only where writing the log waits anyway.
+                # Processes agree by waiting for each other, so only where writing the log waits anyway.
                 asks = not at_end and (jax.process_count() == 1 or done % fit.log_every == 0)
-                stop = asks and agreed(deadline.passed())
+                stop = asks and agreed(deadline.passed(), "the time limit")
                 if at_end or stop or done % fit.save_every == 0:
                     log.flush()
                     checkpoints.save(done, state, {"data": batches.get_state()})

@@ -1,0 +1,220 @@
+"""One of several processes that decode together: ``python -m tests.engine.processes_worker SETTINGS``.
+
+Keys of the settings, in JSON: "process" as ``[index, count, port]``, "case" as the name of a function below,
+and "out", a file for what that returns.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
+from jetspec_jax import (
+    LLM,
+    Head,
+    SamplingParams,
+    Target,
+    enable_compilation_cache,
+    generate_tree,
+    join_processes,
+    load_target,
+    logits,
+)
+from jetspec_jax.checkpoint.parts import place
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.device import memory
+from jetspec_jax.device.mesh import make_mesh
+from jetspec_jax.device.processes import is_first
+from jetspec_jax.engine import planning, runner
+from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.inspect.trace import trace_rounds
+from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+
+PROMPT = [3, 1, 4]
+#: The seed that process 0 draws, and the others do not.
+DRAWN = 1000
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = dataclasses.replace(GREEDY, temperature=1.0)
+TREES = {"budget": 16, "width": 3}
+
+
+def pair(mesh=None, config=TINY):
+    target, head = random_target(config, 0, tokenizer=word_tokenizer(64)), random_head(config, 0)
+    if mesh is None:
+        return target, head
+    weights = place(target.weights, target.config, mesh), place(head.weights, head.config, mesh)
+    target = Target(target.config, weights[0], target.eos_token_ids, target.tokenizer, mesh)
+    return target, Head(head.config, weights[1], mesh)
+
+
+def decoded(target, head, params, **trees):
+    [completion] = generate_tree(target, head, [PROMPT], params, **{**TREES, **trees})
+    return completion.token_ids, completion.tree_sizes
+
+
+def stopping(text):
+    """Stops a greedy text in its middle."""
+    return dataclasses.replace(GREEDY, stop=text[10:12])
+
+
+def together(mesh):
+    """All that should be the same in all processes."""
+    planning.draw_seed = lambda: DRAWN + jax.process_index()
+    if not is_first():  # a clock that stands still would be noticed
+        runner.time = types.SimpleNamespace(perf_counter=lambda: 0.0)
+    target, head = pair(mesh)
+    found = {
+        "greedy": decoded(target, head, GREEDY),
+        "drawn": decoded(target, head, SAMPLED),
+        "auto": decoded(target, head, GREEDY, algorithm="auto"),
+    }
+    text = target.tokenizer.decode(found["greedy"][0])
+    found["stop"] = decoded(target, head, stopping(text))
+    pieces = []
+    with LLM(target, head, **TREES).stream(PROMPT, GREEDY) as stream:
+        for piece in stream:
+            pieces.append(piece)
+            if is_first():
+                break
+        else:
+            found["completion"] = stream.completion
+    found["pieces"] = pieces
+    try:
+        generate_tree(target, head, [PROMPT, [5] * (2 + jax.process_index())], GREEDY, **TREES)
+    except ValueError as error:
+        found["refused"] = str(error)
+    found["again"] = decoded(target, head, SAMPLED)
+    return found
+
+
+def killed(mesh):
+    return _ending(mesh, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def failing(mesh):
+    def fail():
+        raise ZeroDivisionError("a mistake of process 1")
+
+    return _ending(mesh, fail)
+
+
+def interrupted(mesh):
+    return _ending(mesh, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def _ending(mesh, end):
+    """Process 1 ends in its own way while it decodes; the other would go on for ever."""
+    llm = LLM(*pair(mesh), **TREES)
+    for turn in range(10**6):
+        llm.generate([PROMPT], GREEDY)
+        if turn == 2 and not is_first():
+            end()
+
+
+def waiting(mesh):
+    """Process 1 dies while no program runs, and the other waits for what it says."""
+    if not is_first():
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return decoded(*pair(mesh), GREEDY)
+
+
+def unlike(mesh):
+    """Configs and settings that differ, and a request that one process refuses."""
+    index, errors = jax.process_index(), {}
+    target, head = pair(mesh)
+
+    def attempt(name, call):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            errors[name] = str(error)
+
+    theta = dataclasses.replace(TINY.layers[0].rope, theta=5e5 + index)
+    layers = tuple(dataclasses.replace(layer, rope=theta) for layer in TINY.layers)
+    other = pair(mesh, dataclasses.replace(TINY, layers=layers))
+    attempt("config", lambda: decoded(*other, GREEDY))
+    attempt("settings", lambda: decoded(target, head, GREEDY, width=2 + index))
+    attempt("params", lambda: decoded(target, head, dataclasses.replace(GREEDY, seed=index)))
+    attempt("one", lambda: generate_tree(target, head, [[3, 1] if is_first() else []], GREEDY, **TREES))
+    return errors
+
+
+def out_of_step(mesh):
+    """The same request, in different ways."""
+    return (decoded if is_first() else traced)(*pair(mesh), GREEDY)
+
+
+def traced(target, head, params):
+    trace = trace_rounds(target, head, PROMPT, params, TreeSettings(16, 3))
+    rounds = [one.committed.tolist() for one in trace]
+    return rounds, trace.completion.token_ids
+
+
+def no_device(mesh):
+    """A mesh of the devices of process 0."""
+    return repr(load_target(DEMO_TARGET, mesh=make_mesh(2)))
+
+
+def memory_verdict(mesh):
+    """Process 1 has less room than it needs, process 0 has much."""
+    target, head = pair(mesh)
+    memory.free_bytes = lambda *_: 1000 if jax.process_index() else 10**12
+    try:
+        decoded(target, head, GREEDY)
+    except memory.DeviceMemoryError as error:
+        return str(error)
+
+
+def looking(mesh):
+    """Forwards and traces."""
+    target, head = pair(mesh)
+    whole = np.asarray(logits(target, [PROMPT]))
+    last = np.asarray(next_token_logits(target, PROMPT))
+    rounds, ids = traced(target, head, GREEDY)
+    trace = trace_rounds(target, head, PROMPT, GREEDY, TreeSettings(16, 3))
+    next(trace)
+    if is_first():
+        trace.close()
+    left = len(list(trace))
+    return {
+        "logits": whole.tolist(),
+        "last": last.tolist(),
+        "rounds": rounds,
+        "ids": ids,
+        "left": left,
+        "again": decoded(target, head, GREEDY)[0],
+    }
+
+
+def cache(mesh, out):
+    """A folder that all see, and one of each process's own."""
+    own = out.parent / f"own-{jax.process_index()}"
+    found = []
+    for folder in (out.parent / "shared", own):
+        jax.config.update("jax_compilation_cache_dir", None)
+        enable_compilation_cache(folder, together=True)
+        found.append(jax.config.jax_compilation_cache_dir)
+    return found
+
+
+def main(settings):
+    jax.config.update("jax_num_cpu_devices", 2)
+    index, count, port = settings["process"]
+    join_processes(f"localhost:{port}", count, index)
+    mesh, out = make_mesh(2 * count), Path(settings["out"])
+    found = cache(mesh, out) if settings["case"] == "cache" else globals()[settings["case"]](mesh)
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

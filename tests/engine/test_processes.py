@@ -1,0 +1,241 @@
+"""Two processes with two devices each, which share one model: what they decode, and how they end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jetspec_jax import logits
+from jetspec_jax.cli.command import main
+from jetspec_jax.device.joining import HEARTBEAT_SECONDS
+from tests.engine.processes_worker import (
+    DRAWN,
+    GREEDY,
+    PROMPT,
+    SAMPLED,
+    decoded,
+    pair,
+    stopping,
+    traced,
+)
+
+# They end within seconds; a busy machine takes longer for all else.
+PATIENCE = 120
+
+
+@pytest.fixture
+def start():
+    """Starts two processes, each with the arguments that a function of its number and a port gives."""
+    started = []
+
+    def begin(arguments):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for index in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-m", *arguments(index, port)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+            )
+            started.append(process)
+        return started[-2:]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(start, tmp_path):
+    """Starts processes of a case of the worker; they write ``0.json`` and ``1.json``."""
+
+    def begin(case):
+        def arguments(index, port):
+            out = str(tmp_path / f"{index}.json")
+            settings = {"process": [index, 2, port], "case": case, "out": out}
+            return ["tests.engine.processes_worker", json.dumps(settings)]
+
+        return start(arguments)
+
+    return begin
+
+
+@pytest.fixture
+def command(start):
+    """Starts processes of the command."""
+
+    def begin(*arguments):
+        def own(index, port):
+            place = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(index)]
+            return ["jetspec_jax", *arguments, "--tensor-parallel", "4", *place]
+
+        return start(own)
+
+    return begin
+
+
+def results(processes, folder):
+    """What the processes wrote, once they have ended as they should."""
+    for process in processes:
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
+
+
+def endings(processes):
+    """Exit codes and standard errors."""
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+def listed(found):
+    return json.loads(json.dumps(found))
+
+
+def test_processes_decode_as_one_device_does(run, tmp_path):
+    """Tokens, seeds that are drawn, budgets that clocks choose, stop strings, streams that one closes."""
+    processes = run("together")
+    target, head = pair()
+    greedy, sizes = listed(decoded(target, head, GREEDY))
+    sampled, _ = decoded(target, head, type(SAMPLED)(**{**vars(SAMPLED), "seed": DRAWN}))
+    stop, _ = decoded(target, head, stopping(target.tokenizer.decode(greedy)))
+    first, other = results(processes, tmp_path)
+    # The stream of the other process ended where the first closed its own.
+    assert other.pop("completion") is None
+    assert first == other
+    assert first["greedy"] == [greedy, sizes]
+    assert first["auto"][0] == greedy
+    assert first["drawn"][0] == first["again"][0] == sampled != greedy
+    assert first["stop"][0] == stop
+    assert len(stop) < len(greedy)
+    assert len(first["pieces"]) == 1
+    assert "prompts[1] of process 0 and process 1 ([5, 5] and [5, 5, 5])" in first["refused"]
+
+
+@pytest.mark.wide
+def test_what_differs_is_named_in_all_processes(run, tmp_path):
+    first, other = results(run("unlike"), tmp_path)
+    assert first == other or first | {"one": ""} == other | {"one": ""}
+    assert "the target's config of process 0 and process 1" in first["config"]
+    assert "the settings of the trees" in first["settings"]
+    assert "sampling_params[0]" in first["params"]
+    assert "process 1 refused its requests: ValueError: the prompt is empty" in first["one"]
+    assert other["one"].startswith("the prompt is empty")
+
+
+@pytest.mark.wide
+def test_other_calls_are_an_error_and_no_hang(run):
+    codes, errors = endings(run("out_of_step"))
+    assert 0 not in codes
+    assert "all processes must make the same calls: process 0 is at a step of engine 1" in errors[1]
+    assert "process 1 has ended: OutOfStep" in errors[0]
+
+
+@pytest.mark.wide
+def test_the_fullest_process_decides(run, tmp_path):
+    first, other = results(run("memory_verdict"), tmp_path)
+    assert first == other
+    assert re.match(r"too little memory on each of 4 x cpu: .* needed, 0\.00 GiB free on the fullest", first)
+
+
+@pytest.mark.wide
+def test_what_looks_inside(run, tmp_path):
+    processes = run("looking")
+    target, head = pair()
+    rounds, ids = listed(traced(target, head, GREEDY))
+    whole = np.asarray(logits(target, [PROMPT]))
+    for found in results(processes, tmp_path):
+        np.testing.assert_allclose(found["logits"], whole, atol=1e-4)
+        np.testing.assert_allclose(found["last"], whole[:, -1:], atol=1e-4)
+        assert (found["rounds"], found["ids"]) == (rounds, ids)
+        assert found["again"] == ids
+        assert found["left"] == 0
+
+
+@pytest.mark.wide
+def test_a_process_without_a_device_is_refused(run):
+    codes, errors = endings(run("no_device"))
+    assert codes[1] == 1
+    assert "the mesh of 2 devices has none of process 1, and every process needs one" in errors[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("case", "codes", "sentence"),
+    [
+        (
+            "failing",
+            [1, 1],
+            "process 1 has ended: ZeroDivisionError: a mistake of process 1; this process ends",
+        ),
+        ("interrupted", [130, 130], "process 1 has ended: it was interrupted; this process ends too"),
+        ("killed", [-signal.SIGABRT, -signal.SIGKILL], "process 1 has said nothing for"),
+        ("waiting", [-signal.SIGABRT, -signal.SIGKILL], "process 1 has said nothing for"),
+    ],
+)
+def test_all_end_with_one(run, case, codes, sentence):
+    processes = run(case)
+    processes[1].wait(PATIENCE)
+    begun = time.monotonic()
+    found, errors = endings(processes)
+    # Generously: it is minutes if nobody misses the other.
+    assert time.monotonic() - begun < HEARTBEAT_SECONDS + 20
+    assert found == codes
+    assert sentence in errors[0]
+
+
+@pytest.mark.wide
+def test_programs_are_kept_where_all_see_the_folder(run, tmp_path):
+    found = results(run("cache"), tmp_path)
+    assert found == [[str(tmp_path / "shared"), None]] * 2
+
+
+@pytest.mark.wide
+def test_only_the_first_process_of_a_command_prints(command):
+    drawn = "--max-tokens", "12", "--budget", "16", "--temperature", "1", "--json", "--check"
+    processes = command("generate", "def read_lines(path):", *drawn)
+    (output, errors), other = [process.communicate(timeout=PATIENCE) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert len(json.loads(output)["token_ids"]) == 12
+    assert "check: all 12 tokens equal plain decoding's" in errors
+    assert other == ("", "")
+
+
+@pytest.mark.wide
+def test_an_interrupt_ends_a_command_in_all_processes(command):
+    processes = command("generate", "def f(x):", "--max-tokens", "none", "--ignore-eos", "--budget", "16")
+    assert processes[0].stdout.read(20)  # it decodes
+    processes[1].send_signal(signal.SIGINT)
+    codes, errors = endings(processes)
+    assert codes == [130, 130]
+    assert "process 1 has ended: it was interrupted; this process ends too" in errors[0]
+    assert "jetspec-jax: interrupted" in errors[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--process", "0"], "add --coordinator, --processes"),
+        (["--distributed", "--process", "0"], "--distributed takes the place of --coordinator"),
+        (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be HOST:PORT, not 'here'"),
+        (
+            ["--coordinator", "here:1", "--processes", "2", "--process", "2"],
+            "process must lie in 0..1, not 2",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, options, sentence):
+    assert main(["generate", "text", *options]) == 2
+    assert sentence in capsys.readouterr().err
