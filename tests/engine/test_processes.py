@@ -232,7 +232,7 @@ def test_an_interrupt_ends_a_command_in_all_processes(command):
         (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be HOST:PORT, not 'here'"),
         (
             ["--coordinator", "here:1", "--processes", "2", "--process", "2"],
-            "process must lie in 0..1, not 2",
+            "must lie in 0..1, not 2",
         ),
     ],
 )

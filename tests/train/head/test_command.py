@@ -187,7 +187,7 @@ def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path,
 
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
     assert head(folder, tmp_path, tmp_path, "--coordinator", "localhost:1") == 2
-    assert "--coordinator needs --processes and --process" in capsys.readouterr().err
+    assert "belong together; add --processes, --process" in capsys.readouterr().err
 
 
 def test_bad_input_is_named(folder, tmp_path, capsys):
