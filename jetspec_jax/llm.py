@@ -19,6 +19,7 @@ from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, check_places, plan_engine, plan_requests, read_single
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
@@ -166,6 +167,8 @@ class LLM:
             implementation=implementation,
             mesh=meshes[0],
         )
+        if spans(meshes[0]):
+            check_alike_engines(plan)
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
         if not isinstance(ours, Target) or ours.keeper.engine is None:
             for group in meshes:

@@ -1,5 +1,6 @@
 """Targets and draft heads with their weights, from a local folder or the Hugging Face hub."""
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +26,11 @@ from jetspec_jax.device.memory import (
     with_more_devices,
 )
 from jetspec_jax.device.mesh import as_mesh, describe_mesh
-from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.partition import check_partition, is_split, why_whole
+from jetspec_jax.device.processes import check_devices, compare, spans
 from jetspec_jax.models import Weights
+
+_log = logging.getLogger("jetspec_jax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +175,11 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
         *others: Likewise of each of its copies.
     """
     config, dtype = source.target_config, source.weights_dtype
+    if spans(mesh):
+        parts = {"the mesh": describe_mesh(mesh), "the target's config": config, "its dtype": str(dtype)}
+        compare(parts, "a target", "a target")
+    if mesh is not None:
+        check_devices(mesh)
     check_partition(config, mesh)
 
     def needs(mesh: Mesh | None) -> Bytes:
@@ -204,6 +213,13 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
             )
         mesh = target.mesh
     dtype = source.weights_dtype
+    if mesh is not None:
+        check_devices(mesh)
+        if not is_split(config, mesh):
+            _log.warning("the draft head stays whole on every device: %s", why_whole(config, mesh))
+    if spans(mesh):
+        parts = {"the mesh": describe_mesh(mesh), "the draft head's config": config, "its dtype": str(dtype)}
+        compare(parts, "a draft head", "a draft head")
     others = () if target is None else target.meshes[1:]
     for own in (mesh, *others):
         check_memory(lambda own=own: {HEAD_WEIGHTS: weight_bytes(config, dtype, own)}, mesh=own)

@@ -157,8 +157,8 @@ class DraftHeadProposer:
         positions = slots.lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)[None, :]
         weights = self.prepare(weights)
         if shards.count() > 1:
-            # The count is known after the choices, and what devices then tell each other must wait for what
-            # they tell for those: see `shards`. No other rows are stored.
+            # The gather in `context` must not overtake that of the choices, which `count` is made of: see
+            # `shards`. Rows beyond the count are not stored.
             taken = jnp.arange(taps.shape[1])[None, :] < count[:, None]
             taps = jnp.where(taken[:, :, None], taps, 0)
         context = bind(self.config, weights.head).context(taps, positions, weights.context)

@@ -10,6 +10,7 @@ from jetspec_jax.arguments import Complaints, check_integer
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.mesh import as_mesh, describe_mesh, make_mesh, size_of
 from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.processes import check_devices
 from pallas_kernels import shards
 
 _log = logging.getLogger("jetspec_jax")
@@ -68,7 +69,7 @@ def meshes_for(
         return (None,)
     with complaints:
         if tensor * expert * data > len(there):
-            raise ValueError(_too_few(config, tensor, expert, data, len(there)))
+            raise ValueError(_too_few(config, tensor, expert, data, there))
     with complaints:
         if data > 1 and processes > 1:
             raise ValueError(
@@ -77,8 +78,11 @@ def meshes_for(
             )
     with complaints:
         check_partition(config, _shape(tensor, expert))
-    complaints.raise_all()
     size = tensor * expert
+    if processes > 1 and size <= len(there):
+        with complaints:
+            check_devices(make_mesh(tensor, expert, devices=there))
+    complaints.raise_all()
     return tuple(
         make_mesh(tensor, expert, devices=there[first : first + size])
         for first in range(0, data * size, size)
@@ -103,14 +107,19 @@ def _shape(tensor: int, expert: int) -> AbstractMesh:
     return AbstractMesh(tuple(by_axis[axis] for axis in shards.ALL), shards.ALL)
 
 
-def _too_few(config: ModelConfig, tensor: int, expert: int, data: int, there: int) -> str:
+def _too_few(config: ModelConfig, tensor: int, expert: int, data: int, devices: list[Any]) -> str:
     """What is said of sizes beyond the devices, with those that are possible instead."""
+    there = len(devices)
+    everybody = {device.process_index for device in devices}
     possible = [
         f"{t} x {e} x {d}"
         for d in range(1, there + 1)
         for e in range(1, there // d + 1)
         for t in range(1, there // (e * d) + 1)
         if data % d == 0 and expert % e == 0 and _splits(config, t, e)
+        # One queue is one process's, and every process needs a device.
+        if len(everybody) == 1
+        or (d == 1 and {device.process_index for device in devices[: t * e]} == everybody)
     ]
     return (
         f"tensor_parallel_size {tensor} x expert_parallel_size {expert} x data_parallel_size {data} needs "

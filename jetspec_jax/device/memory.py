@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import make_mesh, size_of
 from jetspec_jax.device.partition import check_partition, parameter_specs, spread
-from jetspec_jax.device.processes import gathered, spans
+from jetspec_jax.device.processes import gathered, same_processes, spans
 from jetspec_jax.models import abstract, dtype_of, weights_of
 from pallas_kernels import shards
 
@@ -124,12 +124,17 @@ def with_more_devices(
         mesh: The devices that would share it otherwise; None is one.
         needs: What each device of a mesh would have to give.
     """
+    if mesh is not None and set(mesh.axis_names) - set(shards.ALL):
+        return  # of training, which has no such setting
     shape = {} if mesh is None else mesh.shape
     experts, tensor = (shape.get(axis, 1) for axis in (shards.EXPERT, shards.TENSOR))
     devices = jax.devices((_device() if mesh is None else mesh.devices.flat[0]).platform)
     size = 1 << tensor.bit_length()
     while size * experts <= len(devices):
         larger = make_mesh(size, experts, devices=devices)
+        if mesh is not None and spans(mesh) and not same_processes(larger, mesh):
+            size *= 2
+            continue
         with contextlib.suppress(ValueError):
             check_partition(config, larger)
             yield Alternative("tensor_parallel_size", size, needs(larger), larger)

@@ -63,6 +63,11 @@ def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -
     return isinstance(config, ModelConfig) or not _undivided(config.layers, mesh, features=True)
 
 
+def why_whole(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> str:
+    """What of a draft head a mesh cannot split."""
+    return "; ".join(_undivided(config.layers, mesh, features=True))
+
+
 @functools.cache
 def spread(config: Config, mesh: Mesh | None) -> Config:
     """A model as it lies on a mesh: with repeated KV heads and a padded vocabulary.

@@ -9,8 +9,11 @@ program of all devices instead: it waits for what they are computing, takes arra
 five times slower.
 """
 
+import contextlib
 import functools
+import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +24,19 @@ import jaxlib.version
 from jax._src import distributed
 from jax.sharding import Mesh
 
+import jetspec_jax
+
 T = TypeVar("T")
 
 #: Where everything of this package stands in the store.
 ROOT = "jetspec_jax"
+# Longer values are compared by their digests.
+_SHORT = 64
 # Turns whose messages are removed together, once all processes have read them.
 _BLOCK = 256
 # Between two looks at whether an interrupt has come.
 _PATIENCE_MS = 1000
-# Seconds in which another process is heard of.
+# How long an error waits for another process to say why it ended, in seconds.
 _LAST_WORDS = 3.0
 # Stands for the turn of a process that has ended.
 _END = "the end of the program"
@@ -58,6 +65,11 @@ class OutOfStep(RuntimeError):
 def spans(mesh: Mesh | None) -> bool:
     """Whether a mesh has devices of several processes, which then have to act alike."""
     return mesh is not None and len(_processes_of(mesh)) > 1
+
+
+def same_processes(mesh: Mesh, other: Mesh) -> bool:
+    """Whether two meshes have devices of the same processes."""
+    return _processes_of(mesh) == _processes_of(other)
 
 
 def check_devices(mesh: Mesh) -> None:
@@ -144,6 +156,30 @@ def check_alike(said: list[dict[str, str]], what: str) -> None:
         raise ValueError(f"all processes must make the same calls; {what} differs: {'; '.join(wrong)}")
 
 
+def compare(parts: dict[str, Any], about: str, what: str) -> None:
+    """Checks that all processes have the same versions, kinds of devices and parts of something.
+
+    Args:
+        parts: What must be equal, by name.
+        about: As for `agreed`.
+        what: Of what these are parts.
+
+    Raises:
+        ValueError: They differ, in every process; all that differs is named.
+    """
+    check_alike(gathered(brief({**environment(), **parts}), about), what)
+
+
+def brief(parts: dict[str, Any]) -> dict[str, str]:
+    """Values as short texts, equal in all processes if the values are."""
+    found = {}
+    for name, value in parts.items():
+        # Objects that show their address are told apart by what else they show.
+        text = value if isinstance(value, str) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        found[name] = text if len(text) <= _SHORT else hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
 @contextmanager
 def together(mesh: Mesh | None) -> Iterator[None]:
     """What the devices of several processes do; an error of theirs is likely one of another process.
@@ -171,6 +207,7 @@ _SHOWN = 80
 def environment() -> dict[str, str]:
     """What programs are compiled with and for, by name: processes that run one must have the same."""
     return {
+        "the version of jetspec_jax": jetspec_jax.__version__,
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
         "the kind of device": jax.local_devices()[0].device_kind,
@@ -220,9 +257,9 @@ class _Store:
 
     def end(self) -> None:
         """Says that this process does nothing more; what the others follow it in is closed."""
-        if self._turn or self._followed:
-            mine = distributed.global_state.process_id
-            closed = list(self._followed) if mine == 0 else []
+        mine = distributed.global_state.process_id
+        closed = list(self._followed) if mine == 0 else []
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left to be told
             self._set(self._client, mine, _END, None, closed)
 
     def _say(self, store: Any, mine: int, about: str, value: Any) -> None:

@@ -70,8 +70,13 @@ class Engine:
         """Queues a request.
 
         Raises:
-            ValueError: It needs more pages than there are.
+            ValueError: It needs more pages than there are; or several processes serve it, and have not
+                compared it.
         """
+        if self._step and not request.shared:
+            raise ValueError(
+                "an engine of several processes takes requests of plan_requests alone, which compares them"
+            )
         self.scheduler.add(request)
         return request
 

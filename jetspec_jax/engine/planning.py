@@ -215,7 +215,8 @@ def _plan_requests(
         for index, child in enumerate(one.params.each())
     ]
     checked = [one.params for one in asked]
-    return plan, requests, functools.partial(asked_for, read, checked, hints, settings, plan.size)
+    stops = [sorted(request.stop_ids) for request in requests]
+    return plan, requests, functools.partial(asked_for, read, checked, hints, settings, plan.size, stops)
 
 
 def read_single(

@@ -23,7 +23,7 @@ from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
-from jetspec_jax.device.processes import spans
+from jetspec_jax.device.processes import compare, spans
 from jetspec_jax.engine.planning import check_models
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.models import Transformer, Weights, bind
@@ -47,9 +47,7 @@ def logits(target: Target, token_ids: TokenIds) -> Float[Array, "B T V"]:
         ValueError: The ids are misshapen or out of range.
     """
     check_models(target, None)
-    return _logits(
-        target.config, target.mesh, target.weights, _ids(target.config, token_ids, "token_ids", least=1)
-    )
+    return _logits(target.config, target.mesh, target.weights, _ids(target, token_ids, "token_ids", least=1))
 
 
 def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, "1 1 V"]:
@@ -59,7 +57,7 @@ def next_token_logits(target: Target, token_ids: Sequence[int]) -> Float[Array, 
         TypeError: Something is of a wrong type.
         ValueError: The ids are misshapen or out of range.
     """
-    ids = _ids(target.config, [list(token_ids)], "token_ids", least=1)
+    ids = _ids(target, [list(token_ids)], "token_ids", least=1)
     count = ids.shape[1]
     ids = np.pad(ids, ((0, 0), (0, (1 << (count - 1).bit_length()) - count)))
     return _last_logits(target.config, target.mesh, target.weights, ids, np.int32(count))
@@ -79,10 +77,12 @@ def tree_logits(target: Target, prefix_ids: TokenIds, tree: TokenTree) -> Float[
     """
     check_models(target, None)
     check_type("tree", tree, TokenTree, "a TokenTree")
-    prefix = _ids(target.config, prefix_ids, "prefix_ids", least=0)
-    tokens = _ids(target.config, tree.tokens, "tree.tokens", least=1)
+    prefix = _ids(target, prefix_ids, "prefix_ids", least=0)
+    tokens = _ids(target, tree.tokens, "tree.tokens", least=1)
     if tokens.shape[0] != prefix.shape[0]:
         raise ValueError(f"{prefix.shape[0]} prefixes for {tokens.shape[0]} trees")
+    if spans(target.mesh):
+        compare({"tree.parents": np.asarray(tree.parents).tolist()}, "a forward", "a forward")
     tree = jax.tree.map(np.asarray, tree)
     return _tree_logits(target.config, target.mesh, target.weights, prefix, tree)
 
@@ -102,7 +102,7 @@ def draft_logits(target: Target, draft_head: Head, token_ids: TokenIds) -> Float
     check_models(target, None)
     check_type("the draft head", draft_head, Head, "a Head, as load_draft_head returns it")
     check_head_fits(draft_head.config, target.config)
-    ids = _ids(target.config, token_ids, "token_ids", least=1)
+    ids = _ids(target, token_ids, "token_ids", least=1)
     proposer = DraftHeadProposer(draft_head.config)
     models = target.config, target.mesh, proposer
     return _draft_logits(*models, target.weights, draft_head.weights, ids)
@@ -221,16 +221,19 @@ def _one_page_each(config: ModelConfig, ids: Int[Array, "B T"], dtype: jnp.dtype
     return empty_stores(config, batch, max(length, 1), dtype, slots), slots
 
 
-def _ids(config: ModelConfig, ids: TokenIds, name: str, *, least: int) -> Int[np.ndarray, "B T"]:
-    """Token ids as an array of the host, checked."""
+def _ids(target: Target, ids: TokenIds, name: str, *, least: int) -> Int[np.ndarray, "B T"]:
+    """Token ids as an array of the host, checked, and equal in all processes that share the target."""
     if isinstance(ids, str) or not (isinstance(ids, Sequence) or np.ndim(ids)):
         raise TypeError(f"{name} must be rows of token ids, [B, T], not {shown(ids)}")
     given: Any = ids
-    rows = [check_ids(row, f"{name}[{number}]", config.vocab_size) for number, row in enumerate(given)]
+    rows = [check_ids(row, f"{name}[{number}]", target.config.vocab_size) for number, row in enumerate(given)]
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1:
         said = f"not of {', '.join(map(str, lengths))} tokens" if rows else "and there is none"
         raise ValueError(f"{name} must be rows of one length, {said}")
     if lengths[0] < least:
         raise ValueError(f"{name} must have at least {least} token in each row")
-    return np.stack(rows)
+    found = np.stack(rows)
+    if spans(target.mesh):
+        compare({name: found.tolist()}, "a forward", "a forward")
+    return found

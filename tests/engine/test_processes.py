@@ -126,7 +126,7 @@ def test_processes_decode_as_one_device_does(run, tmp_path):
 @pytest.mark.wide
 def test_what_differs_is_named_in_all_processes(run, tmp_path):
     first, other = results(run("unlike"), tmp_path)
-    assert first == other or first | {"one": ""} == other | {"one": ""}
+    assert first | {"one": ""} == other | {"one": ""}
     assert "the target's config of process 0 and process 1" in first["config"]
     assert "the settings of the trees" in first["settings"]
     assert "sampling_params[0]" in first["params"]

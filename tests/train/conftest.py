@@ -37,7 +37,7 @@ def first_device_alone():
     devices = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_count", lambda: 1)
-        patch.setattr(jax, "devices", lambda: devices)
+        patch.setattr(jax, "devices", lambda *_: devices)
         yield
 
 

@@ -72,6 +72,10 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
         print(f"{name}: done in {seconds:.1f} s", flush=True)
 
 
+#: Settings that recipes of earlier versions lack, and what runs of these then did.
+LATER = {"mesh.expert": 1, "mesh.tensor": 1}
+
+
 def claim(work: Path, settings: Mapping[str, Any]) -> None:
     """Takes a work folder for some settings, which are kept there as ``recipe.json``.
 
@@ -84,6 +88,9 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
         write_json(path, mine)
         return
     here, there = _flat(mine), _flat(json.loads(path.read_text(encoding="utf-8")))
+    for name in here.keys() - there.keys():
+        if (last := ".".join(name.split(".")[-2:])) in LATER:
+            there[name] = LATER[last]
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
