@@ -1,7 +1,8 @@
 """How a model is split over a mesh: which part of each parameter's axes a device has.
 
-Parameters name their axes where they are made; `SPLIT` is all that connects those names with a mesh's. Three
-things differ from the model of one device, so that every device gets an equal and contiguous part:
+Parameters name their axes where they are made; for decoding, `SPLIT` is all that connects those names with a
+mesh's. (What is trained lies as `sharding.RULES` says.) Three things differ from the model of one device, so
+that every device gets an equal and contiguous part:
 
 * KV heads that do not divide evenly are repeated, up to the least common multiple of heads and devices, and
   the query heads regrouped. The order of query heads stays. Four query heads of one KV head, on two devices::

@@ -1,6 +1,7 @@
-"""Where parameters lie on a mesh of devices: from the names of their axes to the mesh's.
+"""Where parameters lie on a mesh in training: from the names of their axes to the mesh's.
 
-Parameters name their axes where they are made; this table is all that connects those names with devices.
+Parameters name their axes where they are made; for training, `RULES` is all that connects those names with
+devices, but for a target that a group shares: it is split as for decoding, by `partition.SPLIT`.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
-"""Meshes for training: data-parallel groups of devices, each of which shares one copy of the weights.
+"""Meshes for training: copies of the head, the parts of each, and groups of devices that share the target.
 
-Where a target does not fit a device, several share it, and compute the same sequences together.
+Where a target does not fit a device, a group of devices shares it: expert x tensor of them, which compute the
+same sequences together.
 """
 
 import math
@@ -25,12 +26,11 @@ class MeshSettings:
     """How devices are used.
 
     Attributes:
-        data: Groups that train on different sequences; -1 is as many as the devices allow.
-        fsdp: Parts of a group that train on different sequences, over which weights and optimiser state are
-            split.
-        expert: Devices over which the frozen target's routed experts are split by number. All else of it is
-            split over these and those of ``tensor`` together.
-        tensor: Devices over which the frozen target's routed experts are split by features.
+        data: Copies of the head, which train on different sequences; -1 is as many as the devices allow.
+        fsdp: Parts of a copy's weights and optimiser state; the parts, too, train on different sequences.
+        expert: Into how many parts a group splits the frozen target's routed experts by number. All else of
+            the target is split over the expert x tensor devices of the group.
+        tensor: Into how many parts a group splits the frozen target's routed experts by features.
     """
 
     data: int = -1
@@ -39,7 +39,7 @@ class MeshSettings:
     tensor: int = 1
 
     def __str__(self) -> str:
-        """The sizes, but for groups of one device that has all of the target."""
+        """The sizes; those of a group are left out where it is one device, which has all of the target."""
         sizes = {"data": self.data, "fsdp": self.fsdp}
         if (self.expert, self.tensor) != (1, 1):
             sizes |= {"expert": self.expert, "tensor": self.tensor}
