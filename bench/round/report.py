@@ -5,15 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from bench.common.floors import Ceilings, Work
+from bench.common.floors import Ceilings
 from bench.common.kernel_trace import summarise
 from bench.common.methods import CHAIN
 from bench.common.shapes import PairShape
 from bench.common.timing import median
 from bench.round.measure import CaseRuns, RoundCase, Setup
 from bench.round.work import round_work
-from jetspec_jax.device.mesh import size_of
-from jetspec_jax.device.partition import spread
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import bucket_for
 
@@ -43,20 +41,16 @@ def row_of(
     """
     milliseconds = 1e3 * median(found.seconds) / setup.rounds
     chain = measured.get(case._replace(budget=shape.head.block_size, algorithm=CHAIN))
-    target, head, parts = shape.target, shape.head, 1
-    if setup.mesh is not None:
-        # The bytes and operations of each device: of what is split, its equal part.
-        target, head, parts = spread(target, setup.mesh), spread(head, setup.mesh), size_of(setup.mesh)
     works = round_work(
-        target,
-        None if case.budget == 1 else head,
+        shape.target,
+        None if case.budget == 1 else shape.head,
         batch=case.batch,
         context=case.context,
         budget=case.budget,
         itemsize=itemsize,
         touched=found.experts_touched,
+        mesh=setup.mesh,
     )
-    works = {phase: Work(work.bytes // parts, work.operations // parts) for phase, work in works.items()}
     floors = {phase: {**work._asdict(), "ms": 1e3 * ceilings.seconds(work)} for phase, work in works.items()}
     floor = sum(part["ms"] for part in floors.values())
     phases = {phase: 1e3 * seconds for phase, seconds in found.phase_seconds.items()}

@@ -5,14 +5,21 @@ each slot, of recurrent layers each slot's state, of the embedding table only th
 routed experts those that its tokens choose. Logits, masks, norms and what is kept between two kernels are
 left out: a lower bound may be too low, never too high.
 
+On a mesh it is the work of one device: an equal part of what the mesh splits, and all of a draft head that it
+leaves whole.
+
 Shapes: B slots, S committed tokens, N nodes, D draft depth.
 """
 
 from collections.abc import Mapping
 
+from jax.sharding import Mesh
+
 from bench.common.floors import Work
 from bench.common.shapes import EXPERTS, FEATURES, parameters
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.device.mesh import size_of
+from jetspec_jax.device.partition import is_split, spread
 
 
 def round_work(
@@ -24,6 +31,7 @@ def round_work(
     budget: int,
     itemsize: int,
     touched: Mapping[int, float] | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, Work]:
     """The work of the phases of a round that run a model; a plain step only verifies and settles.
 
@@ -35,37 +43,54 @@ def round_work(
         budget: Nodes of a slot's tree.
         itemsize: Bytes of a parameter and of an element of the stores.
         touched: For each layer with routed experts, how many of them the nodes choose, on average.
+        mesh: The devices that share the models; None is one.
     """
+    target, parts = spread(target, mesh), size_of(mesh)
     lm_head = target.vocab_size * target.hidden_size
     body = parameters(target) - lm_head * (1 if target.tie_word_embeddings else 2)
     rows = batch * budget
-    own, chosen = _experts(target, touched or {})
+    serving, chosen = _experts(target, touched or {})
     body -= parameters(target, EXPERTS)
     work = {
-        "verify": Work(
+        "verify": _part(
+            parts,
             itemsize
             * (body + chosen + lm_head + rows * target.hidden_size + batch * _prefix(target, context))
             + batch * _states(target, itemsize),
-            2 * rows * (body + own + lm_head) + rows * _scores(target, context),
+            2 * rows * (body + serving + lm_head) + rows * _scores(target, context),
         ),
         # Of each slot's path at least the root is written; a state is read again, and written.
-        "settle": Work(itemsize * batch * _token(target) + 2 * batch * _states(target, itemsize), 0),
+        "settle": _part(parts, itemsize * batch * _token(target) + 2 * batch * _states(target, itemsize), 0),
     }
     if head is None:
         return work
-    features = parameters(head, FEATURES)
-    drafts = parameters(head) - features
+    head_parts = parts if mesh is not None and is_split(head, mesh) else 1
+    own = spread(head, mesh)
+    features = parameters(own, FEATURES)
+    drafts = parameters(own) - features
     # Each layer's keys and values of the features, by the projections that the draft slots use too.
-    features += head.layers.hidden_size * _token(head.layers)
-    rows = batch * head.block_size
-    work["propose"] = Work(
-        itemsize * (drafts + lm_head + rows * target.hidden_size + batch * _prefix(head.layers, context)),
-        2 * rows * drafts + 2 * batch * head.depth * lm_head + rows * _scores(head.layers, context),
+    features += own.layers.hidden_size * _token(own.layers)
+    rows = batch * own.block_size
+    # Embeddings and logits of the drafts are made by the target's tables, in as many parts as the target.
+    tables = _part(parts, itemsize * (lm_head + rows * target.hidden_size), 2 * batch * own.depth * lm_head)
+    layers = _part(
+        head_parts,
+        itemsize * (drafts + batch * _prefix(own.layers, context)),
+        2 * rows * drafts + rows * _scores(own.layers, context),
     )
-    work["settle"] = Work(
-        work["settle"].bytes + itemsize * (features + batch * _token(head.layers)), 2 * batch * features
-    )
+    commit = _part(head_parts, itemsize * (features + batch * _token(own.layers)), 2 * batch * features)
+    work["propose"] = _sum(tables, layers)
+    work["settle"] = _sum(work["settle"], commit)
     return work
+
+
+def _part(parts: int, num_bytes: int, operations: int) -> Work:
+    """What each of so many devices has of some work."""
+    return Work(num_bytes // parts, operations // parts)
+
+
+def _sum(one: Work, other: Work) -> Work:
+    return Work(one.bytes + other.bytes, one.operations + other.operations)
 
 
 def _experts(config: ModelConfig, touched: Mapping[int, float]) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from jetspec_jax import SamplingParams
 from jetspec_jax.config import Experts, LayerConfig, check_head_fits
 from jetspec_jax.decode.state import DecodeWeights
 from pallas_kernels.expert_choice import RouterRule
-from tests.decode.tiny import TINY, head_config, with_windows
+from tests.decode.tiny import TINY, head_config, with_mlp, with_windows
+from tests.meshes import mesh_of
 
 SMALL = SHAPES["tiny"]
 DENSE = TINY.layers[0]
@@ -74,6 +75,25 @@ def test_the_floor_reads_them_once_and_computes_those_of_every_row():
     assert round_work(more, None, **given, touched={0: 5, 2: 7})["verify"].operations == (
         some.operations + 2 * 16 * ONE_EXPERT
     )
+
+
+def test_a_device_of_a_mesh_has_its_part_and_all_of_a_head_that_stays_whole():
+    """Two devices do not divide a head's dense block of odd size."""
+    mesh, given = mesh_of(1, 2), {"batch": 2, "context": 10, "budget": 16, "itemsize": 2}
+    head, odd = head_config(TINY), head_config(with_mlp(TINY, 47))
+    whole, split = (round_work(TINY, head, **given, mesh=own) for own in (None, mesh))
+    for phase, work in whole.items():
+        assert split[phase] == (work.bytes / 2, work.operations / 2)
+    whole, kept = (round_work(TINY, odd, **given, mesh=own) for own in (None, mesh))
+    assert kept["verify"] == split["verify"]
+    # Of a proposal the target's tables are split all the same, and of settling what the target commits.
+    tables = TINY.vocab_size * TINY.hidden_size
+    rows = 2 * odd.block_size * TINY.hidden_size
+    assert whole["propose"].bytes - kept["propose"].bytes == tables + rows
+    assert whole["propose"].operations - kept["propose"].operations == 2 * odd.depth * tables
+    plain = round_work(TINY, None, **given)["settle"]
+    assert whole["settle"].bytes - kept["settle"].bytes == plain.bytes / 2
+    assert whole["settle"].operations == kept["settle"].operations
 
 
 def test_a_layer_that_differs_counts_as_it_is():
