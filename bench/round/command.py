@@ -32,10 +32,10 @@ from jetspec_jax import (
     enable_compilation_cache,
 )
 from jetspec_jax.checkpoint.source import resolve_dtype
-from jetspec_jax.cli.options import add_ignore_option
+from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, parallel_mesh
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
-from jetspec_jax.device.mesh import make_mesh, size_of
+from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
@@ -69,9 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
     add("--rounds", type=int, default=USUAL_ROUNDS, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
-    add("--tensor-parallel", type=int, help="devices that share the models (default: one, without a mesh)")
-    add("--expert-parallel", type=int, help="groups of experts, each on so many of these devices")
-    add("--phases", action=argparse.BooleanOptionalAction, default=True, help="also time each phase alone")
+    MODELS.add(parser, PARALLEL[:-1])
+    add(
+        "--phases",
+        action=argparse.BooleanOptionalAction,
+        help="also time each phase alone (default: yes, but on one device only)",
+    )
     add_program_arguments(parser)
     add_report_arguments(parser, "round")
 
@@ -128,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
-        f"{report['implementation']}, {report['device']}{_devices(setup.mesh)}, JAX {report['jax']}"
+        f"{report['implementation']}, {report['device']}, {describe_mesh(setup.mesh)}, JAX {report['jax']}"
     )
     print(f"\n{title}")
     publish(arguments.json, report, tables_of(rows), notes_of(report))
@@ -136,25 +139,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _devices(mesh: Mesh | None) -> str:
-    return (
-        ""
-        if mesh is None
-        else f" x {size_of(mesh)} (experts {mesh.shape['expert']} x {mesh.shape['tensor']})"
-    )
-
-
 def _setup(arguments: argparse.Namespace) -> Setup:
-    """What all cases have in common, checked.
+    """What all cases have in common, checked; ``phases`` is filled in.
 
     Raises:
-        ValueError: A setting is out of its range.
+        ValueError: A setting is out of its range, or phases are to be timed on a mesh.
     """
     check_least(arguments, 1, "rounds", "repeats")
-    sizes = arguments.tensor_parallel, arguments.expert_parallel
-    mesh = None if sizes == (None, None) else make_mesh(*(1 if size is None else size for size in sizes))
-    # Between two phases lie logits, of which a device has a part: only whole rounds run on a mesh.
-    arguments.phases = arguments.phases and mesh is None
+    mesh = parallel_mesh(arguments)
+    if arguments.phases is None:
+        arguments.phases = mesh is None
+    elif arguments.phases and mesh is not None:
+        # Between two phases lie logits, of which each device has a part.
+        raise ValueError(
+            "--phases goes with neither --tensor-parallel nor --expert-parallel: only whole rounds run there"
+        )
     return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,

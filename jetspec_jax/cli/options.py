@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
+from jetspec_jax.device.groups import say_unused
 from jetspec_jax.device.joining import join_processes
+from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
@@ -356,6 +360,24 @@ def add_ignore_option(parser: argparse.ArgumentParser) -> None:
 def parallel_sizes(arguments: argparse.Namespace) -> dict[str, int]:
     """The sizes of the options `PARALLEL` that were given, for `jetspec_jax.device.groups.meshes_for`."""
     return {field: value for field, value in MODELS.given(arguments).items() if field in PARALLEL}
+
+
+def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
+    """The mesh of a command that has the options `PARALLEL` but for copies; says how many devices it leaves.
+
+    Returns:
+        A mesh, also of one device, where an option is given, and None where none is.
+
+    Raises:
+        ValueError: A size is below 1, or there are too few devices.
+    """
+    sizes = parallel_sizes(arguments)
+    if not sizes:
+        return None
+    tensor, expert = (sizes.get(field, 1) for field in PARALLEL[:-1])
+    mesh = make_mesh(tensor, expert)
+    say_unused((mesh,))
+    return mesh
 
 
 def add_allow_option(parser: argparse.ArgumentParser) -> None:

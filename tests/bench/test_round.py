@@ -175,6 +175,8 @@ class TestReport:
             ("--shape tiny --contexts 0", "--contexts must be at least 1"),
             ("--shape tiny --batches 0 2", "--batches must be at least 1"),
             ("--shape tiny --contexts 4090", "context limit of 4096"),
+            ("--shape tiny --tensor-parallel 1 --phases", "--phases goes with neither --tensor-parallel nor"),
+            ("--shape tiny --tensor-parallel 1000", "needs 1000 devices"),
             ("--shape tiny --rounds 0", "--rounds must be at least 1"),
             ("--shape tiny --repeats 0", "--repeats must be at least 1"),
             ("--shape tiny --temperature -1", "temperature"),

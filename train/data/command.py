@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.cli.options import add_ignore_option
-from jetspec_jax.device.mesh import make_mesh
+from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, parallel_mesh
 from train.data.make_data import Made, make_data
 from train.data.manifest import MODES, REGENERATE
 from train.loop.stages import Deadline
@@ -35,8 +34,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--shard-documents", type=int, default=256, help="written at a time (default: 256)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
-    parser.add_argument("--tensor-parallel", type=int, help="devices that share the target, or each expert")
-    parser.add_argument("--expert-parallel", type=int, help="groups of whole experts")
+    MODELS.add(parser, PARALLEL[:-1])
     parser.add_argument("--minutes", type=float, help="begin no shard after this; run again to go on")
 
 
@@ -91,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         FileNotFoundError: As for `make_data`.
         ValueError: As for `make_data`.
     """
-    sizes = arguments.tensor_parallel, arguments.expert_parallel
     made = make_data(
         arguments.target,
         arguments.prompts,
@@ -103,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         shard_documents=arguments.shard_documents,
         dtype=arguments.dtype,
         deadline=Deadline(arguments.minutes),
-        mesh=None if sizes == (None, None) else make_mesh(*(1 if size is None else size for size in sizes)),
+        mesh=parallel_mesh(arguments),
         **generation_settings(arguments),
     )
     print(summary(made))
