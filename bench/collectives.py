@@ -59,7 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
                 row[f"{name} us"] = 1e6 * (_seconds(mesh, shards.all_sum, x, arguments, options) - empty)
                 bar.update()
             rows.append(row)
-    report = {**opening_of("collectives", arguments), "dtype": str(dtype), "rows": rows}
+    report = {
+        **opening_of("collectives", arguments),
+        "devices": mesh.size,
+        "dtype": str(dtype),
+        "rows": rows,
+    }
     show(
         f"one sum of {arguments.features} {dtype} numbers a row over {mesh.size} devices, in microseconds: "
         f"{report['device']}, JAX {report['jax']}",

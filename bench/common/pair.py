@@ -17,6 +17,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.groups import meshes_for, say_unused
+from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
 
@@ -207,9 +208,10 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
 
 
 def describe_pair(pair: Pair, works: Iterable[Workload]) -> dict[str, Any]:
-    """Shapes of the models, type of the weights and lengths of the prompts, for a report."""
+    """Devices of all copies, shapes, type of the weights and lengths of the prompts, for a report."""
     lengths = [len(ids) for work in works for ids in work.ids]
     return {
+        "devices": sum(map(size_of, pair.target.meshes)),
         "shapes": shapes_of(pair.target.config, pair.head.config),
         "dtype": str(pair.target.weights["embed_tokens"].dtype),
         "prompt_tokens": [min(lengths), max(lengths)],

@@ -36,7 +36,8 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
     given = report["arguments"]
     if not (arguments.resume and arguments.json.is_file()):
         return report
-    old = read_json(arguments.json)
+    # Reports that do not say how many devices decoded are of one.
+    old = {"devices": 1, **read_json(arguments.json)}
     # As JSON has it: a tuple is a list there.
     for name, ours, theirs in [
         *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),

@@ -8,7 +8,8 @@ import pytest
 
 from bench.acceptance.replay import Text, draft_along
 from bench.common.methods import PLAIN_METHOD
-from bench.common.pair import add_pair_arguments, load_pair
+from bench.common.pair import add_pair_arguments, describe_pair, load_pair
+from bench.common.picture import measured_on
 from bench.common.workload import Workload
 from bench.decode.measure import Bench
 from jetspec_jax import SamplingParams, generate_tree
@@ -43,6 +44,13 @@ def test_the_pair_lies_where_the_command_line_says(load):
     assert places == [[0, 1], [2, 3]]
     one = load()
     assert one.target.meshes == (None,)
+    work = Workload([], PROMPTS, PARAMS, [None] * len(PROMPTS))
+    reports = [{**describe_pair(pair, [work]), "device": "H200", "jax": "1"} for pair in (one, several)]
+    assert [report["devices"] for report in reports] == [1, 4]
+    assert [measured_on(report) for report in reports] == [
+        "float32, H200, JAX 1",
+        "float32, 4 x H200, JAX 1",
+    ]
     decoded = [generate_tree(*pair, PROMPTS, PARAMS, budget=16, width=3) for pair in (one, several)]
     assert tokens(decoded[0]) == tokens(decoded[1])
 
