@@ -6,6 +6,11 @@ from bench.common.kernel_trace import Kernel, classify, kernels_of, summarise
 
 # By class: of each way to be told one name, and of all those that another class's pattern would take too.
 NAMES = {
+    "collectives": (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "psum_798_0_fusion_1",
+    ),
     "matmul": (
         "nvjet_tst_128x8_64x12_2x1_v_bz_splitK_TNT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1",
@@ -39,12 +44,16 @@ def test_kernels_have_classes():
     assert found == NAMES
 
 
-def test_only_streams_of_gpus_are_read():
-    """Lines that XLA derives from the streams would count the same time twice."""
+def test_only_streams_of_the_first_gpu_are_read():
+    """Lines that XLA derives from the streams would count the same time twice, and so would other GPUs."""
     text = """
         planes { name: "/host:CPU"
           lines { name: "python" events { metadata_id: 1 duration_ps: 9000 } }
           event_metadata { key: 1 value { id: 1 name: "host work" } } }
+        planes { name: "/device:GPU:1"
+          lines { name: "Stream #22(Compute)" timestamp_ns: 100
+            events { metadata_id: 1 offset_ps: 1000000 duration_ps: 2500000 } }
+          event_metadata { key: 1 value { id: 1 name: "gemm_fusion_dot_1" } } }
         planes { name: "/device:GPU:0"
           lines { name: "Stream #20(Compute)" timestamp_ns: 100
             events { metadata_id: 1 offset_ps: 1000000 duration_ps: 2000000 }

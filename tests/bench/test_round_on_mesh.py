@@ -1,0 +1,74 @@
+"""``python -m bench round`` and ``collectives`` on two devices."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import bench.round.command
+from bench.__main__ import main
+from bench.common.floors import Ceilings
+from bench.common.shapes import SHAPES, PairShape
+from jetspec_jax.config import Experts
+from pallas_kernels.expert_choice import RouterRule
+from tests.decode.tiny import TINY, head_config
+
+TOP_K, COUNT = 2, 8
+ROUTED = dataclasses.replace(TINY.layers[0], mlp_size=0, experts=Experts(COUNT, 24, RouterRule(TOP_K)))
+MIXTURE = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(TINY.layers[0], ROUTED))
+
+
+@pytest.fixture(autouse=True)
+def two_devices():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+
+
+@pytest.fixture(autouse=True)
+def given_ceilings(monkeypatch):
+    monkeypatch.setattr(bench.round.command, "measure_ceilings", lambda *_: Ceilings(1e9, 1e9, 1e9))
+
+
+ROUNDS = "--budgets 8 --contexts 20 --rounds 2 --repeats 1 --dtype float32"
+
+
+def test_devices_share_rounds_and_each_has_half_of_the_floor(report_of, capsys, caplog):
+    report = report_of("round", f"--shape tiny --tensor-parallel 2 {ROUNDS}")
+    assert report["devices"] == 2
+    assert "--tensor-parallel 2 --no-phases" in report["command"]
+    assert f"{report['device']}, a mesh of expert 1 x tensor 2 (devices 0, 1), JAX" in capsys.readouterr().out
+    there = len(jax.devices())
+    assert (f"decoding on the first 2 of {there} devices" in caplog.messages) == (there > 2)
+    rows = report["rows"]
+    assert [row["budget"] for row in rows] == [1, 8]
+    assert all(row["phases_ms"] == {} and row["round_ms"] > 0 for row in rows)
+    one = report_of("round", f"--shape tiny --no-phases {ROUNDS}")
+    assert one["devices"] == 1
+    for row, whole in zip(rows, one["rows"], strict=True):
+        assert row["floor_ms"] == pytest.approx(whole["floor_ms"] / 2)
+        assert row["tokens_per_round"] == whole["tokens_per_round"]
+
+
+def test_experts_are_counted_over_all_devices(report_of, monkeypatch):
+    """As many as one device counts: the router's choice is no device's own."""
+    monkeypatch.setitem(SHAPES, "mixture", PairShape(MIXTURE, head_config(MIXTURE)))
+    one, several = (
+        [row["experts_touched"] for row in report_of("round", f"--shape mixture {words} {ROUNDS}")["rows"]]
+        for words in ("--no-phases", "--expert-parallel 2")
+    )
+    assert one == several
+    assert TOP_K == several[0] < several[1] <= COUNT
+
+
+def test_sums_of_two_devices(tmp_path, capsys):
+    path = tmp_path / "sums.json"
+    words = "--tensor-parallel 2 --rows 1 4 --features 32 --turns 3 --repeats 1"
+    assert main(["collectives", *words.split(), "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["devices"] == 2
+    assert [row["rows"] for row in report["rows"]] == [1, 4]
+    for row in report["rows"]:
+        assert row["KiB"] == row["rows"] * 32 * 4 / 1024
+        assert set(row) == {"rows", "KiB", "loop us", "default us", "one-shot us"}
+    assert "over 2 devices" in capsys.readouterr().out
