@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jetspec_jax.cache import paged
 from jetspec_jax.cache.attention import attend_over
@@ -36,6 +37,9 @@ class Sums:
     @property
     def num_bytes(self):
         return self.sums.size * self.sums.dtype.itemsize
+
+    def specs(self, axes):
+        return replace(self, sums=PartitionSpec())
 
     def view(self, slots, block):
         return self.sums[slots.numbers]
