@@ -36,7 +36,7 @@ def test_logits(pair):
 
 
 # What little is left of a state by a strong decay is made longer by a norm, rounding and all: at such a token
-# transformers itself, in float32, was 1.1e-3 from its own float64, and ours 0.5e-3. All others are much closer.
+# transformers itself, in float32, was 1.1e-3 from its own float64, and ours 0.5e-3. Others are much closer.
 RECURRENT_TOLERANCE, MOSTLY = 2e-3, 1e-4
 RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
 ATTENTIVE = [name for name in FAMILIES if name not in RECURRENT]
