@@ -146,14 +146,15 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         ValueError: A setting is out of its range, or phases are to be timed on a mesh.
     """
     check_least(arguments, 1, "rounds", "repeats")
-    mesh = parallel_mesh(arguments)
+    shared = any(size is not None for size in (arguments.tensor_parallel, arguments.expert_parallel))
     if arguments.phases is None:
-        arguments.phases = mesh is None
-    elif arguments.phases and mesh is not None:
+        arguments.phases = not shared
+    elif arguments.phases and shared:
         # Between two phases lie logits, of which each device has a part.
         raise ValueError(
             "--phases goes with neither --tensor-parallel nor --expert-parallel: only whole rounds run there"
         )
+    mesh = parallel_mesh(arguments)
     return Setup(
         params=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p),
         width=arguments.width,
