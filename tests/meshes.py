@@ -26,10 +26,17 @@ def training_mesh(data: int, fsdp: int, expert: int, tensor: int) -> Mesh:
     return _mesh((data, fsdp, expert, tensor), ("data", "fsdp", *shards.ALL))
 
 
+def need_devices(count: int) -> None:
+    """Skips a test where there are fewer GPUs; on a CPU devices are simulated, and never too few."""
+    devices = jax.local_devices()
+    if len(devices) < count:
+        assert devices[0].platform != "cpu", f"{len(devices)} simulated devices: see conftest.py"
+        pytest.skip(f"needs {count} devices, and there are {len(devices)}")
+
+
 def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
     count, devices = math.prod(shape), jax.local_devices()
-    if len(devices) < count:
-        pytest.skip(f"needs {count} devices, and there are {len(devices)}")
+    need_devices(count)
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(shape, axes, axis_types=types, devices=devices[:count])
 

@@ -15,7 +15,7 @@ from jetspec_jax.cli import command
 from jetspec_jax.device.groups import meshes_for
 from jetspec_jax.engine import engine as engines
 from tests.decode.tiny import TINY, save_tiny_pair
-from tests.meshes import mesh_of
+from tests.meshes import mesh_of, need_devices
 
 MIXTURE = Path(__file__).parents[1] / "families" / "goldens" / "qwen3_moe"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5] * 140]
@@ -30,8 +30,7 @@ TREE = {"budget": 16, "width": 3}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A tiny random pair on disk."""
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
+    need_devices(4)
     return save_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from bench.common.workload import Workload
 from bench.decode.measure import Bench
 from jetspec_jax import SamplingParams, generate_tree
 from tests.decode.tiny import save_tiny_pair
+from tests.meshes import need_devices
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]]
 PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
@@ -22,8 +22,7 @@ PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """Loads a tiny pair as a command line says."""
-    if len(jax.devices()) < 4:
-        pytest.skip("needs 4 devices")
+    need_devices(4)
     target, head = save_tiny_pair(tmp_path_factory.mktemp("pair"))
     parser = argparse.ArgumentParser()
     add_pair_arguments(parser, prompts=1, max_tokens=1)

@@ -13,6 +13,7 @@ from bench.common.shapes import SHAPES, PairShape
 from jetspec_jax.config import Experts
 from pallas_kernels.expert_choice import RouterRule
 from tests.decode.tiny import TINY, head_config
+from tests.meshes import need_devices
 
 TOP_K, COUNT = 2, 8
 ROUTED = dataclasses.replace(TINY.layers[0], mlp_size=0, experts=Experts(COUNT, 24, RouterRule(TOP_K)))
@@ -21,8 +22,7 @@ MIXTURE = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(TINY.layers[
 
 @pytest.fixture(autouse=True)
 def two_devices():
-    if len(jax.devices()) < 2:
-        pytest.skip("needs 2 devices")
+    need_devices(2)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
 from jetspec_jax.engine.engine import Engine
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.meshes import need_devices
 
 CONFIG = with_windows(TINY, None)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3], [5, 8, 9, 7], [9, 3, 2], [3, 8], [4, 6, 2, 6]]
@@ -32,8 +33,7 @@ def tokens(completions):
 @pytest.fixture(scope="module")
 def pair():
     """A tiny pair twice, on a device each."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs 2 devices")
+    need_devices(2)
     one, head = random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 1)
     targets, heads = [], []
     for device in jax.devices()[1::-1]:

@@ -1,5 +1,6 @@
 """Reading onto a mesh: the same arrays as laid out from the whole, of no more bytes than devices need."""
 
+import functools
 import json
 import tracemalloc
 
@@ -268,7 +269,7 @@ class TestRefused:
             head = tensors["model.embed_tokens.weight"].copy()
             head[row] += 1
             folder = write(tmp_path / str(row), TIED, tensors, {"lm_head.weight": head})
-            load = lambda folder=folder: read_weights(folder, parse_config(TIED), None, mesh_of(1, 2))  # noqa: E731
+            load = functools.partial(read_weights, folder, parse_config(TIED), None, mesh_of(1, 2))
             with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
                 load()
             with monkeypatch.context() as patch:

@@ -35,9 +35,10 @@ def test_logits(pair):
     assert_close(logits(target, ids), oracle_logits(model, ids))
 
 
-# What little is left of a state by a strong decay is made longer by a norm, rounding and all: at such a token
-# transformers itself, in float32, was 1.1e-3 from its own float64, and ours 0.5e-3. Others are much closer.
-RECURRENT_TOLERANCE, MOSTLY = 2e-3, 1e-4
+# What little is left of a state by a strong decay is made longer by a norm, rounding and all.
+RECURRENT_TOLERANCE = 1e-3
+# At such a token, one of 1,200, transformers itself was up to 1.1e-3 from float64, and ours 1.9e-3.
+WORST, MOSTLY = 2e-3, 1e-4
 RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
 ATTENTIVE = [name for name in FAMILIES if name not in RECURRENT]
 
@@ -47,8 +48,10 @@ def test_many_chunks(pair):
     model, target = pair
     ids = random_ids(0, 2, 600)
     ours, theirs = np.asarray(logits(target, ids)), oracle_logits(model, ids)
-    assert_close(ours, theirs, RECURRENT_TOLERANCE)
-    assert np.quantile(np.abs(ours - theirs).max(axis=-1), 0.99) < MOSTLY
+    assert_close(ours, theirs, WORST)
+    apart = np.abs(ours - theirs).max(axis=-1)
+    assert (apart > RECURRENT_TOLERANCE).sum() <= 1
+    assert np.quantile(apart, 0.99) < MOSTLY
     np.testing.assert_array_equal(ours.argmax(axis=-1), theirs.argmax(axis=-1))
 
 
