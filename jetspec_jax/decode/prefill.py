@@ -16,9 +16,10 @@ from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.on_mesh import on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
-from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
+from jetspec_jax.decode.state import DecodeState, DecodeWeights
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.choice import choose_tokens
+from jetspec_jax.sampling.token_sets import contains
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
@@ -89,7 +90,7 @@ def _prefill(
     shown = state.proposer
     if proposer is not None:
         shown = proposer.commit(weights.proposer, shown, output.taps, own, written)
-    finished = is_stop(choice, settings.stop_bits)[0, 0] | (settings.remaining[0] <= 1)
+    finished = contains(settings.stop_bits, choice)[0, 0] | (settings.remaining[0] <= 1)
     anchor = choice[0, 0]
     state = DecodeState(
         stores=commit(state.stores, own, output.stash, chain_path(*block.tokens.shape), written),

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, no_type_check
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import Store
+from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.models import Weights
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.sampling.token_sets import packed
 from jetspec_jax.tree import Hints, Reach, Routing
 
 
@@ -41,7 +43,7 @@ class SlotSettings(NamedTuple):
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
         remaining: Tokens that it may still emit.
-        stop_bits: Packed set of the tokens that end it: bit t % 32 of word t // 32 for token t.
+        stop_bits: Packed set of the tokens that end it.
         routing: What is known of it, for tree algorithms that look at that.
     """
 
@@ -78,10 +80,8 @@ class SlotSettings(NamedTuple):
         """
         if params.max_tokens is None:
             raise ValueError("max_tokens must be a number here: a slot does not know where the context ends")
-        bits = np.zeros(-(-vocab_size // 32), np.uint32)
-        for token in stop_ids:
-            bits[token // 32] |= np.uint32(1 << token % 32)
-        counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), bits)
+        stops = packed(stop_ids, vocab_size)
+        counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), stops)
         hints: Any = Routing.of_one(routing)
         return cls(Sampling.of(params), *counts, routing=hints)
 
@@ -100,6 +100,7 @@ class DecodeState:
         anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
+        adjust: What they want of the logits; None where no request may want anything.
     """
 
     stores: tuple[Store, ...]
@@ -108,6 +109,7 @@ class DecodeState:
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
+    adjust: Adjustments | None = None
 
 
 class RoundRecord(NamedTuple):
@@ -118,11 +120,13 @@ class RoundRecord(NamedTuple):
         tree_sizes: Nodes of each slot's tree; 0 for a slot that did not decode.
         reach: What trees of each smaller bucket would have had accepted, 0 for a slot that did not decode;
             None where the decoder does not observe it.
+        logprobs: Of the committed tokens; None where the decoder does not tell them.
     """
 
     tokens: Int32[Array, "*rounds B D1"]
     tree_sizes: Int32[Array, "*rounds B"]
     reach: Reach | None = None
+    logprobs: Logprobs | None = None
 
     @property
     def counts(self) -> Int32[Array, "*rounds B"]:
@@ -187,10 +191,3 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
             )
         ),
     )
-
-
-def is_stop(tokens: Int[Array, "B K"], stop_bits: UInt32[Array, "B words"]) -> Bool[Array, "B K"]:
-    """Which tokens end their slot; -1 is no token."""
-    words = jnp.take_along_axis(stop_bits, jnp.maximum(tokens, 0) // 32, axis=1)
-    bits = (words >> (jnp.maximum(tokens, 0) % 32).astype(jnp.uint32)) & 1
-    return (bits == 1) & (tokens >= 0)
