@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
@@ -25,9 +26,13 @@ class Request:
         routing: What is known of it, for algorithms that look at that; None is nothing.
         text: What its prompt was made of; None if it was token ids.
         index: Which of its prompt's completions it is.
+        bad_words: Tokens of the words that its output may not have.
+        endings: Tokens that are forbidden before its smallest number of tokens.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
+        logprobs: What was told of each token; nothing unless its parameters ask for it.
+        prompt_logprobs: Likewise of each token of the prompt but the first.
         finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
@@ -46,9 +51,13 @@ class Request:
     routing: Routing | None = None
     text: str | None = None
     index: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    endings: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
@@ -107,9 +116,17 @@ class Request:
             elif len(self.tokens) == self.max_tokens:
                 self.finish_reason = "length"
 
-    def take_round(self, tokens: Sequence[int], tree_size: int) -> None:
-        """Takes what one round committed; nothing once the request has ended."""
+    def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
+        """Takes what one round committed; nothing once the request has ended.
+
+        Args:
+            tokens: Its tokens.
+            tree_size: Nodes of its tree.
+            logprobs: What is told of the tokens, as `rows_of` takes it; None where nobody asks.
+        """
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))
             self.tree_sizes.append(tree_size)
             self.take(tokens)
+            if self.params.logprobs is not None:
+                self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]

@@ -142,8 +142,7 @@ class Adjustments(NamedTuple):
         if params.allowed_token_ids is not None:
             bias[:] = -np.inf
             bias[np.asarray(params.allowed_token_ids)] = 0
-        pairs: Any = params.logit_bias
-        for token, own in pairs:
+        for token, own in dict(params.logit_bias or ()).items():
             bias[token] += np.float32(own)
         bias[[word[0] for word in bad_words if len(word) == 1]] = -np.inf
         longer = [word for word in bad_words if len(word) > 1]
