@@ -26,11 +26,13 @@ from jetspec_jax.decode.state import (
     SlotSettings,
     insert,
     join,
+    put_adjustments,
     release,
     split,
 )
 from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import spread
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import Routing
 
@@ -67,7 +69,14 @@ class TreeDecoder(Round):
             raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")
 
     def empty_state(
-        self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
+        self,
+        slots: int,
+        *,
+        num_pages: int,
+        pages_per_slot: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
         """A state whose slots are all free.
 
@@ -77,12 +86,20 @@ class TreeDecoder(Round):
             pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
+            bad_words: Where logits are adjusted: how many bad words a request may have, and how long ones; see
+                `jetspec_jax.sampling.adjust.room_for`.
         """
-        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
+        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype), bad_words
         return self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
 
     def _empty_state(
-        self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
+        self,
+        slots: int,
+        num_pages: int,
+        pages_per_slot: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        bad_words: tuple[int, int],
     ) -> DecodeState:
         proposer, mesh = self.proposer, self.mesh
         if mesh is not None and proposer is not None:
@@ -103,6 +120,7 @@ class TreeDecoder(Round):
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
+            adjust=Adjustments.empty(slots, self.target.vocab_size, bad_words) if self.adjusts else None,
         )
 
     def insert(
@@ -111,6 +129,17 @@ class TreeDecoder(Round):
         """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
         stores, state = split(state)
         return join(stores, insert(state, slot, pages, settings))
+
+    def adjust(self, state: DecodeState, slot: Int[ArrayLike, ""], own: Adjustments) -> DecodeState:
+        """Says what the request that has got a slot wants of the logits. ``state`` is donated.
+
+        Args:
+            state: The state, which has arrays for that.
+            slot: Which slot; `insert` has handed it over.
+            own: What it wants, without the slot axis.
+        """
+        assert state.adjust is not None, "no decoder that adjusts logits has made this state"
+        return replace(state, adjust=put_adjustments(state.adjust, slot, own))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
@@ -146,7 +175,12 @@ class TreeDecoder(Round):
         # JAX takes compiler options of the outermost program alone: inside of another the loop is part of it.
         inside = isinstance(state.anchors, Tracer)
         program = self.program.__wrapped__ if inside else self.program
-        return program(self, weights, state, rounds)
+        # A batch in which nobody wants anything of the logits runs the program that knows nothing of it.
+        if self.adjusts:
+            return program(self, weights, state, rounds)
+        kept = state.adjust
+        state, records = program(self, weights, replace(state, adjust=None), rounds)
+        return replace(state, adjust=kept), records
 
     @property
     def program(self) -> Any:

@@ -171,7 +171,14 @@ def insert(
         ),
         active=state.active.at[slot].set(False),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
+        adjust=None if state.adjust is None else state.adjust.without(slot),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_adjustments(all_: Adjustments, slot: Int[Array, ""], own: Adjustments) -> Adjustments:
+    """What a slot's request wants of the logits, in its place. ``all_`` is donated."""
+    return jax.tree.map(lambda of_all, of_one: of_all.at[slot].set(of_one), all_, own)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -112,6 +112,10 @@ class Adjustments(NamedTuple):
             ),
         )
 
+    def without(self, slot: Int[Array, ""]) -> "Adjustments":
+        """The same, but that a slot's request wants nothing."""
+        return self._replace(wanted=self.wanted.at[slot].set(False))
+
     @classmethod
     def of(
         cls,
