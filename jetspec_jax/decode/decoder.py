@@ -5,7 +5,7 @@ Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, P pages, T pages 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -86,7 +86,7 @@ class TreeDecoder(Round):
             pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
-            bad_words: Where logits are adjusted: how many bad words a request may have, and how long ones; see
+            bad_words: How many bad words a request may have, and how long ones: see
                 `jetspec_jax.sampling.adjust.room_for`.
         """
         sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype), bad_words
