@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import ArrayLike, Bool, Int
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
@@ -31,7 +32,7 @@ from jetspec_jax.decode.state import (
     release,
     split,
 )
-from jetspec_jax.device.mesh import shardings
+from jetspec_jax.device.mesh import WHOLE, shardings
 from jetspec_jax.device.partition import spread
 from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.slots import Sampling
@@ -91,17 +92,12 @@ class TreeDecoder(Round):
             bad_words: How many bad words a request may have, and how long ones: see
                 `jetspec_jax.sampling.adjust.room_for`.
         """
-        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype), bad_words
-        return self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
+        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
+        state = self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
+        return replace(state, adjust=self.adjustments(slots, bad_words)) if self.adjusts else state
 
     def _empty_state(
-        self,
-        slots: int,
-        num_pages: int,
-        pages_per_slot: int,
-        page_size: int,
-        dtype: jnp.dtype,
-        bad_words: tuple[int, int],
+        self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
     ) -> DecodeState:
         proposer, mesh = self.proposer, self.mesh
         if mesh is not None and proposer is not None:
@@ -122,8 +118,26 @@ class TreeDecoder(Round):
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
-            adjust=Adjustments.empty(slots, self.target.vocab_size, bad_words) if self.adjusts else None,
         )
+
+    def adjustments(
+        self, slots: int, bad_words: tuple[int, int] = (0, 0), before: Adjustments | None = None
+    ) -> Adjustments:
+        """What slots want of the logits, which is nothing, or what they did before, with more room.
+
+        Args:
+            slots: B.
+            bad_words: As for `empty_state`; no less room than before.
+            before: What the slots wanted before.
+        """
+        where = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
+
+        def make(before: Adjustments | None) -> Adjustments:
+            if before is None:
+                return Adjustments.empty(slots, self.target.vocab_size, bad_words)
+            return before.with_room_for(bad_words)
+
+        return jax.jit(make, out_shardings=where)(before)
 
     def insert(
         self,

@@ -1,6 +1,6 @@
 """What an engine's requests may want beyond tokens that are chosen from the filtered logits as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jetspec_jax.engine.request import Request
@@ -9,7 +9,7 @@ from jetspec_jax.sampling.adjust import room_for
 
 @dataclass(frozen=True)
 class Extras:
-    """What an engine has arrays and memory for. A batch that wants nothing of it runs programs without it.
+    """What an engine has memory for. A batch that wants nothing of it runs programs that know nothing of it.
 
     Attributes:
         adjusts: Masks, biases and penalties.
@@ -24,19 +24,24 @@ class Extras:
     prompt_logprobs: bool = False
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "Extras":
+    def of(cls, requests: Iterable[Request]) -> "Extras":
         """Those of some requests together."""
-        rooms = [room_for(request.bad_words) for request in requests]
-        params = [request.params for request in requests]
-        return cls(
-            any(own.adjusts for own in params),
-            (max((words for words, _ in rooms), default=0), max((length for _, length in rooms), default=0)),
-            any(own.logprobs is not None for own in params),
-            any(own.prompt_logprobs is not None for own in params),
+        found = cls()
+        for request in requests:
+            params = request.params
+            tells = params.logprobs is not None, params.prompt_logprobs is not None
+            found |= cls(params.adjusts, room_for(request.bad_words), *tells)
+        return found
+
+    def __or__(self, other: "Extras") -> "Extras":
+        """All that one of both has."""
+        (words, longest), (more, longer) = self.bad_words, other.bad_words
+        return Extras(
+            self.adjusts or other.adjusts,
+            (max(words, more), max(longest, longer)),
+            self.logprobs or other.logprobs,
+            self.prompt_logprobs or other.prompt_logprobs,
         )
 
-    def cover(self, other: "Extras") -> bool:
-        """Whether an engine with these has all of others."""
-        enough = all(mine >= wanted for mine, wanted in zip(self.bad_words, other.bad_words, strict=True))
-        flags = ("adjusts", "logprobs", "prompt_logprobs")
-        return enough and all(getattr(self, name) >= getattr(other, name) for name in flags)
+
+NO_EXTRAS = Extras()

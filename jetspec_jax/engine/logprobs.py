@@ -1,6 +1,6 @@
 """Log-probabilities of tokens as callers get them, under vLLM's names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,9 +39,15 @@ class TokenLogprobs(NamedTuple):
 
 
 def rows_of(told: Any) -> list[TokenLogprobs]:
-    """The rows of a `jetspec_jax.decode.logprobs.Logprobs` of one axis, on the host."""
+    """The rows of a `jetspec_jax.decode.logprobs.Logprobs` of one axis of tokens, on the host."""
     columns = (np.asarray(column).tolist() for column in told)
     return [TokenLogprobs(*row) for row in zip(*columns, strict=True)]
+
+
+def by_round(told: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
+    """What a dispatch told of one slot in some of its rounds: None for each where it told nothing."""
+    for number in np.flatnonzero(rounds):
+        yield None if told is None else tuple(column[number, place] for column in told)
 
 
 def describe(

@@ -9,6 +9,7 @@ import numpy as np
 
 from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
+from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -104,6 +105,19 @@ class Request:
     def left(self) -> int:
         """Tokens that it may still get."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def adjusting(self) -> Adjusting | None:
+        """What it wants of the logits from here on; None is nothing."""
+        if not self.params.adjusts:
+            return None
+        return Adjusting(self.prompt, tuple(self.tokens), tuple(sorted(self.endings)), self.bad_words)
+
+    @property
+    def scored(self) -> np.ndarray | None:
+        """Its prompt, while log-probabilities of that are wanted."""
+        wanted = self.params.prompt_logprobs is not None and len(self.prompt) > 1
+        return self.prompt if wanted and not self.prompt_logprobs else None
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""

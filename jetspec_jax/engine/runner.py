@@ -12,16 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.scoring import score_prompt
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord
+from jetspec_jax.engine.records import Adjusting, Batch, Chunk, DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
+from jetspec_jax.sampling.adjust import Adjustments
+from jetspec_jax.sampling.params import SamplingParams
 
+#: Most rounds of a dispatch that tells log-probabilities: its records are fetched whole, and are large.
+TELLING_ROUNDS = 32
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
 Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
@@ -35,11 +41,13 @@ class Flight(NamedTuple):
     Attributes:
         batch: What was launched.
         records: Of its rounds, on the device; None without any.
+        scored: What is told of prompts, by slot, on the device.
         started: When its rounds began, by `time.perf_counter`; None where they are not timed.
     """
 
     batch: Batch
     records: RoundRecord | None
+    scored: list[tuple[int, list[Logprobs]]]
     started: float | None
 
 
@@ -66,10 +74,12 @@ class Runner:
         self.weights, self.size, self.dtype = weights, size, dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
+        # The prompt that was scored last: the completions of one share it.
+        self._scored: tuple[bytes, list[Logprobs]] = (b"", [])
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
-        # Buckets of rounds, and shapes of forwards of prompts.
-        self._compiled: set[int | tuple[int, ...]] = set()
+        # Rounds, and shapes of forwards of prompts.
+        self._compiled: set[object] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
@@ -79,7 +89,7 @@ class Runner:
             decode: What runs the rounds; None is the decoder of the batch's bucket.
             timed: Whether `collect` follows as soon as the rounds end.
         """
-        decoder = self.decoders[batch.bucket]
+        decoder = self.decoder_for(batch.bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -93,19 +103,65 @@ class Runner:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
+            if own.adjusting is not None:
+                self._adjust(own.slot, own.params, own.adjusting)
+        scored = [(own.slot, self._score(own.scored)) for own in batch.admissions if own.scored is not None]
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt or for the compiler are not timed.
-        timed = timed and not batch.chunks and batch.bucket in self._compiled
+        timed = timed and not batch.chunks and not scored and decoder in self._compiled
         started = time.perf_counter() if timed else None
         run, records = decode or decoder.decode, None
         if batch.rounds:
-            with self._compiling(batch.bucket):
+            with self._compiling(decoder, _round_of(batch.bucket)):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
-        self.in_flight = Flight(batch, records, started)
+        self.in_flight = Flight(batch, records, scored, started)
+
+    def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
+        """The decoder of a bucket whose rounds do this beside: adjust logits, tell log-probabilities."""
+        decoder = self.decoders[bucket]
+        if not (adjusts or logprobs):
+            return decoder
+        most = min(decoder.max_rounds, TELLING_ROUNDS) if logprobs else decoder.max_rounds
+        return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
+
+    def extend(self, bad_words: tuple[int, int]) -> None:
+        """Makes arrays for what slots want of the logits, or larger ones; what they want already stays.
+
+        Args:
+            bad_words: Room for the bad words of each: see `TreeDecoder.adjustments`.
+        """
+        adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
+        self.state = replace(self.state, adjust=adjust)
+
+    def _adjust(self, slot: int, params: SamplingParams, wanted: Adjusting) -> None:
+        """Says what the request that has got a slot wants of the logits."""
+        adjust = self.state.adjust
+        assert adjust is not None, "the engine has been extended for this request"
+        _, words, longest = adjust.words.shape
+        own = Adjustments.of(
+            params,
+            vocab_size=self.decoder.target.vocab_size,
+            prompt=wanted.prompt.tolist(),
+            output=wanted.output,
+            endings=wanted.endings,
+            bad_words=wanted.bad_words,
+            words=(words, longest),
+        )
+        self.state = self.decoder.adjust(self.state, np.int32(slot), own)
+
+    def _score(self, prompt: np.ndarray) -> list[Logprobs]:
+        """What is told of a prompt's tokens, in parts; on the device."""
+        if self._scored[0] != prompt.tobytes():
+            with self._compiling("a prompt", "what tells of prompts"):
+                told = score_prompt(self.decoder, self.weights.target, prompt, self.dtype)
+            self._scored = prompt.tobytes(), told
+        return self._scored[1]
 
     def _prefill(self, chunk: Chunk) -> None:
-        with self._compiling(chunk.tokens.shape):
+        prompts, rows = chunk.tokens.shape
+        what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
+        with self._compiling((prompts, rows), what):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
     def compile_chunks(self) -> None:
@@ -122,18 +178,23 @@ class Runner:
         """
         if self.in_flight is None:
             raise RuntimeError("no batch was launched")
-        batch, records, started = self.in_flight
+        batch, records, scored, started = self.in_flight
         with waiting("decoding"), together(self.decoder.mesh):
             if records is None:
                 jax.device_get(self.state.active)  # the prompts are waited for
-                return self._nothing(batch)
-            records = jax.device_get(records)
+            records, scored = jax.device_get((records, scored))
+        prompts = tuple((slot, _joined(parts)) for slot, parts in scored)
+        if records is None:
+            return self._nothing(batch)._replace(scored=prompts)
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
-        return DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
+        reach = (None, None) if records.reach is None else (records.reach.expected, records.reach.accepted)
+        tokens = records.tokens, records.tree_sizes
+        return DispatchRecord(
+            batch.bucket, batch.live, seconds, *tokens, *reach, logprobs=records.logprobs, scored=prompts
+        )
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
@@ -168,7 +229,7 @@ class Runner:
 
         What the slots' pages hold is of no use afterwards.
         """
-        decoder, free = self.decoders[bucket], self.state
+        decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
         tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
@@ -189,26 +250,31 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        with self._compiling(bucket):
+        with self._compiling(decoder, _round_of(bucket)):
             state, records = decoder.decode(self.weights, state, np.int32(rounds))
         with together(decoder.mesh):
             jax.device_get(records)
         seconds = time.perf_counter() - started
         if spans(decoder.mesh):
             seconds = agreed(seconds, "the seconds of a dispatch")
-        self.state = replace(kept, stores=state.stores, proposer=state.proposer)
+        self.state = replace(kept, stores=state.stores, proposer=state.proposer, adjust=self.state.adjust)
         return seconds
 
     @contextlib.contextmanager
-    def _compiling(self, program: int | tuple[int, ...]) -> Iterator[None]:
+    def _compiling(self, program: object, what: str) -> Iterator[None]:
         """Says on a terminal what is compiled, where this engine calls a program for the first time."""
         if program in self._compiled:
             yield
             return
-        what = f"the round of {program} nodes"
-        if isinstance(program, tuple):
-            prompts, rows = program
-            what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
-        with waiting(f"compiling {'the plain step' if program == 1 else what}"):
+        with waiting(f"compiling {what}"):
             yield
         self._compiled.add(program)
+
+
+def _round_of(bucket: int) -> str:
+    return "the plain step" if bucket == 1 else f"the round of {bucket} nodes"
+
+
+def _joined(parts: list[Logprobs]) -> Logprobs:
+    """What was told of a prompt, on the host, as of one row of tokens."""
+    return jax.tree.map(lambda *rows: np.concatenate([row[0] for row in rows]), *parts)

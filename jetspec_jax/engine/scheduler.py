@@ -7,6 +7,7 @@ import numpy as np
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, LiveSlot
 from jetspec_jax.engine.chunks import whole_prompts
+from jetspec_jax.engine.logprobs import by_round, rows_of
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, DispatchRecord
 from jetspec_jax.engine.request import Request
@@ -105,6 +106,8 @@ class Scheduler:
             tuple(range(self.size.slots)),
             choice.bucket,
             choice.rounds if most_rounds is None else min(choice.rounds, most_rounds),
+            any(request.params.adjusts for request in self._members),
+            any(request.params.logprobs is not None for request in self._members),
         )
 
     def take(self, dispatch: DispatchRecord) -> list[Request]:
@@ -114,13 +117,17 @@ class Scheduler:
             ValueError: A request that runs met logits that are not numbers.
         """
         served = [request for request in self._members if not request.dropped]
-        _check_choices(dispatch, [request.slot for request in served])
+        _check_choices(dispatch, served)
+        scored = dict(dispatch.scored)
         for request in served:
             ran = dispatch.tree_sizes[:, request.slot] > 0
             own = dispatch.tokens[ran, request.slot]
             sizes = dispatch.tree_sizes[ran, request.slot].tolist()
-            for tokens, count, size in zip(own.tolist(), (own >= 0).sum(axis=1).tolist(), sizes, strict=True):
-                request.take_round(tokens[:count], size)
+            counts, told = (own >= 0).sum(axis=1).tolist(), by_round(dispatch.logprobs, ran, request.slot)
+            for tokens, count, size, logprobs in zip(own.tolist(), counts, sizes, told, strict=True):
+                request.take_round(tokens[:count], size, logprobs)
+            if request.slot in scored:
+                request.prompt_logprobs = rows_of(scored[request.slot])
         self._members = []
         self.policy.observe(dispatch)
         return served
@@ -143,11 +150,13 @@ class Scheduler:
     def _admission(self, request: Request) -> Admission:
         table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
         table[: len(request.pages)] = request.pages
-        params, stops = replace(request.params, stop=()), tuple(sorted(request.stop_ids))
+        params = replace(request.params, stop=(), bad_words=())
+        stops = tuple(sorted(request.stop_ids))
         routing = Routing.of_one(None) if request.routing is None else request.routing
         anchor, active = int(request.prompt[-1]), len(request.prompt) == 1
         begins = 0, anchor, active, params, request.max_tokens
-        return Admission(request.slot, table, *begins, stops, request.budget, request.depth, routing)
+        more = request.budget, request.depth, routing, request.adjusting, request.scored
+        return Admission(request.slot, table, *begins, stops, *more)
 
 
 def _pool(size: EngineSize, requests: list[Request]) -> PagePool:
@@ -159,9 +168,16 @@ def _free_slots(size: EngineSize, requests: list[Request]) -> list[int]:
     return [slot for slot in range(size.slots) if slot not in taken]
 
 
-def _check_choices(dispatch: DispatchRecord, slots: list[int]) -> None:
-    """Refuses to hand out anything of a batch that lacks a token for one of these slots."""
-    if (dispatch.tokens[:, slots] == NO_CHOICE).any():
+def _check_choices(dispatch: DispatchRecord, requests: list[Request]) -> None:
+    """Refuses to hand out anything of a batch that lacks a token for one of these requests."""
+    for request in requests:
+        if not (dispatch.tokens[:, request.slot] == NO_CHOICE).any():
+            continue
+        if request.params.adjusts:
+            raise ValueError(
+                "no token is left to choose: allowed_token_ids, bad_words and min_tokens forbid all, or the "
+                "target's logits are not numbers"
+            )
         raise ValueError(
             "the target's logits are not numbers: its weights are damaged, or its hidden states outgrow "
             "their type, as those of models that were trained in bfloat16 may in float16"

@@ -112,6 +112,17 @@ class Adjustments(NamedTuple):
             ),
         )
 
+    def with_room_for(self, words: tuple[int, int]) -> "Adjustments":
+        """The same with room for more bad words: of those that are there none becomes longer."""
+        _, count, longest = self.words.shape
+        more = (0, 0), (0, words[0] - count), (0, words[1] - longest)
+        later = (0, 0), (0, max(words[1] - 1, 0) - self.history.recent.shape[1])
+        recent = jnp.pad(self.history.recent, later, constant_values=_NONE)
+        return self._replace(
+            words=jnp.pad(self.words, more, constant_values=_NONE),
+            history=self.history._replace(recent=recent),
+        )
+
     def without(self, slot: Int[Array, ""]) -> "Adjustments":
         """The same, but that a slot's request wants nothing."""
         return self._replace(wanted=self.wanted.at[slot].set(False))
