@@ -65,13 +65,13 @@ def score_prompt(
         count = min(SCORED_CHUNK, len(context) - start)
         rows = np.zeros((2, SCORED_CHUNK), np.int32)
         rows[:, :count] = prompt[start : start + count], prompt[start + 1 : start + 1 + count]
-        state, own = _score(*program, DecodeWeights(weights), state, *rows, np.int32(count))
+        state, own = score_chunk(*program, DecodeWeights(weights), state, *rows, np.int32(count))
         told.append(own)
     return told
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _score(
+def score_chunk(
     config: ModelConfig,
     implementation: str | None,
     mesh: Mesh | None,

@@ -144,3 +144,7 @@ class Request:
             self.take(tokens)
             if self.params.logprobs is not None:
                 self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]
+
+    def take_scores(self, told: Any) -> None:
+        """Takes what is told of its prompt's tokens; those after the last have no meaning."""
+        self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]

@@ -7,7 +7,7 @@ import numpy as np
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, LiveSlot
 from jetspec_jax.engine.chunks import whole_prompts
-from jetspec_jax.engine.logprobs import by_round, rows_of
+from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, DispatchRecord
 from jetspec_jax.engine.request import Request
@@ -127,7 +127,7 @@ class Scheduler:
             for tokens, count, size, logprobs in zip(own.tolist(), counts, sizes, told, strict=True):
                 request.take_round(tokens[:count], size, logprobs)
             if request.slot in scored:
-                request.prompt_logprobs = rows_of(scored[request.slot])
+                request.take_scores(scored[request.slot])
         self._members = []
         self.policy.observe(dispatch)
         return served
