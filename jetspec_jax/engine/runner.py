@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,25 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
-from jetspec_jax.decode.scoring import score_prompt
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.records import Adjusting, Batch, Chunk, DispatchRecord
+from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.wants import PromptScores, adjusted, decoder_for, joined, kind_of
 from jetspec_jax.progress import waiting
-from jetspec_jax.sampling.adjust import Adjustments
-from jetspec_jax.sampling.params import SamplingParams
 
-#: Most rounds of a dispatch that tells log-probabilities: its records are fetched whole, and are large.
-TELLING_ROUNDS = 32
-#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
-Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
+#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
+#: slots where they are not all.
+Decode = Callable[..., tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
@@ -41,7 +39,7 @@ class Flight(NamedTuple):
     Attributes:
         batch: What was launched.
         records: Of its rounds, on the device; None without any.
-        scored: What is told of prompts, by slot, on the device.
+        scored: What is told of prompts, by slot, in parts and on the device.
         started: When its rounds began, by `time.perf_counter`; None where they are not timed.
     """
 
@@ -74,12 +72,12 @@ class Runner:
         self.weights, self.size, self.dtype = weights, size, dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
-        # The prompt that was scored last: the completions of one share it.
-        self._scored: tuple[bytes, list[Logprobs]] = (b"", [])
+        self._grow(())  # likewise
+        self._scores = PromptScores(self.decoder, weights.target, dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
-        # Rounds, and shapes of forwards of prompts.
-        self._compiled: set[object] = set()
+        # What programs have been called: the kind, and what they are for.
+        self._compiled: set[tuple[str, int, int]] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
@@ -90,6 +88,7 @@ class Runner:
             timed: Whether `collect` follows as soon as the rounds end.
         """
         decoder = self.decoder_for(batch.bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
+        rounds = (kind_of(batch), len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -103,27 +102,25 @@ class Runner:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
-            if own.adjusting is not None:
-                self._adjust(own.slot, own.params, own.adjusting)
-        scored = [(own.slot, self._score(own.scored)) for own in batch.admissions if own.scored is not None]
+            self.state = adjusted(decoder, self.state, own)
+        scored = self._scores.launch(batch)
+        if batch.growths:
+            self._grow(batch.growths)
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt or for the compiler are not timed.
-        timed = timed and not batch.chunks and not scored and decoder in self._compiled
+        timed = timed and not batch.chunks and not scored and rounds in self._compiled
         started = time.perf_counter() if timed else None
         run, records = decode or decoder.decode, None
         if batch.rounds:
-            with self._compiling(decoder, _round_of(batch.bucket)):
-                self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
+            own = self._live(batch.live)
+            with self._compiling(rounds):
+                self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, scored, started)
 
     def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
-        """The decoder of a bucket whose rounds do this beside: adjust logits, tell log-probabilities."""
-        decoder = self.decoders[bucket]
-        if not (adjusts or logprobs):
-            return decoder
-        most = min(decoder.max_rounds, TELLING_ROUNDS) if logprobs else decoder.max_rounds
-        return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
+        """The decoder of a bucket whose rounds also do this."""
+        return decoder_for(self.decoders[bucket], adjusts=adjusts, logprobs=logprobs)
 
     def extend(self, bad_words: tuple[int, int]) -> None:
         """Makes arrays for what slots want of the logits, or larger ones; what they want already stays.
@@ -134,34 +131,21 @@ class Runner:
         adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
         self.state = replace(self.state, adjust=adjust)
 
-    def _adjust(self, slot: int, params: SamplingParams, wanted: Adjusting) -> None:
-        """Says what the request that has got a slot wants of the logits."""
-        adjust = self.state.adjust
-        assert adjust is not None, "the engine has been extended for this request"
-        _, words, longest = adjust.words.shape
-        own = Adjustments.of(
-            params,
-            vocab_size=self.decoder.target.vocab_size,
-            prompt=wanted.prompt.tolist(),
-            output=wanted.output,
-            endings=wanted.endings,
-            bad_words=wanted.bad_words,
-            words=(words, longest),
-        )
-        self.state = self.decoder.adjust(self.state, np.int32(slot), own)
+    def _grow(self, growths: Sequence[Growth]) -> None:
+        """All in one call, which costs the host less than one for each."""
+        count, pages = self.size.slots, self.size.pages_per_slot
+        slots, tables = np.full(count, count, np.int32), np.full((count, pages), NO_PAGE, np.int32)
+        for place, own in enumerate(growths):
+            slots[place], tables[place] = own
+        self.state = self.decoder.grow(self.state, slots, tables)
 
-    def _score(self, prompt: np.ndarray) -> list[Logprobs]:
-        """What is told of a prompt's tokens, in parts; on the device."""
-        if self._scored[0] != prompt.tobytes():
-            with self._compiling("a prompt", "what tells of prompts"):
-                told = score_prompt(self.decoder, self.weights.target, prompt, self.dtype)
-            self._scored = prompt.tobytes(), told
-        return self._scored[1]
+    def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""
+        everyone = tuple(slots) == tuple(range(self.size.slots))
+        return () if everyone else (np.array(slots, np.int32),)
 
     def _prefill(self, chunk: Chunk) -> None:
-        prompts, rows = chunk.tokens.shape
-        what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
-        with self._compiling((prompts, rows), what):
+        with self._compiling(("prompts", *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
     def compile_chunks(self) -> None:
@@ -183,18 +167,16 @@ class Runner:
             if records is None:
                 jax.device_get(self.state.active)  # the prompts are waited for
             records, scored = jax.device_get((records, scored))
-        prompts = tuple((slot, _joined(parts)) for slot, parts in scored)
+        prompts = tuple((slot, joined(parts)) for slot, parts in scored)
         if records is None:
             return self._nothing(batch)._replace(scored=prompts)
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
-        reach = (None, None) if records.reach is None else (records.reach.expected, records.reach.accepted)
-        tokens = records.tokens, records.tree_sizes
-        return DispatchRecord(
-            batch.bucket, batch.live, seconds, *tokens, *reach, logprobs=records.logprobs, scored=prompts
-        )
+        reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
+        told = DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
+        return told._replace(logprobs=records.logprobs, scored=prompts)
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
@@ -224,11 +206,18 @@ class Runner:
             _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
         return _COSTS[key]
 
-    def time_dispatch(self, bucket: int, context: int, rounds: int) -> float:
+    def time_dispatch(self, bucket: int, context: int, rounds: int, live: int | None = None) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
 
         What the slots' pages hold is of no use afterwards.
+
+        Args:
+            bucket: Nodes of a tree, root included.
+            context: Committed tokens of each slot.
+            rounds: How many.
+            live: How many slots are live; None is all.
         """
+        live = self.size.slots if live is None else live
         decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
@@ -240,6 +229,7 @@ class Runner:
                 block_tables=put(tables % self.size.num_pages),
                 lengths=put(np.full(batch, context, np.int32)),
             ),
+            room=put(np.full(batch, 2 * _ENDLESS - 1, np.int32)),
             active=put(np.ones(batch, bool)),
             settings=free.settings._replace(
                 budget=put(np.full(batch, bucket, np.int32)),
@@ -250,8 +240,9 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        with self._compiling(decoder, _round_of(bucket)):
-            state, records = decoder.decode(self.weights, state, np.int32(rounds))
+        with self._compiling(("rounds", live, bucket)):
+            own = self._live(range(live))
+            state, records = decoder.decode(self.weights, state, np.int32(rounds), *own)
         with together(decoder.mesh):
             jax.device_get(records)
         seconds = time.perf_counter() - started
@@ -261,20 +252,17 @@ class Runner:
         return seconds
 
     @contextlib.contextmanager
-    def _compiling(self, program: object, what: str) -> Iterator[None]:
+    def _compiling(self, program: tuple[str, int, int]) -> Iterator[None]:
         """Says on a terminal what is compiled, where this engine calls a program for the first time."""
         if program in self._compiled:
             yield
             return
+        kind, count, size = program
+        if kind == "prompts":
+            what = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
+        else:
+            what = "the plain step" if size == 1 else f"the round of {size} nodes"
+            what += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
         with waiting(f"compiling {what}"):
             yield
         self._compiled.add(program)
-
-
-def _round_of(bucket: int) -> str:
-    return "the plain step" if bucket == 1 else f"the round of {bucket} nodes"
-
-
-def _joined(parts: list[Logprobs]) -> Logprobs:
-    """What was told of a prompt, on the host, as of one row of tokens."""
-    return jax.tree.map(lambda *rows: np.concatenate([row[0] for row in rows]), *parts)
