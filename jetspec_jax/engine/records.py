@@ -1,12 +1,13 @@
 """What the scheduler tells the runner, and what it gets back: numbers and NumPy arrays, no text, no device.
 
-Shapes: R rounds that ran, B slots, D draft depth, K buckets, T pages per slot, C tokens of a chunk.
+Shapes: R rounds that ran, L live slots, D draft depth, K buckets, T pages per slot, P prompts of a chunk,
+C tokens of each.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
@@ -18,7 +19,12 @@ class Admission(NamedTuple):
     Attributes:
         slot: Which.
         pages: Its block table, padded with `NO_PAGE`.
-        params: How the request is sampled, with a seed, and how many tokens it gets; no text.
+        length: Tokens that the pages hold already: whole pages that it shares with others; 0 is none.
+        anchor: The last token of the prompt, or of what a request had when it lost its slot: the root of its
+            first tree.
+        active: Whether it decodes at once: nothing before the anchor is left to prefill.
+        params: How the request is sampled, with a seed; no text.
+        remaining: Tokens that it still gets.
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
@@ -27,27 +33,43 @@ class Admission(NamedTuple):
 
     slot: int
     pages: Int32[np.ndarray, "T"]
+    length: int
+    anchor: int
+    active: bool
     params: SamplingParams
+    remaining: int
     stop_ids: tuple[int, ...]
     budget: int
     depth: int
     routing: Routing
 
 
-class Chunk(NamedTuple):
-    """A part of a prompt.
+class Growth(NamedTuple):
+    """A slot has other pages than before, from its next round on; those that hold tokens are the same.
 
     Attributes:
-        slot: Whose.
-        tokens: The part, padded.
-        num_tokens: Tokens that are no padding.
-        is_last: Whether the prompt ends here: then the first token comes back.
+        slot: Which.
+        pages: Its whole block table, padded with `NO_PAGE`.
     """
 
     slot: int
-    tokens: Int32[np.ndarray, "C"]
-    num_tokens: int
-    is_last: bool
+    pages: Int32[np.ndarray, "T"]
+
+
+class Chunk(NamedTuple):
+    """Parts of prompts that one forward commits.
+
+    Attributes:
+        slots: Whose; all distinct, those of unused rows too.
+        tokens: A part for each, padded.
+        counts: Tokens that are no padding; 0 is an unused row.
+        ready: Whether the slot decodes from then on: all before its anchor is committed.
+    """
+
+    slots: Int32[np.ndarray, "P"]
+    tokens: Int32[np.ndarray, "P C"]
+    counts: Int32[np.ndarray, "P"]
+    ready: Bool[np.ndarray, "P"]
 
 
 class Batch(NamedTuple):
@@ -56,14 +78,19 @@ class Batch(NamedTuple):
     Attributes:
         releases: Slots that are free from now on.
         admissions: Slots that requests get.
-        chunks: Of their prompts.
+        growths: Slots whose pages change.
+        chunks: Of prompts.
+        live: Slots that decode, padded with slots that do not to a number for which rounds are compiled: all
+            distinct, in rising order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
-        rounds: At most so many.
+        rounds: At most so many; 0 is none, and then nobody is live.
     """
 
     releases: tuple[int, ...]
     admissions: tuple[Admission, ...]
+    growths: tuple[Growth, ...]
     chunks: tuple[Chunk, ...]
+    live: tuple[int, ...]
     bucket: int
     rounds: int
 
@@ -73,6 +100,7 @@ class DispatchRecord(NamedTuple):
 
     Attributes:
         bucket: Nodes of the trees, root included.
+        live: The batch's live slots.
         seconds: How long the rounds took; None where they were not timed alone.
         tokens: Committed tokens, -1 beyond.
         tree_sizes: Nodes of each tree; 0 for a slot that did not decode.
@@ -82,20 +110,9 @@ class DispatchRecord(NamedTuple):
     """
 
     bucket: int
+    live: tuple[int, ...]
     seconds: float | None
-    tokens: Int32[np.ndarray, "R B D1"]
-    tree_sizes: Int32[np.ndarray, "R B"]
-    expected: Float32[np.ndarray, "R B K"] | None = None
-    accepted: Float32[np.ndarray, "R B K"] | None = None
-
-
-class BatchRecord(NamedTuple):
-    """What a batch did.
-
-    Attributes:
-        first_tokens: The first token of each prompt that ended, in the order of the chunks.
-        dispatch: Its rounds.
-    """
-
-    first_tokens: tuple[int, ...]
-    dispatch: DispatchRecord
+    tokens: Int32[np.ndarray, "R L D1"]
+    tree_sizes: Int32[np.ndarray, "R L"]
+    expected: Float32[np.ndarray, "R L K"] | None = None
+    accepted: Float32[np.ndarray, "R L K"] | None = None

@@ -1,4 +1,4 @@
-"""How much an engine holds at a time."""
+"""How much an engine holds at a time, and the shapes of its programs."""
 
 from dataclasses import dataclass
 
@@ -7,31 +7,46 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
 MAX_SLOTS = 8
-#: Tokens of a prompt that one launch commits.
-PREFILL_CHUNK = 128
+# Prompts that one forward takes in, and rows of each: few shapes, as each is a program. A GPU computes 1,024
+# rows in the time in which it reads the weights a few times; on a CPU every row is work.
+_GPU_CHUNKS, _CPU_CHUNKS = ((1, 128), (1, 1024), (8, 128)), ((1, 128),)
 # Tokens that a slot can hold unless a request needs more: most requests then share their programs.
 DEFAULT_CAPACITY = 1024
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How much an engine holds.
+    """How much an engine holds, and the shapes that its programs are compiled for.
 
     Attributes:
         slots: Requests that decode at the same time.
         capacity: Tokens of a slot, prompt and output together.
         num_pages: Pages of all slots together.
+        chunks: Shapes of the forwards of prompts: how many prompts, and how many rows of each.
+        live: Numbers of slots, in rising order, for which rounds are compiled beside all of them: a dispatch
+            takes the smallest that holds those that decode.
+        prefill_tokens: Prompt tokens that are committed between two dispatches, at most; None is no bound.
+        shares_pages: Whether requests that begin alike share pages: see `PagePool`.
     """
 
     slots: int
     capacity: int
     num_pages: int
+    chunks: tuple[tuple[int, int], ...] = _CPU_CHUNKS
+    live: tuple[int, ...] = ()
+    prefill_tokens: int | None = None
+    shares_pages: bool = True
 
     @classmethod
     def of(
-        cls, target: ModelConfig, slots: int, capacity: int | None, num_pages: int | None = None
+        cls,
+        target: ModelConfig,
+        slots: int,
+        capacity: int | None,
+        num_pages: int | None = None,
+        chunks: tuple[tuple[int, int], ...] | None = None,
     ) -> "EngineSize":
-        """A size, checked; None is the usual capacity, and pages enough for every slot to be full.
+        """A size, checked; None is the usual capacity, pages for every slot to be full, or a CPU's chunks.
 
         Raises:
             TypeError: It is no integer.
@@ -42,18 +57,44 @@ class EngineSize:
         if slots < 1:
             raise ValueError(f"an engine needs at least one slot, not {slots}")
         check_integer("capacity", capacity, 1, limit)
-        return cls(slots, capacity, slots * pages_for(capacity) if num_pages is None else num_pages)
+        num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
+        chunks = _CPU_CHUNKS if chunks is None else chunks
+        return cls(slots, capacity, num_pages, chunks, shares_pages=can_share_pages(target))
 
     @property
     def pages_per_slot(self) -> int:
         """Pages that a slot can name."""
         return pages_for(self.capacity)
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest forward of prompts."""
+        return max(prompts * rows for prompts, rows in self.chunks)
+
+    def live_for(self, count: int) -> int:
+        """Slots of a dispatch in which ``count`` decode."""
+        return next((own for own in self.live if own >= count), self.slots)
+
+
+def can_share_pages(target: ModelConfig) -> bool:
+    """Whether all that a target keeps of a slot's tokens lies on pages."""
+    return all(layer.window is None and layer.recurrence is None for layer in target.layers)
+
+
+def powers_of_two(slots: int) -> tuple[int, ...]:
+    """Numbers of live slots for an engine of many: 1, 2, 4, … below all of them."""
+    return tuple(1 << power for power in range((slots - 1).bit_length()))
+
 
 def default_capacity(config: ModelConfig, need: int) -> int:
     """Tokens per slot: the usual capacity, or the next power of two that holds ``need``."""
     usual = max(DEFAULT_CAPACITY, 1 << (need - 1).bit_length() if need else 0)
     return min(usual, config.max_position_embeddings)
+
+
+def chunks_for(slots: int, *, gpu: bool) -> tuple[tuple[int, int], ...]:
+    """The usual shapes of forwards of prompts for so many slots, with or without GPU kernels."""
+    return tuple(shape for shape in (_GPU_CHUNKS if gpu else _CPU_CHUNKS) if shape[0] <= slots)
 
 
 def slots_for(count: int, max_slots: int) -> int:
