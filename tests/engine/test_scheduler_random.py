@@ -55,15 +55,13 @@ class World:
     def request(self):
         """A prompt that begins like others, with whatever a caller may ask for."""
         rng, capacity = self.rng, self.size.capacity
-        text = self.texts[int(rng.integers(3))]
-        shared = int(rng.choice([0, 64, 100, 128, 192]))
-        own = int(rng.integers(1, 90))
-        most = int(rng.integers(1, 300))
-        prompt = np.concatenate(
-            [text[: max(min(shared, capacity - own - most), 0)], rng.integers(0, VOCAB, own)]
-        )
+        most, own = int(rng.integers(1, 300)), int(rng.integers(1, 90))
+        begin, end = self.texts[int(rng.integers(3))][: int(rng.choice([0, 64, 100, 128, 192]))], []
+        if len(begin) == 0 or rng.random() < 0.8:
+            end = rng.integers(0, VOCAB, own)
+        prompt = np.concatenate([begin, end])[: capacity - most]
         return Request(
-            prompt[: capacity - most].astype(np.int32),
+            prompt.astype(np.int32),
             SamplingParams(max_tokens=most, seed=int(rng.integers(2**32)), temperature=1.0),
             frozenset(rng.integers(0, VOCAB, int(rng.integers(0, 12))).tolist()),
             priority=int(rng.choice([0, 0, 0, 1, 2])),
