@@ -15,8 +15,8 @@ from jetspec_jax.progress import unseen
 #: The shape of a round: live slots, and nodes of a tree with its root.
 Pair = tuple[int, int]
 
-#: Timed pairs of dispatches of each shape and context, whose median counts.
-REPEATS = 7
+#: Timed pairs of dispatches of each shape and context, whose median counts; and of all shapes, at most.
+REPEATS, ALL_REPEATS = 7, 60
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
 #: Shapes that are all timed; of more, some are timed, and the others lie on planes between them.
@@ -75,7 +75,8 @@ def measure_round_costs(
         turns[pair] = min(rounds, max(4, enough))
     times: dict[tuple[Pair, int], list[float]] = {(own, at): [] for own in timed for at in contexts}
     beside: dict[Pair, list[float]] = {pair: [] for pair in timed}
-    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=unseen(), leave=False):
+    repeats = min(REPEATS, ALL_REPEATS // len(timed))
+    for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
         for (pair, context), own in times.items():
             # Two dispatches tell the rounds from what the dispatch takes.
             one = time_dispatch(pair, context, 1)

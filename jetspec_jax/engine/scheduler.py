@@ -55,7 +55,7 @@ class Scheduler:
         """
         self.size, self.policy = size, policy
         self.pool = PagePool(size.num_pages, shares=size.shares_pages)
-        self._round_tokens, self._most_waiting = round_tokens, most_waiting
+        self._round_tokens, self.most_waiting = round_tokens, most_waiting
         self._requests: list[Request] = []
         self._arrivals = 0
         # Slots that the device believes to be taken.
@@ -108,8 +108,8 @@ class Scheduler:
                     f"the request needs {request.num_pages} pages for {len(request.prompt)} prompt tokens "
                     f"and max_tokens={request.max_tokens}, and {holder} {most}"
                 )
-        if self._most_waiting is not None:
-            check_room(sum(own.state is State.WAITING for own in self._requests), self._most_waiting)
+        if self.most_waiting is not None:
+            check_room(sum(own.state is State.WAITING for own in self._requests), self.most_waiting)
         request.arrival = time.monotonic() if now is None else now
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
