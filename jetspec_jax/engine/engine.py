@@ -182,6 +182,6 @@ def say_which_attention() -> None:
 def say_what_is_not_shared(model_type: str) -> None:
     """Logs, once in a process for each type of model, that requests share no pages."""
     _log.info(
-        "%s: layers keep a window or a state for each slot, so requests that begin alike are prefilled one by one",
+        "%s: each slot has windows or states of its own, so requests share no beginnings",
         model_type,
     )
