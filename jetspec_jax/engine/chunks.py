@@ -28,25 +28,28 @@ def cut_prompts(
         num_slots: How many slots there are: those that fill a forward up must be distinct too.
         most: Tokens that are taken; None is all.
     """
-    chunks, most = [], sum(map(len, left.values())) if most is None else most
-    while left and most > 0:
+    chunks = []
+    while left and (most is None or most > 0):
         chunks.append(chunk := next_chunk(left, shapes, num_slots, most))
         taken = dict(zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True))
-        most -= sum(taken.values())
+        most = None if most is None else most - sum(taken.values())
         rests = {slot: tokens[taken.get(slot, 0) :] for slot, tokens in left.items()}
         left = {slot: rest for slot, rest in rests.items() if len(rest)}
     return chunks
 
 
-def next_chunk(left: Left, shapes: Sequence[tuple[int, int]], num_slots: int, most: int) -> Chunk:
+def next_chunk(
+    left: Left, shapes: Sequence[tuple[int, int]], num_slots: int, most: int | None = None
+) -> Chunk:
     """The next parts of prompts, in the shape that takes the most tokens for what its forward costs.
 
     The arguments are those of `cut_prompts`.
     """
+    total = sum(map(len, left.values())) if most is None else most
 
     def parts(shape: tuple[int, int]) -> dict[int, int]:
         """Tokens that are taken of each slot."""
-        (prompts, rows), room, own = shape, most, {}
+        (prompts, rows), room, own = shape, total, {}
         for slot, tokens in left.items():
             if len(own) == prompts or not room:
                 break

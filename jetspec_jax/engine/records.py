@@ -1,7 +1,7 @@
 """What the scheduler tells the runner, and what it gets back: numbers and NumPy arrays, no text, no device.
 
-Shapes: R rounds that ran, L live slots, D draft depth, K buckets, T pages per slot, P prompts of a chunk,
-C tokens of each.
+Shapes: R rounds that ran, L slots that a dispatch is for, D draft depth, K buckets, T pages per slot, P
+prompts of a forward, C tokens of a chunk.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ class Admission(NamedTuple):
     Attributes:
         slot: Which.
         pages: Its block table, padded with `NO_PAGE`.
-        length: Tokens that the pages hold already: whole pages that it shares with others; 0 is none.
-        anchor: The last token of the prompt, or of what a request had when it lost its slot: the root of its
-            first tree.
-        active: Whether it decodes at once: nothing before the anchor is left to prefill.
+        length: Tokens that the pages hold already, always whole pages of them.
+        anchor: The last token of the prompt, or of prompt and output so far where it goes on with one: the
+            root of its first tree. What stands between is prefilled.
+        active: Whether it decodes at once, because nothing is left to prefill.
         params: How the request is sampled, with a seed; no text.
-        remaining: Tokens that it still gets.
+        remaining: Tokens that it may still get.
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
@@ -45,11 +45,11 @@ class Admission(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """A slot has other pages than before, from its next round on; those that hold tokens are the same.
+    """A slot gets more pages.
 
     Attributes:
         slot: Which.
-        pages: Its whole block table, padded with `NO_PAGE`.
+        pages: Its whole block table anew; pages that it had stay where they are.
     """
 
     slot: int
@@ -57,13 +57,13 @@ class Growth(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Parts of prompts that one forward commits.
+    """Parts of some prompts, which one forward takes in.
 
     Attributes:
-        slots: Whose; all distinct, those of unused rows too.
-        tokens: A part for each, padded.
-        counts: Tokens that are no padding; 0 is an unused row.
-        ready: Whether the slot decodes from then on: all before its anchor is committed.
+        slots: Whose, each slot once.
+        tokens: The parts, padded.
+        counts: Tokens of each that are no padding; 0 is no part, and its slot stays as it is.
+        ready: Which slots decode from then on.
     """
 
     slots: Int32[np.ndarray, "P"]
@@ -78,12 +78,11 @@ class Batch(NamedTuple):
     Attributes:
         releases: Slots that are free from now on.
         admissions: Slots that requests get.
-        growths: Slots whose pages change.
+        growths: Slots that get more pages.
         chunks: Of prompts.
-        live: Slots that decode, padded with slots that do not to a number for which rounds are compiled: all
-            distinct, in rising order.
+        live: The slots that rounds are for, each once: all, in order, or a power of two of them in any order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
-        rounds: At most so many; 0 is none, and then nobody is live.
+        rounds: At most so many; 0 is none.
     """
 
     releases: tuple[int, ...]
@@ -96,11 +95,11 @@ class Batch(NamedTuple):
 
 
 class DispatchRecord(NamedTuple):
-    """What the rounds of a dispatch did.
+    """What the rounds of a batch did.
 
     Attributes:
         bucket: Nodes of the trees, root included.
-        live: The batch's live slots.
+        live: The slots that they were for, in the order of the arrays.
         seconds: How long the rounds took; None where they were not timed alone.
         tokens: Committed tokens, -1 beyond.
         tree_sizes: Nodes of each tree; 0 for a slot that did not decode.

@@ -1,61 +1,81 @@
-"""Prompts in chunks."""
+"""Which parts of which prompts one forward takes in."""
 
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.chunks import cut_prompts, next_chunk
+from jetspec_jax.engine.size import chunks_for
 
-GPU = ((1, 128), (1, 1024), (8, 128))
-
-
-def prompts(*lengths):
-    return {slot: 1000 * slot + np.arange(length, dtype=np.int32) for slot, length in enumerate(lengths)}
+SHAPES = ((1, 128), (1, 1024), (8, 128))
 
 
-def shapes(*lengths, most=None):
-    return [chunk.tokens.shape for chunk in cut_prompts(prompts(*lengths), GPU, 9, most)]
+def prompts_of(*lengths):
+    """By slot; no two tokens are equal."""
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(len(lengths) + 3)[: len(lengths)].tolist()
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.int32)
+    return dict(zip(slots, np.split(tokens, np.cumsum(lengths)[:-1]), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
+    ("lengths", "shape"),
     [
-        ((), []),
-        ((1,), [(1, 128)]),
-        ((300,), [(1, 128)] * 3),
-        ((1000,), [(1, 1024)]),
-        ((1100,), [(1, 1024), (1, 128)]),
-        ((100,) * 8, [(8, 128)]),
-        ((20, 20), [(1, 128)] * 2),
-        ((120,) * 9, [(8, 128), (1, 128)]),
+        ((1,), (1, 128)),
+        ((128,), (1, 128)),
+        ((300,), (1, 128)),
+        ((700,), (1, 1024)),
+        ((5000,), (1, 1024)),
+        ((100, 100), (1, 128)),
+        ((128,) * 4, (8, 128)),
+        ((5000,) * 8, (1, 1024)),
+        ((3,) * 8, (8, 128)),
     ],
 )
-def test_shapes_take_the_most_for_what_they_cost(lengths, expected):
-    assert shapes(*lengths) == expected
+def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
+    left = prompts_of(*lengths)
+    chunk = next_chunk(left, SHAPES, 11)
+    assert chunk.tokens.shape == shape
+    assert chunk.slots.tolist()[: len(lengths)] == list(left)[: shape[0]]
 
 
-def test_a_number_of_tokens_may_not_be_exceeded():
-    """But each chunk takes what it can of it, and there is one at least."""
-    for most in (1, 100, 129, 1000, 3000):
-        chunks = cut_prompts(prompts(700, 50, 2000), GPU, 9, most)
-        assert sum(int(chunk.counts.sum()) for chunk in chunks) == min(most, 2750)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_all_is_taken_once_and_in_order(seed):
-    rng = np.random.default_rng(seed)
-    left = prompts(*rng.integers(1, 900, 7))
-    menu = [((1, 128), (1, 1024), (7, 128)), ((4, 32),), ((2, 64), (7, 16))][seed % 3]
-    got, ready = {slot: [] for slot in left}, []
-    for chunk in cut_prompts(left, menu, 7):
-        assert chunk.tokens.shape in menu
+@pytest.mark.parametrize(
+    "lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700)]
+)
+def test_prompts_come_whole_and_in_order(lengths):
+    left, seen = prompts_of(*lengths), {}
+    for chunk in cut_prompts(left, SHAPES, len(lengths) + 8):
         assert len(set(chunk.slots.tolist())) == len(chunk.slots)
-        assert set(chunk.slots.tolist()) <= set(range(7))
         assert chunk.counts.any()
-        for slot, tokens, count, last in zip(*chunk, strict=True):
-            assert count or not last
+        for slot, tokens, count, ready in zip(*chunk, strict=True):
             assert not tokens[count:].any()
-            got[slot] += tokens[:count].tolist()
-            ready += [int(slot)] if last else []
-            assert last == (count > 0 and len(got[slot]) == len(left[slot]))
-    assert sorted(ready) == sorted(left)
-    assert all(got[slot] == tokens.tolist() for slot, tokens in left.items())
+            assert not (ready and not count)
+            if count:
+                own = seen.setdefault(int(slot), [])
+                own += tokens[:count].tolist()
+                assert ready == (len(own) == len(left[int(slot)]))
+    assert seen == {slot: tokens.tolist() for slot, tokens in left.items()}
+
+
+@pytest.mark.parametrize("most", [1, 100, 129, 1000, 3000])
+def test_no_more_than_so_many_tokens_are_taken(most):
+    """First of those who came first."""
+    left = prompts_of(700, 50, 2000)
+    chunks = cut_prompts(left, SHAPES, 11, most)
+    taken = dict.fromkeys(left, 0)
+    for chunk in chunks:
+        for slot, count, ready in zip(*(own.tolist() for own in chunk[:1] + chunk[2:]), strict=True):
+            taken[slot] = taken.get(slot, 0) + count
+            assert not count or ready == (taken[slot] == len(left[slot]))
+    counts = [taken[slot] for slot in left]
+    assert sum(counts) == min(most, 2750)
+    assert counts == sorted(counts, key=bool, reverse=True)
+
+
+def test_usual_shapes():
+    """None has more prompts than there are slots, and a CPU compiles one program."""
+    for slots in (1, 7, 8, 64):
+        assert chunks_for(slots, gpu=False) == ((1, 128),)
+        shapes = chunks_for(slots, gpu=True)
+        assert all(prompts <= slots for prompts, _ in shapes)
+        assert (1, 1024) in shapes
+    assert (8, 128) in shapes

@@ -58,7 +58,7 @@ def run(engine, prompts=PROMPTS, params=PARAMS):
 def agree(engine):
     """What is whole on every device has the same bits on all of them."""
     state, flight = engine.runner.state, engine.runner.in_flight
-    whole = dataclasses.replace(state, stores=(), proposer=None), flight.records, flight.first_tokens
+    whole = dataclasses.replace(state, stores=(), proposer=None), flight.records
     for array in jax.tree.leaves(whole):
         parts = [np.asarray(shard.data) for shard in array.addressable_shards]
         assert len(parts) == PARTS
@@ -93,7 +93,8 @@ def test_slots_change_hands_where_they_lie(engine):
     pages, settings = jax.tree.map(
         lambda array: np.asarray(array)[0], (state.slots.block_tables, state.settings)
     )
-    state = decoder.insert(state, np.int32(1), pages, settings)
+    begins = np.int32(5), np.int32(0), np.bool_(True)
+    state = decoder.insert(state, np.int32(1), pages, settings, *begins)
     assert shardings(state) == lies
     state = decoder.release(state, np.int32(1))
     assert shardings(state) == lies
