@@ -79,7 +79,7 @@ class Runner:
             decode: What runs the rounds; None is the decoder of the batch's bucket.
             timed: Whether `collect` follows as soon as the rounds end.
         """
-        decoder = self.decoders[batch.bucket]
+        decoder = self.decoders.get(batch.bucket, self.decoder)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -137,7 +137,7 @@ class Runner:
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoders[batch.bucket].depth + 1
+        shape = 0, len(batch.live), self.decoder.depth + 1
         return DispatchRecord(
             batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
         )
