@@ -59,15 +59,17 @@ def measure_round_costs(
 ) -> RoundCosts:
     """Times dispatches at a short and a long context, interleaved over the shapes.
 
+    All shapes run, so that all are compiled; of many not all are timed.
+
     Args:
         time_dispatch: Runs a dispatch of a shape, at a context, of so many rounds; returns its seconds. Its
             first call of a shape may compile.
-        pairs: All shapes that there are; plain rounds of every number of live slots are among them.
+        pairs: All shapes that there are.
         contexts: Two numbers of committed tokens, in rising order.
         rounds: Of a timed dispatch, at most; at least 2.
     """
     timed = timed_pairs(pairs)
-    for pair in tqdm(timed, desc="compiling", delay=2, disable=unseen(), leave=False):
+    for pair in tqdm(pairs, desc="compiling", delay=2, disable=unseen(), leave=False):
         time_dispatch(pair, contexts[0], 1)
     turns = {}
     for pair in timed:
@@ -100,8 +102,9 @@ def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
         return tuple(every)
     chosen = []
     for live in _spread(sorted({slots for slots, _ in every})):
-        trees = [bucket for slots, bucket in every if slots == live and bucket > 1]
-        chosen += [(live, bucket) for bucket in (1, *_spread(trees))]
+        buckets = [bucket for slots, bucket in every if slots == live]
+        plain, trees = [own for own in buckets if own == 1], [own for own in buckets if own > 1]
+        chosen += [(live, bucket) for bucket in (*plain, *_spread(trees))]
     return tuple(chosen)
 
 

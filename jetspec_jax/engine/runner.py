@@ -18,7 +18,7 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord
-from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
+from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
 
@@ -152,22 +152,24 @@ class Runner:
             array.delete()
 
     def round_costs(self) -> RoundCosts:
-        """What rounds of every bucket cost here: measured once for each kind of engine in a process.
+        """What rounds of every shape cost here: measured once for each kind of engine in a process.
 
-        Compiles the programs of all buckets, so that a change of the bucket compiles nothing.
+        Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
         key = tuple(self.decoders.values()), self.size, self.dtype
         if key not in _COSTS:
             deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
             low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-            _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
+            shapes = self.size.rounds(tuple(self.decoders))
+            _COSTS[key] = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
         return _COSTS[key]
 
-    def time_dispatch(self, bucket: int, context: int, rounds: int) -> float:
-        """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
+    def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
+        """Seconds of a dispatch of greedy rounds of some live slots and some nodes.
 
-        What the slots' pages hold is of no use afterwards.
+        Every slot has ``context`` tokens. All are free; what pages hold is of no use afterwards.
         """
+        _, bucket = shape
         decoder, free = self.decoders[bucket], self.state
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.

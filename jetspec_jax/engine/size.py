@@ -1,5 +1,7 @@
 """How much an engine holds at a time, and the shapes of its programs."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetspec_jax.arguments import check_integer
@@ -26,6 +28,8 @@ class EngineSize:
         live: Numbers of slots, in rising order, for which rounds are compiled beside all of them: a dispatch
             takes the smallest that holds those that decode.
         prefill_tokens: Prompt tokens that are committed between two dispatches, at most; None is no bound.
+        most_rows: Nodes of all live slots together beyond which there are no larger trees to choose; None is
+            no bound.
         shares_pages: Whether requests that begin alike share pages: see `PagePool`.
     """
 
@@ -35,6 +39,7 @@ class EngineSize:
     chunks: tuple[tuple[int, int], ...] = _CPU_CHUNKS
     live: tuple[int, ...] = ()
     prefill_tokens: int | None = None
+    most_rows: int | None = None
     shares_pages: bool = True
 
     @classmethod
@@ -74,6 +79,16 @@ class EngineSize:
     def live_for(self, count: int) -> int:
         """Slots of a dispatch in which ``count`` decode."""
         return next((own for own in self.live if own >= count), self.slots)
+
+    def rounds(self, buckets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Shapes of rounds, live slots and nodes, for buckets in rising order; the first has them all."""
+        most = math.inf if self.most_rows is None else self.most_rows
+        return tuple(
+            (live, bucket)
+            for live in sorted({*self.live, self.slots})
+            for bucket in buckets
+            if bucket == buckets[0] or live * bucket <= most
+        )
 
 
 def can_share_pages(target: ModelConfig) -> bool:

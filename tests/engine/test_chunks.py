@@ -38,9 +38,7 @@ def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
     assert chunk.slots.tolist()[: len(lengths)] == list(left)[: shape[0]]
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700)]
-)
+@pytest.mark.parametrize("lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700)])
 def test_prompts_come_whole_and_in_order(lengths):
     left, seen = prompts_of(*lengths), {}
     for chunk in cut_prompts(left, SHAPES, len(lengths) + 8):
