@@ -46,8 +46,12 @@ def _alike(array: jax.Array) -> bool:
     return len(parts) == 1
 
 
+#: Between two looks.
+FEW_ROUNDS = 8
+
+
 class WatchedEngine(Engine):
-    """An engine that shows after every launch what must be equal on all devices; it waits for them there."""
+    """An engine that shows after every launch, of few rounds, what must be equal on all devices."""
 
     def __init__(self, plan: EnginePlan, weights: DecodeWeights, look: Callable[[Any], None]):
         """As an `Engine`, and what is called with what `steering` gives."""
@@ -57,6 +61,6 @@ class WatchedEngine(Engine):
     def launch(
         self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
     ) -> None:
-        """As an `Engine`'s; not timed, as looking takes a while."""
-        super().launch(most_rounds, decode, timed=False)
+        """As an `Engine`'s; not timed, as looking waits for the devices."""
+        super().launch(min(most_rounds or FEW_ROUNDS, FEW_ROUNDS), decode, timed=False)
         self.look(steering(self.runner))
