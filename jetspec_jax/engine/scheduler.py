@@ -127,20 +127,17 @@ class Scheduler:
         """
         now = time.monotonic() if now is None else now
         self._end(now)
-        waiting = [request for request in self._requests if request.slot < 0]
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        admitted = self._admit(waiting, running, now) if self._make_room(running) else []
-        chunks = self._prefill(running)
+        admitted, chunks = self._begin(running, now)
         members = [request for request in running if not request.to_prefill]
         others = len(self._requests) - len(members)
         choice = self._choose(members, others, most_rounds)
-        # Who is abandoned from here on still holds what it has until the next batch.
         before, self._taken = self._taken, {request.slot for request in running}
         self._running, self._members = running, members
-        grown, self._untold = self._untold.intersection(running).difference(admitted), set()
+        grown, self._untold = self._untold.intersection(running) - admitted.keys(), set()
         return Batch(
             tuple(sorted(before - self._taken)),  # an admission clears the slot itself
-            tuple(self._admission(request) for request in admitted),
+            tuple(self._admission(request, length) for request, length in admitted.items()),
             tuple(Growth(request.slot, self._table(request)) for request in running if request in grown),
             tuple(chunks),
             self._live(members),
@@ -171,12 +168,15 @@ class Scheduler:
 
     def _end(self, now: float) -> None:
         """Lets go of those that nobody waits for, or whose time is over."""
-        for request in self._requests:
-            if request.open and request.deadline is not None and request.deadline <= now:
+        everyone, self._requests = self._requests, []
+        for request in everyone:
+            if request.deadline is not None and request.deadline <= now and request.open:
                 request.fail(_too_late(request, now))
-            if not request.open:
+            # Asked once: from here on whoever is abandoned holds what it has until the next batch.
+            if request.open:
+                self._requests.append(request)
+            else:
                 self._free(request)
-        self._requests = self.requests
 
     def _free(self, request: Request) -> None:
         """Takes all pages from a request."""
@@ -226,11 +226,32 @@ class Scheduler:
             request.pages += pages
             self._untold.add(request)
 
-    def _admit(self, waiting: list[Request], running: list[Request], now: float) -> list[Request]:
+    def _begin(self, running: list[Request], now: float) -> tuple[dict[Request, int], list[Chunk]]:
+        """Makes room for those that run, admits others, who join them, and prefills.
+
+        Returns:
+            Those that were admitted, with the tokens that their pages hold already; and forwards of prompts.
+        """
+        admitted: dict[Request, int] = {}
+        chunks: list[Chunk] = []
+        has_room, left = self._make_room(running), self.size.prefill_tokens
+        while True:
+            if has_room:
+                admitted |= {request: request.committed for request in self._admit(running, now)}
+            more = self._prefill(running, left)
+            if not more:
+                return admitted, chunks
+            chunks += more
+            left = None if left is None else left - sum(int(chunk.counts.sum()) for chunk in more)
+            # Forwards run in order: prompts that begin alike share what the ones before them fill.
+            for request in running:
+                self._name_pages(request)
+
+    def _admit(self, running: list[Request], now: float) -> list[Request]:
         """Gives free slots and pages to those that wait, in order; they join the running."""
         taken = {request.slot for request in running}
         slots = [slot for slot in range(self.size.slots) if slot not in taken]
-        line = in_order(waiting) if slots else ()
+        line = in_order(request for request in self._requests if request.slot < 0) if slots else ()
         # Pages that a prompt is just filling: who needs the same waits for them.
         filling = {key for request in running for key in self._keys(request)[request.named :]}
         admitted = []
@@ -254,13 +275,13 @@ class Scheduler:
             count_overtaken(request, line[len(admitted) :])
         return admitted
 
-    def _prefill(self, running: Sequence[Request]) -> list[Chunk]:
-        """Forwards for prompts, whose tokens count as committed from here on."""
+    def _prefill(self, running: Sequence[Request], most: int | None) -> list[Chunk]:
+        """Forwards for so many tokens of prompts, which count as committed from here on."""
         prefilling = {request.slot: request for request in in_order(running) if request.to_prefill}
         left = {
             slot: request.span(request.committed, request.length - 1) for slot, request in prefilling.items()
         }
-        chunks = cut_prompts(left, self.size.chunks, self.size.slots, self.size.prefill_tokens)
+        chunks = cut_prompts(left, self.size.chunks, self.size.slots, most)
         for chunk in chunks:
             for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
                 if count:
@@ -314,13 +335,13 @@ class Scheduler:
         table[: len(request.pages)] = request.pages
         return table
 
-    def _admission(self, request: Request) -> Admission:
+    def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
             request.slot,
             self._table(request),
-            length=PAGE_SIZE * request.named,
+            length=length,
             anchor=int(request.span(request.length - 1, request.length)[0]),
-            active=PAGE_SIZE * request.named == request.length - 1,
+            active=length == request.length - 1,
             params=replace(request.params, stop=()),
             remaining=request.left,
             stop_ids=tuple(sorted(request.stop_ids)),

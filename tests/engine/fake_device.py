@@ -1,7 +1,8 @@
 """A device made of NumPy: does what a runner does with a batch, and checks that it may.
 
-Its pages hold tokens, and what a slot says next is a function of its seed and of all tokens that its pages
-hold. So a page that is another's, was written twice, or lacks a token gives other tokens.
+Its pages hold tokens and, as keys and values would, what each knows of all before it. What a slot says next
+is a function of its seed and of all tokens that its pages hold. So a page that is another's, was written
+twice, or was read before it was written gives an error or other tokens.
 """
 
 import zlib
@@ -14,12 +15,16 @@ from jetspec_jax.engine.records import DispatchRecord
 VOCAB = 997
 
 
+def sum_of(tokens, before=0):
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), before)
+
+
 def follow(seed, sequence, count):
     """The tokens that follow a sequence."""
-    said, tokens = zlib.crc32(np.asarray(sequence, np.int32).tobytes(), seed), []
+    said, tokens = sum_of(sequence, seed), []
     for _ in range(count):
         tokens.append(said % VOCAB)
-        said = zlib.crc32(np.int32(tokens[-1]).tobytes(), said)
+        said = sum_of(tokens[-1:], said)
     return tokens
 
 
@@ -36,6 +41,8 @@ class Slot:
     def __init__(self, own):
         self.pages = own.pages[own.pages != NO_PAGE].tolist()
         self.length, self.anchor, self.active = own.length, own.anchor, own.active
+        # Whether it has read nothing yet, so that others may still fill pages that it shares.
+        self.is_new = True
         self.seed, self.remaining, self.stop_ids = own.params.seed, own.remaining, own.stop_ids
 
     @property
@@ -50,8 +57,11 @@ class FakeDevice:
         """Takes how much it holds, the most tokens of a round, and a pool whose shared pages stay."""
         self.size, self.round_tokens, self.pool = size, round_tokens, pool
         self.pages = np.full((size.num_pages, PAGE_SIZE), -1, np.int32)
+        self.sums = np.zeros((size.num_pages, PAGE_SIZE), np.uint32)
         self.slots = {}
         self.paused = self.batches = 0
+        # Names of pages after the batch before; those of this one are filled in it.
+        self._keys = {}
         self._rng = np.random.default_rng(seed)
 
     def run(self, batch):
@@ -63,14 +73,17 @@ class FakeDevice:
             self.slots.pop(own.slot, None)
         for own in batch.admissions:
             assert own.slot not in self.slots, "admitted twice"
-            self.slots[own.slot] = slot = Slot(own)
+            self.slots[own.slot] = Slot(own)
             assert own.length % PAGE_SIZE == 0
-            assert (self._read(slot) >= 0).all(), "shares what is not written"
         for slot, pages in batch.growths:
             self._grow(self.slots[slot], pages[pages != NO_PAGE].tolist())
         for chunk in batch.chunks:
             self._prefill(chunk)
-        return self._decode(batch)
+        for slot in self.slots.values():
+            slot.is_new = False
+        record = self._decode(batch)
+        self._keys = {page: self._named(page) for page in range(self.size.num_pages)}
+        return record
 
     def _grow(self, slot, pages):
         used = -(-slot.length // PAGE_SIZE)
@@ -80,14 +93,18 @@ class FakeDevice:
     def _prefill(self, chunk):
         assert chunk.tokens.shape in self.size.chunks
         assert len(set(chunk.slots.tolist())) == len(chunk.tokens)
-        for number, tokens, count, ready in zip(*(part.tolist() for part in chunk), strict=True):
-            if not count:
-                assert not ready
-                continue
-            slot = self.slots[number]
+        assert not (chunk.ready & (chunk.counts == 0)).any()
+        used = [
+            (self.slots[number], tokens[:count], ready)
+            for number, tokens, count, ready in zip(*(part.tolist() for part in chunk), strict=True)
+            if count
+        ]
+        # A forward reads all that it reads before it writes anything.
+        read = [sum_of(self._read(slot)) for slot, _, _ in used]
+        for (slot, tokens, ready), before in zip(used, read, strict=True):
             assert not slot.active, "prefills what decodes"
-            self._write(slot, tokens[:count])
-            slot.length += count
+            self._write(slot, tokens, before)
+            slot.length += len(tokens)
             slot.active = ready
 
     def _decode(self, batch):
@@ -128,25 +145,35 @@ class FakeDevice:
         )
 
     def _round(self, slot, count):
-        own = follow(slot.seed, [*self._read(slot), slot.anchor], count)
+        read = self._read(slot)
+        own = follow(slot.seed, [*read, slot.anchor], count)
         # What overshoots the request's end is dropped.
         kept = min(count, slot.remaining)
-        self._write(slot, [slot.anchor, *own][:kept])
+        self._write(slot, [slot.anchor, *own][:kept], sum_of(read))
         slot.length += kept
         slot.anchor, slot.remaining = own[-1], slot.remaining - count
         slot.active = slot.remaining > 0 and not set(own) & set(slot.stop_ids)
         return own
 
-    def _read(self, slot):
-        used = slot.pages[: -(-slot.length // PAGE_SIZE)]
-        return self.pages[used].reshape(-1)[: slot.length]
+    def _named(self, page):
+        return None if self.pool is None else self.pool._keys.get(page)
 
-    def _write(self, slot, tokens):
+    def _read(self, slot):
+        slot.is_new = False
+        used = slot.pages[: -(-slot.length // PAGE_SIZE)]
+        tokens = self.pages[used].reshape(-1)[: slot.length]
+        if len(tokens):
+            assert self.sums[used].reshape(-1)[slot.length - 1] == sum_of(tokens), "was written behind others"
+        return tokens
+
+    def _write(self, slot, tokens, before):
         for place, token in enumerate(tokens, slot.length):
             assert place < slot.room, "a token beyond the room"
             page = slot.pages[place // PAGE_SIZE]
             if place % PAGE_SIZE == 0 or place == slot.length:
-                holders = [own for own in self.slots.values() if page in own.pages]
-                assert holders == [slot], "writes what others read"
-                assert self.pool is None or not self.pool.is_shared(page), "writes what is cached"
-            self.pages[page, place % PAGE_SIZE] = token
+                if name := self._named(page):
+                    assert self._keys.get(page) != name, "writes what is cached"
+                others = [own for own in self.slots.values() if page in own.pages and own is not slot]
+                assert all(own.is_new for own in others), "writes what others read"
+            before = sum_of([token], before)
+            self.pages[page, place % PAGE_SIZE], self.sums[page, place % PAGE_SIZE] = token, before

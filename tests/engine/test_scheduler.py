@@ -307,16 +307,26 @@ class TestPrefixes:
         assert second.prefix_tokens == 128
         assert_served(second)
 
-    def test_requests_that_begin_alike_wait_for_the_first(self, made):
-        """As the completions of one prompt do: it is prefilled once."""
+    def test_requests_that_come_together_share_what_the_first_fills(self, made):
+        """As the completions of one prompt do: it is prefilled once, and the others behind it."""
         scheduler, device = made(slots=4, pages=20)
         children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
         batch = step(scheduler, device, 1)
-        assert slots_of(batch) == [0]
+        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0), (1, 128), (2, 128), (3, 128)]
+        assert [chunk.counts.tolist() for chunk in batch.chunks] == [[128], [21], [21, 21], [21]]
+        assert len({page for own in children for page in own.pages[:2]}) == 2
+        assert [len(own.tokens) for own in children] == [STEP] * 4
+        finish(scheduler, device)
+        assert_served(*children)
+
+    def test_requests_that_begin_alike_wait_for_the_first(self, made):
+        """Where its prompt takes several batches, they come when what they share is there."""
+        scheduler, device = made(slots=4, pages=20, prefill_tokens=100)
+        children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
+        assert slots_of(step(scheduler, device, 1)) == [0]
         batch = step(scheduler, device, 1)
         assert slots_of(batch) == [1, 2, 3]
         assert [own.length for own in batch.admissions] == [128] * 3
-        assert len({page for own in children for page in own.pages[:2]}) == 2
         finish(scheduler, device)
         assert_served(*children)
 
@@ -498,6 +508,32 @@ class TestLeaving:
         scheduler.take(device.run(batch))
         finish(scheduler, device)
         assert_served(waits)
+
+    @pytest.mark.parametrize("looks", range(7))
+    def test_who_goes_at_any_moment_leaves_nothing(self, made, looks):
+        """Also between two looks at it: readers are dropped by other threads."""
+
+        class Fading(Request):
+            left_looks = None
+
+            @property
+            def unwanted(self):
+                if self.left_looks is not None:
+                    self.left_looks -= 1
+                return super().unwanted or (self.left_looks is not None and self.left_looks < 0)
+
+        scheduler, device = made(slots=2, pages=4)
+        fades = Fading(np.arange(70, dtype=np.int32), SamplingParams(max_tokens=60, seed=1), budget=BUCKET)
+        [stays] = add(scheduler, request(60, 30, start=1))
+        add(scheduler, fades)
+        step(scheduler, device, 1)
+        fades.left_looks = looks
+        finish(scheduler, device)
+        step(scheduler, device)
+        assert_served(stays)
+        assert fades.left_looks < 0
+        scheduler.pool.check([])
+        assert device.slots == {}
 
     def test_a_request_may_be_cancelled_anywhere(self, made):
         scheduler, device = made(slots=2, pages=8)
