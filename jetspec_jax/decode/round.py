@@ -13,13 +13,13 @@ Shapes: B slots, N nodes (the bucket), D draft depth, F tap size, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
@@ -165,8 +165,18 @@ class Round:
         """A function of weights, a state and others that all devices run: see `on_mesh`."""
         return on_mesh(self.mesh, self.target, self.proposer, function)
 
+    def decodes(self, state: DecodeState) -> Bool[Array, "B"]:
+        """Slots that take part in the next round: active, and with room for all that it could commit.
+
+        What is committed beyond a request's last token needs none. A slot without room keeps its state.
+        """
+        settings = state.settings
+        deepest = jnp.minimum(jnp.minimum(settings.depth, settings.budget - 1), self.depth)
+        most = jnp.minimum(deepest + 1, settings.remaining)
+        return state.active & (state.slots.lengths + most <= state.room)
+
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
-        """One round of speculation over all slots; those that are not active keep their state."""
+        """One round of speculation over all slots; those that do not decode keep their state."""
         tree = self.propose(weights, state).tree
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree))
         return settled.state, settled.record
@@ -222,14 +232,15 @@ class Round:
                 own = self.proposer.commit(weights.proposer, own, taps, state.slots, count)
             remaining = state.settings.remaining - count
             stopped = jnp.any(is_stop(accepted.tokens, state.settings.stop_bits), axis=1)
-            after = DecodeState(
+            after = replace(
+                state,
                 stores=stores,
                 proposer=own,
                 # What overshoots a request's end has no page, and no later round of a loop may look for it.
                 slots=state.slots._replace(
                     lengths=state.slots.lengths + jnp.clip(state.settings.remaining, 0, count)
                 ),
-                anchors=jnp.where(state.active, accepted.bonus, state.anchors),
+                anchors=jnp.where(self.decodes(state), accepted.bonus, state.anchors),
                 active=state.active & ~stopped & (remaining > 0),
                 settings=state.settings._replace(remaining=remaining),
             )
@@ -245,7 +256,7 @@ class Round:
             vocab_size=self.target.vocab_size,
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)
-        taken = (path >= 0) & state.active[:, None]
+        taken = (path >= 0) & self.decodes(state)[:, None]
         # The choice at every node of the path is the next one's token, and at the last node the bonus.
         tokens = jnp.where(taken, jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1), -1)
         counts = after_forward(jnp.sum(taken, axis=1, dtype=jnp.int32), choices)
