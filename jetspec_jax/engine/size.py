@@ -9,6 +9,9 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
 MAX_SLOTS = 8
+#: Of an engine for many: prompt tokens between two dispatches, which a GPU takes in while others hardly wait;
+#: and nodes of all live slots together, beyond which trees no longer pay.
+PREFILL_TOKENS, MOST_ROWS = 1024, 1024
 # Prompts that one forward takes in, and rows of each: few shapes, as each is a program. A GPU computes 1,024
 # rows in the time in which it reads the weights a few times; on a CPU every row is work.
 _GPU_CHUNKS, _CPU_CHUNKS = ((1, 128), (1, 1024), (8, 128)), ((1, 128),)

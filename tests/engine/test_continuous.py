@@ -9,8 +9,10 @@ import pytest
 
 from jetspec_jax import SamplingParams, draft_logits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.models import bind
+from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, first_difference, gap_of_difference
 from tests.decode.tiny import (
@@ -97,6 +99,16 @@ def serve_all(engine, asked, rng, most_rounds):
     return requests, gone
 
 
+def assert_as_alone(target, requests, gone, asked, alone):
+    assert gone
+    for request, (prompt, params), expected in zip(requests, asked, alone, strict=True):
+        if request in gone:
+            expected = expected[: len(request.tokens)]
+        if request.tokens != expected:
+            assert first_difference(expected, request.tokens) is not None
+            assert gap_of_difference(target, prompt, expected, request.tokens, params) < TIE
+
+
 @pytest.mark.parametrize(
     ("model", "proposer", "count"),
     [
@@ -125,18 +137,54 @@ def test_each_gets_what_it_gets_alone(monkeypatch, model, proposer, count):
         head = random_head(config, 1) if proposer == "head" else None
         engine = TinyEngine(target, head, TREE if head else PLAIN, **settings)
     requests, gone = serve_all(engine, asked, rng, 3 if proposer == "oracle" else 9)
-    assert gone
-    for request, (prompt, params), expected in zip(requests, asked, alone, strict=True):
-        if request in gone:
-            expected = expected[: len(request.tokens)]
-        if request.tokens != expected:
-            assert first_difference(expected, request.tokens) is not None
-            assert gap_of_difference(target, prompt, expected, request.tokens, params) < TIE
+    assert_as_alone(target, requests, gone, asked, alone)
     assert sum(request.preemptions for request in requests) >= count // 10
     hits = sum(request.prefix_tokens > 0 for request in requests)
     assert hits >= count // 5 if model == "dense" else hits == 0
     if proposer == "oracle":
         assert np.mean([length for request in requests for length in request.accept_lengths]) > 2
+
+
+def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
+    """Dispatches of some of the slots, of trees and plain ones, between parts of prompts."""
+    config = dataclasses.replace(MODELS["dense"], max_position_embeddings=LIMIT)
+    target, rng = random_target(config, 0), np.random.default_rng(1)
+    asked = texts_of(rng, 30)
+    alone = [tokens_alone(target, prompt, own) for prompt, own in asked]
+    planted(monkeypatch, [prompt + tokens for (prompt, _), tokens in zip(asked, alone, strict=True)])
+    monkeypatch.setattr(round_costs, "REPEATS", 1)
+    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
+    engine = TinyEngine(
+        target,
+        None,
+        TreeSettings(16, 2, algorithm="auto"),
+        many={"live": (1, 2), "prefill_tokens": 70},
+        slots=4,
+        num_pages=8,
+        capacity=384,
+        chunks=((1, 64), (2, 32)),
+        proposer=OracleProposer(config.vocab_size),
+        proposer_weights=plant([[]] * 4, LIMIT + 16),
+    )
+    engine.runner.compile_chunks()
+    engine.submit([1, 2], SamplingParams(max_tokens=1, seed=0))
+    finish(engine)
+    batches, next_batch = [], engine.scheduler.next_batch
+
+    def noted(*arguments):
+        batches.append(next_batch(*arguments))
+        return batches[-1]
+
+    monkeypatch.setattr(engine.scheduler, "next_batch", noted)
+    with compilations() as seen:
+        requests, gone = serve_all(engine, asked, rng, 9)
+    assert seen == []
+    assert_as_alone(target, requests, gone, asked, alone)
+    assert {len(batch.live) for batch in batches} == {0, 1, 2, 4}
+    assert {batch.bucket for batch in batches} == {1, 16}
+    assert {chunk.tokens.shape for batch in batches for chunk in batch.chunks} == {(1, 64), (2, 32)}
+    assert all(request.prefix_tokens % 64 == 0 for request in requests)
+    assert sum(request.prefix_tokens > 0 for request in requests) >= 6
 
 
 def test_the_head_knows_the_tokens_of_shared_pages():
