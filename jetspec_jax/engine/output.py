@@ -8,6 +8,7 @@ from tokenizers.decoders import DecodeStream
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.engine.logprobs import Logprob, describe
+from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
 
 
@@ -26,6 +27,7 @@ class Completion:
         prompt_token_ids: The prompt's tokens.
         prompt: The prompt's text; None if it was given as tokens.
         index: Which of its prompt's ``n`` completions it is, from 0 on.
+        metrics: Where its time went, and what drafting brought; None if nobody has measured it.
         logprobs: For each generated token, what is told of it and of the likeliest ones at its place, by
             token; None unless it was asked for.
         prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
@@ -40,6 +42,8 @@ class Completion:
     # The same tokens make the same completion, whatever they were made of.
     prompt: str | None = field(default=None, compare=False)
     index: int = 0
+    # The same tokens may take longer.
+    metrics: RequestMetrics | None = field(default=None, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -103,7 +107,13 @@ class Output:
         self._whole = True
 
     def update(self) -> None:
-        """Takes what the request has got since the last time; after an interrupted update all of it anew."""
+        """Takes what the request has got since the last time; after an interrupted update all of it anew.
+
+        Raises:
+            DeadlinePassed: The request was not served in its time.
+        """
+        if self.request.error is not None:
+            raise self.request.error
         if not self._whole:
             self._begin()
         self._whole = False
@@ -155,6 +165,7 @@ class Output:
             request.prompt.tolist(),
             request.text,
             request.index,
+            RequestMetrics.of(request, rounds),
             self.logprobs(),
             self._prompt_logprobs(),
         )
