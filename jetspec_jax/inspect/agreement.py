@@ -22,7 +22,7 @@ def steering(runner: Runner) -> Any:
     Stores hold what is made of sums over devices, which may be rounded in another order on each.
     """
     flight = runner.in_flight
-    return split(runner.state)[1], None if flight is None else (flight.records, flight.first_tokens)
+    return split(runner.state)[1], None if flight is None else flight.records
 
 
 def unequal(tree: Any) -> list[str]:

@@ -108,7 +108,8 @@ def test_slots_change_hands_where_they_lie(engine):
     pages, settings = jax.tree.map(
         lambda array: np.asarray(array)[0], (state.slots.block_tables, state.settings)
     )
-    state = decoder.insert(state, np.int32(1), pages, settings)
+    begins = np.int32(5), np.int32(0), np.bool_(True)
+    state = decoder.insert(state, np.int32(1), pages, settings, *begins)
     assert shardings(state) == lies
     state = decoder.release(state, np.int32(1))
     assert shardings(state) == lies
