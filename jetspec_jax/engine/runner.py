@@ -19,7 +19,7 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
-from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
+from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
 
@@ -82,7 +82,8 @@ class Runner:
             decode: What runs the rounds; None is the decoder of the batch's bucket.
             timed: Whether `collect` follows as soon as the rounds end.
         """
-        decoder, rounds = self.decoders[batch.bucket], ("rounds", len(batch.live), batch.bucket)
+        decoder = self.decoders[batch.bucket] if batch.rounds else self.decoder
+        rounds = "rounds", len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -156,7 +157,7 @@ class Runner:
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoders[batch.bucket].depth + 1
+        shape = 0, len(batch.live), self.decoder.depth + 1
         return DispatchRecord(
             batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
         )
@@ -171,29 +172,29 @@ class Runner:
             array.delete()
 
     def round_costs(self) -> RoundCosts:
-        """What rounds of every bucket cost here: measured once for each kind of engine in a process.
+        """What rounds of every shape cost here: measured once for each kind of engine in a process.
 
-        Compiles the programs of all buckets, so that a change of the bucket compiles nothing.
+        Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
         key = tuple(self.decoders.values()), self.size, self.dtype
         if key not in _COSTS:
             deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
             low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-            _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
+            shapes = self.size.rounds(tuple(self.decoders))
+            _COSTS[key] = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
         return _COSTS[key]
 
-    def time_dispatch(self, bucket: int, context: int, rounds: int, live: int | None = None) -> float:
+    def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
 
         What the slots' pages hold is of no use afterwards.
 
         Args:
-            bucket: Nodes of a tree, root included.
+            shape: How many slots are live, and nodes of a tree, root included.
             context: Committed tokens of each slot.
             rounds: How many.
-            live: How many slots are live; None is all.
         """
-        live = self.size.slots if live is None else live
+        live, bucket = shape
         decoder, free = self.decoders[bucket], self.state
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
