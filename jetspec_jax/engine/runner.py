@@ -79,10 +79,10 @@ class Runner:
 
         Args:
             batch: What to do.
-            decode: What runs the rounds; None is the decoder of the batch's bucket.
+            decode: What runs the rounds; None is `decode` of the bucket's decoder.
             timed: Whether `collect` follows as soon as the rounds end.
         """
-        decoder, rounds = self.decoders[batch.bucket], ("rounds", len(batch.live), batch.bucket)
+        decoder, rounds = self.decoder, ("rounds", len(batch.live), batch.bucket)
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -103,9 +103,9 @@ class Runner:
         # Rounds that wait for a prompt or for the compiler are not timed.
         timed = timed and not batch.chunks and rounds in self._compiled
         started = time.perf_counter() if timed else None
-        run, records = decode or decoder.decode, None
+        records = None
         if batch.rounds:
-            own = self._live(batch.live)
+            run, own = decode or self.decoders[batch.bucket].decode, self._live(batch.live)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, started)
@@ -156,7 +156,7 @@ class Runner:
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoders[batch.bucket].depth + 1
+        shape = 0, len(batch.live), self.decoder.depth + 1
         return DispatchRecord(
             batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
         )
