@@ -47,7 +47,6 @@ from jetspec_jax.tree import (
     reach_of,
     root_tree,
     top_candidates,
-    tree_buckets,
 )
 
 
@@ -122,7 +121,8 @@ class Round:
         candidates: Tokens of a draft row that are looked at; None is the width, or without one the
             algorithm's own number.
         implementation: Of tree attention; None picks the best.
-        observes: Whether records tell what trees of each smaller bucket would have had accepted.
+        observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
+            no larger than the bucket.
         mesh: The devices that share the models; None is one. What the three parts of a round see is then a
             device's own part: `on_mesh` makes programs of them.
     """
@@ -134,7 +134,7 @@ class Round:
     algorithm: str | Algorithm = DEFAULT_ALGORITHM
     candidates: int | None = None
     implementation: str | None = None
-    observes: bool = False
+    observes: tuple[int, ...] = ()
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
@@ -159,7 +159,7 @@ class Round:
     @property
     def depth(self) -> int:
         """D, the largest depth of the trees; 0 in plain decoding."""
-        return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
+        return 0 if self.proposer is None else min(self.proposer.depth, self.bucket - 1)
 
     def on_mesh(self, function: Callable[..., tuple[DecodeState, Any]]) -> Callable[..., Any]:
         """A function of weights, a state and others that all devices run: see `on_mesh`."""
@@ -188,7 +188,7 @@ class Round:
         target = bind(self.target, weights.target)
         with jax.named_scope("propose"):
             logits = self.proposer.propose(
-                weights.proposer, state.proposer, target, state.anchors, state.slots
+                weights.proposer, state.proposer, target, state.anchors, state.slots, self.depth
             )
             width, looked_at = self.breadth
             candidates = top_candidates(logits, looked_at)
@@ -266,6 +266,7 @@ class Round:
         decodes = accepted.counts > 0
         reach = None
         if self.observes:
-            reach = reach_of(tree.scores, accepted.path, tree_buckets(self.bucket))
+            budgets = [nodes for nodes in self.observes if nodes <= self.bucket]
+            reach = reach_of(tree.scores, accepted.path, budgets)
             reach = jax.tree.map(lambda each: jnp.where(decodes[:, None], each, 0.0), reach)
         return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach)

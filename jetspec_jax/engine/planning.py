@@ -34,7 +34,7 @@ from jetspec_jax.engine.size import (
     slots_for,
 )
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Auto, Hints, algorithm_of, tree_buckets
+from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
@@ -47,12 +47,15 @@ class EnginePlan:
         decoder: Of the largest trees that it may build.
         size: How much it holds.
         dtype: Of the weights, and so of the stores.
+        least_nodes: Of the smallest trees that "auto" may choose: the more slots decode, the smaller are
+            those that pay.
         slices: How long dispatches are; None suits calls that nobody joins.
     """
 
     decoder: TreeDecoder
     size: EngineSize
     dtype: jnp.dtype
+    least_nodes: int = USUAL_LEAST
     slices: Slices | None = None
 
     @property
@@ -68,9 +71,9 @@ class EnginePlan:
         if auto is None:
             return (self.decoder,)
         plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
+        buckets = tree_buckets(self.decoder.bucket, self.least_nodes)
         trees = (
-            replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=True)
-            for bucket in tree_buckets(self.decoder.bucket)
+            replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=buckets) for bucket in buckets
         )
         return (plain, *trees)
 
@@ -97,6 +100,7 @@ class EnginePlan:
         live: Sequence[int] | None = None,
         prefill_tokens: int | None = PREFILL_TOKENS,
         most_rows: int | None = MOST_ROWS,
+        least_nodes: int = BUCKETS[1],
         slices: Slices | None = None,
     ) -> "EnginePlan":
         """The same engine for requests that come and go at any time, of which many decode together.
@@ -105,18 +109,19 @@ class EnginePlan:
             live: Numbers of live slots that have programs, beside all; None is 1, 2, 4, ….
             prefill_tokens: Prompt tokens between two dispatches, at most; None is no bound.
             most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
+            least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
         """
         own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
-        return replace(self, size=size, slices=slices or Slices())
+        return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     def serves(self, other: "EnginePlan") -> bool:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""
         mine, wanted = self.size, other.size
         return (
-            (self.decoder, self.dtype, mine.slots, mine.chunks)
-            == (other.decoder, other.dtype, wanted.slots, wanted.chunks)
+            (self.decoder, self.dtype, self.least_nodes, mine.slots, mine.chunks)
+            == (other.decoder, other.dtype, other.least_nodes, wanted.slots, wanted.chunks)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )
