@@ -100,6 +100,7 @@ class EnginePlan:
         live: Sequence[int] | None = None,
         prefill_tokens: int | None = PREFILL_TOKENS,
         most_rows: int | None = MOST_ROWS,
+        least_nodes: int = BUCKETS[1],
         slices: Slices | None = None,
     ) -> "EnginePlan":
         """The same engine for requests that come and go at any time, of which many decode together.
@@ -108,12 +109,12 @@ class EnginePlan:
             live: Numbers of live slots that have programs, beside all; None is 1, 2, 4, ….
             prefill_tokens: Prompt tokens between two dispatches, at most; None is no bound.
             most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
+            least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
         """
         own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
-        # The more slots decode, the smaller are the trees that pay.
-        return replace(self, size=size, slices=slices or Slices(), least_nodes=BUCKETS[1])
+        return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     def serves(self, other: "EnginePlan") -> bool:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""

@@ -106,7 +106,8 @@ def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
     engine = oracle[0]()
     for prompt, most in zip(PROMPTS, (90, 1), strict=True):
         engine.submit(prompt, dataclasses.replace(PARAMS[0], max_tokens=most))
-    engine.step(1)
+    # One round, with pages for all that follow.
+    engine.step(9, lambda weights, state, _: engine.plan.decoder.decode(weights, state, np.int32(1)))
 
     @jax.jit
     def round_of_both(weights, state):
