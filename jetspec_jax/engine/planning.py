@@ -82,12 +82,21 @@ class EnginePlan:
             return self
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
 
+    @property
+    def stands(self) -> bool:
+        """Whether its engine stays for requests that come and go, whatever their number."""
+        return self.slices is not None
+
     def serves(self, other: "EnginePlan") -> bool:
-        """Whether an engine of this plan does what one of the other would do, in the same programs."""
+        """Whether an engine of this plan does what one of the other would do; one that stands, any less."""
         mine, wanted = self.size, other.size
+        if self.stands and not other.stands:
+            same = mine.slots >= wanted.slots
+        else:
+            same = (mine.slots, mine.chunks, self.slices) == (wanted.slots, wanted.chunks, other.slices)
         return (
-            (self.decoder, self.dtype, mine.slots, mine.chunks)
-            == (other.decoder, other.dtype, wanted.slots, wanted.chunks)
+            same
+            and (self.decoder, self.dtype) == (other.decoder, other.dtype)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )
