@@ -36,7 +36,7 @@ from jetspec_jax.engine.size import (
     slots_for,
 )
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
+from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
@@ -104,6 +104,7 @@ class EnginePlan:
         live: Sequence[int] | None = None,
         prefill_tokens: int | None = PREFILL_TOKENS,
         most_rows: int | None = MOST_ROWS,
+        least_nodes: int = BUCKETS[1],
         slices: Slices | None = None,
     ) -> "EnginePlan":
         """The same engine for requests that come and go at any time, of which many decode together.
@@ -112,18 +113,29 @@ class EnginePlan:
             live: Numbers of live slots that have programs, beside all; None is 1, 2, 4, ….
             prefill_tokens: Prompt tokens between two dispatches, at most; None is no bound.
             most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
+            least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
         """
         own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
-        return replace(self, size=size, slices=slices or Slices())
+        return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
+
+    @property
+    def stands(self) -> bool:
+        """Whether its engine stays for requests that come and go, whatever their number."""
+        return self.slices is not None
 
     def serves(self, other: "EnginePlan") -> bool:
-        """Whether an engine of this plan does what one of the other would do, in the same programs."""
+        """Whether an engine of this plan does what one of the other would do; one that stands, any less."""
         mine, wanted = self.size, other.size
+        if self.stands and not other.stands:
+            same = mine.slots >= wanted.slots
+        else:
+            same = (mine.slots, mine.chunks, self.slices) == (wanted.slots, wanted.chunks, other.slices)
         return (
-            (self.decoder, self.dtype, self.least_nodes, mine.slots, mine.chunks)
-            == (other.decoder, other.dtype, other.least_nodes, wanted.slots, wanted.chunks)
+            same
+            and (self.decoder, self.dtype, self.least_nodes)
+            == (other.decoder, other.dtype, other.least_nodes)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )

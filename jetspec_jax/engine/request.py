@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,8 @@ class Request:
         error: Why it failed.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
+            raise nothing.
         shared: Whether several processes serve it together: then it is over for all at the same step, once
             the first of them wants it no longer.
         closed: Whether that has come.
@@ -96,6 +98,7 @@ class Request:
     error: Exception | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
+    told: Callable[[], None] | None = None
     shared: bool = False
     closed: bool = False
     # What follows is the scheduler's.
@@ -226,4 +229,10 @@ class Request:
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
-            self.finish_reason, self.error = "error", error
+            self.error, self.finish_reason = error, "error"
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells whoever wants to know that there is news of it."""
+        if self.told is not None:
+            self.told()

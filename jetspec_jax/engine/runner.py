@@ -84,7 +84,7 @@ class Runner:
 
         Args:
             batch: What to do.
-            decode: What runs the rounds; None is the decoder of the batch's bucket.
+            decode: What runs the rounds; None is `decode` of the bucket's decoder.
             timed: Whether `collect` follows as soon as the rounds end.
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
@@ -112,9 +112,9 @@ class Runner:
         # Rounds that wait for a prompt or for the compiler are not timed.
         timed = timed and not batch.chunks and not scored and rounds in self._compiled
         started = time.perf_counter() if timed else None
-        run, records = decode or decoder.decode, None
+        records = None
         if batch.rounds:
-            own = self._live(batch.live)
+            run, own = decode or decoder.decode, self._live(batch.live)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, scored, started)

@@ -158,7 +158,7 @@ def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
         target,
         None,
         TreeSettings(16, 2, algorithm="auto"),
-        many={"live": (1, 2), "prefill_tokens": 70},
+        many={"live": (1, 2), "prefill_tokens": 70, "least_nodes": 16},
         slots=4,
         num_pages=8,
         capacity=384,
