@@ -11,6 +11,7 @@ import jax
 from jetspec_jax.arguments import check_integer, check_number, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.engine.driver import Driver
+from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.planning import plan_engine, plan_requests
@@ -18,7 +19,7 @@ from jetspec_jax.engine.prompts import Prompt, read_prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import compile_chunks, groups_of
 from jetspec_jax.engine.size import MAX_SLOTS
-from jetspec_jax.llm import LLM
+from jetspec_jax.llm import LLM, kinds_to_compile
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
 
@@ -38,6 +39,7 @@ class Delta:
         index: Which of its prompt's ``n`` completions it is.
         finish_reason: None while it goes on; as `Completion` has it, or "abort".
         completion: All of it, once it has ended; None where it was aborted.
+        logprobs: What is told of the new tokens, as `Completion` has it.
     """
 
     text: str
@@ -45,6 +47,7 @@ class Delta:
     index: int = 0
     finish_reason: str | None = None
     completion: Completion | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 class AsyncLLM:
@@ -183,11 +186,11 @@ class AsyncLLM:
                 output.update(count)
                 text, reason = output.settled_text[sent[number] :], output.finish_reason
                 sent[number] += len(text)
-                whole = None
+                whole, told = None, output.logprobs(known)
                 if reason is not None:
                     output.request.abandoned = True  # a stop string is nothing that an engine knows of
                     whole = going_on.pop(number).completion()
-                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole)
+                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told)
         finally:
             for request in requests:
                 request.abandoned = True
@@ -199,13 +202,19 @@ class AsyncLLM:
         if end := self._named.get(request_id):
             end()
 
-    async def warm_up(self) -> None:
-        """Makes the engine and compiles what requests need."""
+    async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
+        """Makes the engine and compiles what requests need.
+
+        Args:
+            sampling_params: As those of requests to come, where they want masks, biases, penalties or
+                log-probabilities: what they need is compiled too.
+        """
         prompt = [0] * min(2, self._capacity - 1)
         requests = []
-        for driver in self._drivers:
-            requests += (own := self._read(prompt, SamplingParams(max_tokens=1, ignore_eos=True), None))
-            driver.submit(own)
+        for params in kinds_to_compile(sampling_params):
+            for driver in self._drivers:
+                requests += (own := self._read(prompt, params, None))
+                driver.submit(own)
         while any(request.open for request in requests):
             await asyncio.sleep(0.01)
         for request in requests:

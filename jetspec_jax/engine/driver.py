@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
@@ -103,7 +104,7 @@ class Driver:
             if request.open:
                 try:
                     engine.admit(request)
-                except ValueError as error:
+                except (ValueError, DeviceMemoryError) as error:
                     request.fail(error)
         if engine.busy or engine.runner.in_flight:
             engine.step()

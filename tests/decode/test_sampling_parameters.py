@@ -204,7 +204,8 @@ def demo():
     return target, load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
 
 
-@pytest.mark.parametrize("kind", [*(wide(kind) for kind in DEMO_KINDS if kind != "everything"), "everything"])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", DEMO_KINDS)
 def test_the_demo_pair(demo, kind):
     """Text that recurs, and words that begin with a space: every request, alone and in a batch of trees."""
     target, head = demo

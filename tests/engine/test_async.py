@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from jetspec_jax import LLM, AsyncLLM, SamplingParams, TreeDecoder, generate
+from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDecoder, generate
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.line import QueueFull
@@ -213,6 +213,40 @@ def test_a_call_shares_the_engine_of_more_slots(llm, models, expected):
     assert LLM(*models, **TREE).generate([PROMPT], PARAMS)[0].token_ids == expected.token_ids
     asyncio.run(read(llm))
     assert models[0].keeper.engine is engine
+
+
+def test_deltas_tell_of_their_tokens(llm, models):
+    """One that wants more than those before it: their engine makes room for that."""
+    wants = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1, bad_words=["ab"], min_tokens=12)
+
+    async def both():
+        return await asyncio.gather(read(llm), read(llm, params=wants))
+
+    plain, deltas = asyncio.run(both())
+    assert {delta.logprobs is None for delta in plain} == {True}
+    [expected] = generate(models[0], [PROMPT], wants)
+    told = list(itertools.chain.from_iterable(delta.logprobs for delta in deltas))
+    assert told == deltas[-1].completion.logprobs
+    assert tokens_of(deltas) == expected.token_ids
+    for mine, other in zip(told, expected.logprobs, strict=True):
+        assert {token: own.logprob for token, own in mine.items()} == pytest.approx(
+            {token: own.logprob for token, own in other.items()}, abs=1e-4
+        )
+
+
+def test_what_the_device_cannot_hold_ends_its_request_alone(llm, monkeypatch):
+    def too_little(*_):
+        raise DeviceMemoryError("too little memory for what it wants beside")
+
+    monkeypatch.setattr("jetspec_jax.engine.engine.check_extra_memory", too_little)
+
+    async def both():
+        wants = SamplingParams(max_tokens=4, bad_words=["abcdefgh"])
+        return await asyncio.gather(read(llm), read(llm, params=wants), return_exceptions=True)
+
+    plain, failed = asyncio.run(both())
+    assert plain[-1].finish_reason == "length"
+    assert isinstance(failed, DeviceMemoryError)
 
 
 def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected, monkeypatch):

@@ -34,12 +34,9 @@ PARAMS = [
 def test_requests_of_every_kind(mesh):
     config = config_of("qwen3")
     own = head_config(config)
-    pair = (
-        Target(config, random_weights(config, 0), (4,), word_tokenizer(VOCAB)),
-        Head(own, random_weights(own, 1)),
-    )
-    target, head = on_mesh(pair, mesh_of(*mesh))
-    plain = generate(pair[0], PROMPTS, PARAMS)
+    whole = Target(config, random_weights(config, 0), (4,), word_tokenizer(VOCAB))
+    target, head = on_mesh((whole, Head(own, random_weights(own, 1))), mesh_of(*mesh))
+    plain = generate(whole, PROMPTS, PARAMS)
     tree = generate_tree(target, head, PROMPTS, PARAMS, budget=16, width=3)
     for prompt, params, ours, theirs in zip(PROMPTS, PARAMS, tree, plain, strict=True):
         parted = first_divergence(whole, prompt, params, ours.token_ids, theirs.token_ids)
