@@ -28,7 +28,7 @@ GRAMMARS = {
     "regex": Wanted(regex="(ab|abc)*(é|12){1,3}"),
     "choice": Wanted(choice=["yes", "no", "abab", "ye", 'a"b\n']),
     "lark": Wanted(grammar='start: item (", " item)*\nitem: /[ab]+/ | "12"'),
-    "gbnf": Wanted(grammar='root ::= "ab" root | "no"'),
+    "gbnf": Wanted(grammar='root ::= item root | "no"\nitem ::= [a-c] | "true"'),
     "lazy": Wanted(grammar='start: foo "no"\nfoo[lazy]: /[abc]+b/'),
     "suffix": Wanted(grammar='start: foo\nfoo[suffix="no"]: /[a-z ]+/'),
     "tokens": Wanted(grammar='start: "a" <call> "b"'),
