@@ -2,7 +2,8 @@
 
 The step is the trainer's own: the target's forward, blocks at random anchors, the loss, its gradient and
 AdamW, on random weights and tokens. What it must compute is counted from the shapes (see `step_work`);
-what it computes again to save memory is not, so the share is the useful one.
+what it computes again to save memory is not, so the share is the useful one. Nor is what several devices
+compute alike: the head, where they share a target.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
@@ -24,11 +26,46 @@ from bench.common.timing import compile_seconds, median, on_gpu, peak_bytes, sec
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
+from jetspec_jax.cli.options import Group, Option
+from jetspec_jax.device.mesh import describe_mesh
+from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.sharding import parameter_shardings
+from jetspec_jax.models import Weights
 from train.loop.fit import Fit
-from train.loop.mesh import one_device, replicated
+from train.loop.mesh import MeshSettings, batch_parts, make_mesh, one_device, shares_target
 from train.loop.trainer import Loop
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import LOSSES, Objective
+
+#: What a recipe calls mesh.data and so on.
+MESH = Group(
+    "devices: all that there are, where one of these is given, else one",
+    MeshSettings,
+    (
+        Option(
+            "data",
+            "copies of the head; -1 is as many as the devices allow",
+            int,
+            flag="--data-parallel",
+            metavar="N",
+        ),
+        Option("fsdp", "parts of a copy's weights and optimiser, on other sequences", int, metavar="N"),
+        Option(
+            "expert",
+            "parts of the target's routed experts in a group, by number",
+            int,
+            flag="--expert-parallel",
+            metavar="N",
+        ),
+        Option(
+            "tensor",
+            "likewise, by features; times --expert-parallel devices share the target",
+            int,
+            flag="--tensor-parallel",
+            metavar="N",
+        ),
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
     add("--window", type=int, help="tokens of a sequence (default: 2048 on a GPU, else 64)")
     add("--anchors", type=int, help="blocks of a sequence (default: 512 on a GPU, else 8)")
-    add("--batch", type=int, default=2, help="sequences of a step, at one time (default: 2)")
+    add("--batch", type=int, default=2, help="sequences of a step, on all devices together (default: 2)")
     add("--loss", default="forward_kl", choices=LOSSES)
     add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
     add(
@@ -47,13 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute the head's layers again in the backward pass",
     )
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
+    MESH.add(parser)
     add_program_arguments(parser)
     add("--json", type=Path, default=Path("results/train.json"), help="where to")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON."""
-    check_least(arguments, 1, "window", "anchors", "batch")
+    check_least(arguments, 1, "window", "anchors", "batch", "chunk", "steps")
     name, window, anchors = ("qwen3-8b", 2048, 512) if on_gpu() else ("tiny", 64, 8)
     name, window, anchors = arguments.shape or name, arguments.window or window, arguments.anchors or anchors
     # The report names them also where nobody did.
@@ -64,15 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.json, make_folder=True)
     enable_compilation_cache(arguments.compilation_cache)
 
+    given = MESH.given(arguments)
+    mesh = make_mesh(MeshSettings(**given)) if given else one_device()
     objective = Objective(loss=arguments.loss, anchors=anchors, chunk=arguments.chunk)
     loss = distillation_loss(shape.head, shape.target, objective, dtype, remat=arguments.remat)
     # A rate of zero: the weights stay random, and the optimiser does all of its work.
     fit = Fit(steps=1_000_000, batch=arguments.batch, learning_rate=0.0, warmup=0)
-    mesh = one_device()
     loop = Loop(fit, loss, mesh, deterministic=False)
-    frozen = random_weights(shape.target, dtype, seed=0)
-    head = random_weights(shape.head, jnp.dtype(jnp.float32), seed=1)
-    state = loop.begin(head, jax.tree.map(lambda _: replicated(mesh), head), seed=0)
+    frozen = _frozen(shape, dtype, mesh)
+    placed = parameter_shardings(shape.head, mesh)
+    head = random_weights(shape.head, jnp.dtype(jnp.float32), seed=1, placed=placed)
+    state = loop.begin(head, placed, seed=0)
     del head
     rng = np.random.default_rng(0)
     batch = {
@@ -81,7 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     with tqdm(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
         bar.set_description("compile")
-        compiling, program = compile_seconds(loop.step, state, frozen, loop.place(batch))
+        # As `Loop.advance` does it.
+        with jax.set_mesh(mesh):
+            compiling, program = compile_seconds(loop.step, state, frozen, loop.place(batch))
         bar.update()
         state, metrics = program(state, frozen, loop.place(batch))
         bar.update()
@@ -96,13 +138,14 @@ def run(arguments: argparse.Namespace) -> int:
             bar.set_description("profile")
             kernels = trace_kernels(lambda: program(state, frozen, loop.place(batch)))
             bar.update()
-        peak = peak_bytes()
+        peaks = [peak_bytes(device) for device in mesh.devices.flat]
         del state, frozen, program
         bar.set_description("ceilings")
         ceilings = measure_ceilings(dtype, 5)
         bar.update()
-    if not np.isfinite(float(metrics["loss"])):
-        raise RuntimeError(f"the loss is {float(metrics['loss'])}")
+    value = float(metrics["loss"])
+    if not np.isfinite(value):
+        raise RuntimeError(f"the loss is {value}")
 
     work = step_work(shape, window, anchors, arguments.batch)
     step, operations = median(seconds), sum(work.values())
@@ -113,7 +156,13 @@ def run(arguments: argparse.Namespace) -> int:
         "loss": arguments.loss,
         "window": window,
         "anchors": anchors,
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
         "batch": arguments.batch,
+        # Devices that share the target work on the same sequences.
+        "batch_per_device": arguments.batch // batch_parts(mesh),
+        # Of the last step. The same on any devices, but for rounding, unless KV heads are repeated there.
+        "loss_value": value,
         "chunk": arguments.chunk,
         "remat": arguments.remat,
         "compile_seconds": compiling,
@@ -124,11 +173,12 @@ def run(arguments: argparse.Namespace) -> int:
         "operations": work,
         "operations_per_second": operations / step,
         "matmul_rate": ceilings.matmul,
-        "share_of_matmul_rate": operations / step / ceilings.matmul,
-        "peak_memory_bytes": peak,
+        "share_of_matmul_rate": operations / step / (ceilings.matmul * mesh.size),
+        "peak_memory_bytes": max(filter(None, peaks), default=None),
+        "peak_memory_bytes_of_devices": peaks,
         "profile": summarise(kernels, 1) if kernels else None,
     }
-    show(_title(report), [_row(report)])
+    show(f"{_title(report)}, {describe_mesh(mesh)}", [_row(report)])
     show("operations of a step", [{k: f"{v / 1e12:.1f} T" for k, v in work.items()}])
     if kernels:
         classes = report["profile"]["classes"]
@@ -142,6 +192,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     write_report(arguments.json, report)
     return 0
+
+
+def _frozen(shape: PairShape, dtype: jnp.dtype, mesh: Mesh) -> Weights:
+    """A random target as `train.head.frozen.freeze` lays it out, never whole where devices share it.
+
+    Raises:
+        ValueError: The mesh does not divide it.
+    """
+    if shares_target(mesh):
+        check_partition(shape.target, mesh)
+        return random_weights(shape.target, dtype, 0, mesh)
+    return random_weights(shape.target, dtype, 0, placed=parameter_shardings(shape.target, mesh))
 
 
 def step_work(shape: PairShape, window: int, anchors: int, batch: int) -> dict[str, int]:
@@ -183,10 +245,11 @@ def _title(report: dict[str, Any]) -> str:
 def _row(report: dict[str, Any]) -> dict[str, Any]:
     peak = report["peak_memory_bytes"]
     return {
+        "sequences of a device": report["batch_per_device"],
         "step ms": 1e3 * report["step_seconds"],
         "tokens/s": round(report["tokens_per_second"]),
         "TFLOP/s": report["operations_per_second"] / 1e12,
-        "matmul TFLOP/s": report["matmul_rate"] / 1e12,
+        "matmul TFLOP/s": report["devices"] * report["matmul_rate"] / 1e12,
         "share %": 100 * report["share_of_matmul_rate"],
         "peak GiB": float("nan") if peak is None else peak / 2**30,
         "compile s": report["compile_seconds"],

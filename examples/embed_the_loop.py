@@ -27,14 +27,16 @@ vocabulary = target.config.vocab_size
 settings = jj.SlotSettings.of(
     params, target.eos_token_ids, vocab_size=vocabulary, budget=16, depth=decoder.depth
 )
-state = decoder.insert(state, slot, pages, settings)
-prompt = target.tokenizer.encode("def read_lines(path):")
-for begin in range(0, len(prompt), CHUNK):
-    chunk = np.array(prompt[begin : begin + CHUNK], np.int32)
-    count, is_last = np.int32(len(chunk)), np.bool_(begin + CHUNK >= len(prompt))
-    padded = np.pad(chunk, (0, CHUNK - len(chunk)))
-    state, first = decoder.prefill(weights, state, slot, padded, count, is_last)
-tokens = [int(first)]
+# The last token of the prompt is the first round's anchor; those before it are prefilled.
+*before, anchor = target.tokenizer.encode("def read_lines(path):")
+state = decoder.insert(state, slot, pages, settings, np.int32(anchor), np.int32(0), np.bool_(not before))
+for begin in range(0, len(before), CHUNK):
+    # A forward may take in chunks of several prompts: all arguments have an axis of prompts.
+    chunk = np.array([before[begin : begin + CHUNK]], np.int32)
+    counts, ready = np.array([chunk.size], np.int32), np.array([begin + CHUNK >= len(before)])
+    padded = np.pad(chunk, ((0, 0), (0, CHUNK - chunk.size)))
+    state = decoder.prefill(weights, state, slot[None], padded, counts, ready)
+tokens = []
 while state.active.any():  # eight rounds on the device, then the host looks
     state, records = decoder.decode(weights, state, np.int32(8))
     tokens += [token for token in records.tokens[:, 0].reshape(-1).tolist() if token >= 0]

@@ -24,7 +24,7 @@ from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, check_places, plan_engine, plan_requests, read_single
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import BAR, groups_of, least_busy, serve
+from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.stream import Stream
 from jetspec_jax.sampling.params import SamplingParams
@@ -308,10 +308,11 @@ class LLM:
         powers = range(largest.bit_length() + 1) if num_prompts is None else ()
         counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
-        # The first token is the prompt's, the second a round's.
-        params = SamplingParams(max_tokens=max(1, min(2, limit - 1)), ignore_eos=True)
+        # The last token of a prompt is a round's, those before it are prefilled.
+        prompt, params = [0] * min(2, limit - 1), SamplingParams(max_tokens=1, ignore_eos=True)
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
-            self.generate([[0]] * (count * copies), params, use_tqdm=False)
+            self.generate([prompt] * (count * copies), params, use_tqdm=False)
+            compile_chunks(self.target)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around a text.

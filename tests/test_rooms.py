@@ -25,7 +25,7 @@ ROOMS = {
     "train": [("loss",), ("loop",), ("data",), ("head",), ("demo",), ("ablations",), ("__main__",)],
     "bench": [
         ("common",),
-        ("acceptance", "collectives", "decode", "exactness", "experts", "round", "train_step"),
+        ("acceptance", "collectives", "decode", "exactness", "experts", "loading", "round", "train_step"),
         ("kernel",),
         ("plots",),
         ("__main__",),

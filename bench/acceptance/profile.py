@@ -46,8 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
     pair, work, settings = begin(arguments)
     rounds = follow(pair, work, settings, implementation=arguments.implementation)
-    if not rounds:
-        raise ValueError("no prompt had a round: all outputs ended with their first token")
     found = tables(
         rounds,
         nodes=arguments.nodes,

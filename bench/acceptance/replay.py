@@ -63,13 +63,14 @@ class Text(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts below each token of some texts, and what the target went on with.
+    """The drafts below each anchor of some texts, and what the target went on with.
 
     Attributes:
         candidates: The draft rows of every anchor, text after text.
         following: The target's own tokens after each anchor.
         routing: What is known of each anchor's prompt.
-        counts: Tokens of each request: as many anchors are its own.
+        counts: Tokens of each request. As many anchors are its own: the prompt's last token, and all of these
+            but the last.
     """
 
     candidates: Candidates
@@ -102,7 +103,7 @@ def write_texts(pair: Pair, work: Workload, *, batch: int, implementation: str |
 
 
 def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation: str | None) -> Drafts:
-    """The best ``count`` draft tokens of every row, below every token of the texts but their prompts'."""
+    """The best ``count`` draft tokens of every row, below every token that may be an anchor."""
     proposer = DraftHeadProposer(pair.head.config, implementation)
     depth, most = proposer.depth, max(text.length for text in texts)
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
@@ -117,13 +118,13 @@ def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation
             pair.target.weights,
             pair.head.weights,
             padded,
-            np.int32(len(text.prompt)),
+            np.int32(len(text.prompt) - 1),
             anchors=most,
             count=count,
             implementation=implementation,
         )
         found.append(jax.tree.map(lambda rows, own=text.length: np.asarray(rows)[:own], drafts))
-        places = len(text.prompt) + np.arange(text.length)[:, None] + 1 + np.arange(depth)[None, :]
+        places = len(text.prompt) + np.arange(text.length)[:, None] + np.arange(depth)[None, :]
         following.append(ids[places])
     counts = [text.length for text in texts]
     hints = [text.routing for text in texts for _ in range(text.length)]
@@ -156,8 +157,8 @@ def accepted_along(
 def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[list[int]]:
     """Tokens that each round of each text commits, the last of which may overshoot its end.
 
-    Example: of a text of 6 tokens with 1, 0, 2, 0, 0, 0 accepted, the first comes from the prompt's forward;
-    the round there commits 2 tokens, and the one at the third token 3.
+    Example: of a text of 6 tokens with 1, 0, 2, 0, 0, 0 accepted, the round at the prompt's last token
+    commits 2 tokens, the one at the second of them 3, and the one after these the last.
 
     Args:
         accepted: Drafted tokens accepted at each anchor, text after text.
@@ -166,7 +167,7 @@ def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[
     texts, first = [], 0
     for count in counts:
         own, at = [], 0
-        while at + 1 < count:
+        while at < count:
             own.append(1 + int(accepted[first + at]))
             at += own[-1]
         texts.append(own)

@@ -179,7 +179,13 @@ def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     return prompts
 
 
-def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[TreeSettings] = ()) -> Pair:
+def load_pair(
+    arguments: argparse.Namespace,
+    dtype: str,
+    settings: Iterable[TreeSettings] = (),
+    *,
+    one_device: bool = False,
+) -> Pair:
     """Loads the models.
 
     Args:
@@ -187,6 +193,7 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
             devices decode, one where they do not say.
         dtype: Of the weights.
         settings: Trees that the pair must be able to grow.
+        one_device: Whether one device decodes whatever the arguments say.
 
     Raises:
         FileNotFoundError: A checkpoint is not there.
@@ -198,7 +205,7 @@ def load_pair(arguments: argparse.Namespace, dtype: str, settings: Iterable[Tree
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
     source = Source(path, dtype, arguments.ignore_config_key)
-    meshes = meshes_for(source.target_config, **parallel_sizes(arguments))
+    meshes = meshes_for(source.target_config, **({} if one_device else parallel_sizes(arguments)))
     say_unused(meshes)
     target = read_target(source, *meshes)
     head = read_draft_head(Source(head_path, dtype, arguments.ignore_config_key), target)

@@ -30,11 +30,25 @@ ENDLESS = 2**30
 
 
 def random_weights(
-    config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, seed: int, mesh: Mesh | None = None
+    config: ModelConfig | DraftHeadConfig,
+    dtype: jnp.dtype,
+    seed: int,
+    mesh: Mesh | None = None,
+    *,
+    placed: Any = None,
 ) -> Weights:
-    """Parameters of a model, on one device or a mesh: normal with deviation 0.02, norms and scales 1."""
+    """Parameters of a model: normal with deviation 0.02, norms and scales 1; each device makes its own part.
+
+    Args:
+        config: The model.
+        dtype: Of all parameters.
+        seed: Of the values.
+        mesh: The devices that share the model as for decoding; None is one device.
+        placed: Without a mesh, the sharding of each parameter, which is neither spread nor padded then.
+    """
     shapes = weights_of(abstract(spread(config, mesh), dtype))
-    placed = None if mesh is None else shardings(mesh, parameter_specs(config, mesh))
+    if mesh is not None:
+        placed = shardings(mesh, parameter_specs(config, mesh))
     normal = _random_like(shapes, seed, 0.02, placed)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,25 +30,37 @@ class PairShape(NamedTuple):
     head: DraftHeadConfig
 
 
-def _qwen3(
+def _dense(
     *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int = 8, tied: bool = False
-) -> PairShape:
-    """A published Qwen3, with a head of five layers as the published heads have them."""
-    geometry = {
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+) -> dict[str, Any]:
+    """The config of a published Qwen3."""
+    return {
+        "model_type": "qwen3",
+        "attention_bias": False,
         "head_dim": 128,
-        "mlp_size": intermediate,
-        "rope": Rope(1e6, 128),
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 40960,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     }
-    target = ModelConfig.uniform("qwen3", layers, tie_word_embeddings=tied, **geometry)
-    own = ModelConfig.uniform("qwen3", 5, **geometry)
+
+
+def _qwen3(raw: dict[str, Any], layers: int = 5, **head: Any) -> PairShape:
+    """A dense Qwen3, with a head of some of its layers, by default as the published heads have them."""
+    target = parse_model_config(raw)
+    own = replace(target, layers=target.layers[:1] * layers, tie_word_embeddings=False)
     # The mask token is one of the ids that Qwen3's tokenizer leaves free.
-    return PairShape(target, _head(own, layers, block_size=16, mask_token_id=151669))
+    return PairShape(
+        target, _head(own, target.num_layers, **{"block_size": 16, "mask_token_id": 151669, **head})
+    )
 
 
 def _published(raw: dict[str, Any], *, layers: int = 5, **head: Any) -> PairShape:
@@ -77,24 +90,6 @@ def _head(
         mask_token_id=mask_token_id,
         causal=True,
     )
-
-
-def _tiny() -> PairShape:
-    """Seconds on a CPU: it shows that a benchmark runs, not how fast anything is."""
-    geometry = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "mlp_size": 128,
-        "rope": Rope(1e6, 16),
-    }
-    own = ModelConfig.uniform("qwen3", 1, **geometry)
-    target = ModelConfig.uniform("qwen3", 2, **geometry)
-    return PairShape(target, _head(own, 2, block_size=8, mask_token_id=511))
 
 
 # As published, less what no forward pass depends on.
@@ -208,14 +203,30 @@ QWEN3_6_35B_A3B = {
     "vocab_size": 248320,
 }
 
+#: The targets' configs by name, as ``config.json`` has them.
+CONFIGS = {
+    # Seconds on a CPU: it shows that a benchmark runs, not how fast anything is.
+    "tiny": {
+        **_dense(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2),
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "vocab_size": 512,
+    },
+    "qwen3-0.6b": _dense(layers=28, hidden=1024, intermediate=3072, heads=16, tied=True),
+    "qwen3-1.7b": _dense(layers=28, hidden=2048, intermediate=6144, heads=16, tied=True),
+    "qwen3-4b": _dense(layers=36, hidden=2560, intermediate=9728, heads=32, tied=True),
+    "qwen3-8b": _dense(layers=36, hidden=4096, intermediate=12288, heads=32),
+    "qwen3-14b": _dense(layers=40, hidden=5120, intermediate=17408, heads=40),
+    "qwen3-32b": _dense(layers=64, hidden=5120, intermediate=25600, heads=64),
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gemma4-26b-a4b": GEMMA4_26B_A4B,
+    "qwen3.6-35b-a3b": QWEN3_6_35B_A3B,
+}
+
 SHAPES = {
-    "tiny": _tiny(),
-    "qwen3-0.6b": _qwen3(layers=28, hidden=1024, intermediate=3072, heads=16, tied=True),
-    "qwen3-1.7b": _qwen3(layers=28, hidden=2048, intermediate=6144, heads=16, tied=True),
-    "qwen3-4b": _qwen3(layers=36, hidden=2560, intermediate=9728, heads=32, tied=True),
-    "qwen3-8b": _qwen3(layers=36, hidden=4096, intermediate=12288, heads=32),
-    "qwen3-14b": _qwen3(layers=40, hidden=5120, intermediate=17408, heads=40),
-    "qwen3-32b": _qwen3(layers=64, hidden=5120, intermediate=25600, heads=64),
+    "tiny": _qwen3(CONFIGS["tiny"], 1, block_size=8, mask_token_id=511),
+    **{name: _qwen3(raw) for name, raw in CONFIGS.items() if raw["model_type"] == "qwen3" and name != "tiny"},
     "qwen3-30b-a3b": _published(QWEN3_30B_A3B, num_kv_heads=4, mlp_size=6144),
     "gpt-oss-20b": _published(GPT_OSS_20B, mlp_size=8640),
     "gemma4-26b-a4b": _published(GEMMA4_26B_A4B, mlp_size=8448),

@@ -33,6 +33,10 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def peak_bytes() -> int | None:
-    """The most bytes that the process had in use on the device; None if the device does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def peak_bytes(device: Any = None) -> int | None:
+    """The most bytes that the process had in use on a device; None if the device does not say.
+
+    Args:
+        device: Which; None is the first.
+    """
+    return ((device or jax.devices()[0]).memory_stats() or {}).get("peak_bytes_in_use")

@@ -181,11 +181,12 @@ class Bench:
     def _warm_up(self, method: Method) -> int | None:
         """Compiles all that a method runs; the most bytes that have been in use."""
         [work, *_] = next(iter(self._works.values())).parts(len(self._groups))
-        # A request of one token, or one that ends with its first, has no round.
-        most = min(WARM_UP_TOKENS, max(2, work.params[0].max_tokens or WARM_UP_TOKENS))
+        most = min(WARM_UP_TOKENS, work.params[0].max_tokens or WARM_UP_TOKENS)
         params = [replace(own, max_tokens=most, ignore_eos=True) for own in work.params]
         work = replace(work, params=params)
         engines = self._engines(method)
+        for engine in engines:
+            engine.runner.compile_chunks()
         for _ in range(2):  # the second frees the slot of the first, which is a program too
             self._complete(engines, method, work)
         return peak_bytes()

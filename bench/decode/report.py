@@ -58,8 +58,8 @@ class Rows:
             **method.settings.breadth._asdict(),
             # tau: tokens committed per round, over all rounds, before any cut.
             "tau": sum(sum(c.accept_lengths) for c in completions) / rounds,
-            # The prompts' own forwards count too: each yields a token.
-            "tokens/forward": _tokens(completions) / (rounds + len(completions)),
+            # Those of the outputs alone: what rounds committed beyond an end is cut.
+            "tokens/forward": _tokens(completions) / rounds,
             # The share of rounds that accepted at least 1, 2, ... drafted tokens.
             "acceptance": [sum(n >= d for n in drafted) / rounds for d in range(1, self._depth + 1)],
             "nodes/round": sum(sum(c.tree_sizes) for c in completions) / rounds,

@@ -5,10 +5,14 @@ weights and every temperature. Outputs are compared up to their first difference
 differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
 listed, and any other is a mistake: the exit code is 1 then. In 16 bits, where near-ties are frequent, all
 are listed with their gaps, and nothing is judged.
+
+On several devices it also looks after every launch whether what steers decoding has the same bits on all of
+them: the exit code is 1, too, where it has not.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -29,12 +33,18 @@ from bench.common.pair import (
 from bench.common.prompts import Prompt
 from bench.common.report import add_report_arguments, check_report, opening_of, publish
 from bench.common.workload import Workload, make_workloads
-from bench.exactness.ledger import divergences_of, notes_of, tables_of, total
-from jetspec_jax import Completion, enable_compilation_cache, generate, generate_tree
-from jetspec_jax.decode.settings import TreeSettings
+from bench.exactness.decoding import Agreement, decode
+from bench.exactness.ledger import agreement_notes, divergences_of, notes_of, tables_of, total
+from jetspec_jax import Completion, enable_compilation_cache
+from jetspec_jax.cli.options import SAMPLING, parallel_sizes
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.inspect.exactness import TIE_GAP
 
 DTYPES = ("float32", "bfloat16", "float16")
+#: Of sampling; on several devices each looks at its own part of the vocabulary.
+FILTERS = ("top_k", "top_p", "min_p")
+#: What the ledger calls plain decoding on one device.
+ONE_DEVICE = "plain, one device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_weights = "of weights (default: the first two)"
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=of_weights)
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
+    add(
+        "--one-device",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compare plain decoding on several devices with that on one, too, which must hold the models",
+    )
+    SAMPLING.add(parser, FILTERS)
     add_report_arguments(parser, "exactness")
 
 
@@ -53,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
     check_numbers(arguments, "width", "candidates", "batch")
     check_trees(arguments)
+    if arguments.one_device and not parallel_sizes(arguments):
+        raise ValueError("--one-device goes with --tensor-parallel, --expert-parallel or --data-parallel")
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
@@ -63,10 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments)
     enable_compilation_cache(arguments.compilation_cache)
     dtypes, temperatures = dict.fromkeys(arguments.dtypes), set(arguments.temperatures)
-    rows, entries, about = [], [], {}
-    with tqdm(total=len(dtypes) * len(temperatures) * (1 + len(trees)), desc="decode", unit="run") as bar:
+    rows, entries, about, agreement = [], [], {}, Agreement()
+    runs = 1 + len(trees) + arguments.one_device
+    with tqdm(total=len(dtypes) * len(temperatures) * runs, desc="decode", unit="run") as bar:
         for dtype in dtypes:
-            about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, bar)
+            about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, agreement, bar)
             rows += own_rows
             entries += own_entries
     about = {**about, "dtype": list(dtypes), **describe_profile(arguments.profile)}
@@ -74,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         **opening_of("exactness", arguments),
         **about,
         "tie_gap": TIE_GAP,
+        "agreement": agreement.entry(),
         "rows": rows,
         "divergences": entries,
     }
@@ -81,13 +102,13 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, batch {arguments.batch}, "
         f"attention {arguments.implementation}, {report['device']}, JAX {report['jax']}"
     )
-    notes = [*notes_of(rows), *profile_notes(report)]
+    notes = [*notes_of(rows), *agreement_notes(report["agreement"]), *profile_notes(report)]
     publish(arguments.json, report, tables_of(title, rows, entries), notes)
     from bench.common.picture import write_picture
     from bench.exactness.plot import draw_ledger
 
     write_picture(arguments.plot, draw_ledger(report))
-    return 1 if any(row["mistakes"] for row in rows) else 0
+    return 1 if agreement.unequal or any(row["mistakes"] for row in rows) else 0
 
 
 def _ledger(
@@ -95,6 +116,7 @@ def _ledger(
     dtype: str,
     prompts: Sequence[Prompt],
     trees: Mapping[str, TreeSettings],
+    agreement: Agreement,
     bar: Any,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
     """A description of the pair at one type of the weights, totals, and differences.
@@ -102,41 +124,46 @@ def _ledger(
     The pair is a local of this function alone, so that the device is free for the next type's.
     """
     pair = load_pair(arguments, dtype, trees.values())
+    alone = load_pair(arguments, dtype, one_device=True) if arguments.one_device else None
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     rows, entries = [], []
     for temperature, work in works.items():
         case = {"dtype": dtype, "T": temperature}
         judged = dtype == "float32"
-        for name, outputs, plain in _decode(arguments, pair, work, trees, bar):
+        if temperature > 0:
+            work = _filtered(work, arguments)
+        for name, outputs, plain in _decode(arguments, pair, alone, work, trees, agreement, bar):
             found = divergences_of(pair.target, work, outputs, plain, judged=judged)
             entries += [{**case, "method": name, **entry} for entry in found]
             rows.append({**case, "method": name, **total(work, outputs, found, judged=judged)})
     return describe_pair(pair, works.values()), rows, entries
 
 
+def _filtered(work: Workload, arguments: argparse.Namespace) -> Workload:
+    given = {name: value for name, value in SAMPLING.given(arguments).items() if name in FILTERS}
+    return replace(work, params=[replace(params, **given) for params in work.params])
+
+
 def _decode(
     arguments: argparse.Namespace,
     pair: Pair,
+    alone: Pair | None,
     work: Workload,
     trees: Mapping[str, TreeSettings],
+    agreement: Agreement,
     bar: Any,
 ) -> Iterator[tuple[str, list[Completion], list[Completion]]]:
-    """For every kind of tree its name, its completions, and those of plain decoding."""
-    served = {"max_slots": arguments.batch, "implementation": arguments.implementation}
-    plain = generate(pair.target, work.ids, work.params, **served)
-    bar.update()
-    for name, own in trees.items():
-        outputs = generate_tree(
-            pair.target,
-            pair.head,
-            work.ids,
-            work.params,
-            budget=own.budget,
-            width=own.width,
-            candidates=own.candidates,
-            algorithm=own.algorithm,
-            routing=work.routing,
-            **served,
-        )
+    """For every kind of tree its name, its completions, and those of plain decoding; one device's first."""
+
+    def completions(pair: Pair, settings: TreeSettings) -> list[Completion]:
+        served = {"max_slots": arguments.batch, "implementation": arguments.implementation}
+        head = None if settings is PLAIN else pair.head
+        found = decode(pair.target, head, work, settings, agreement=agreement, **served)
         bar.update()
-        yield name, outputs, plain
+        return found
+
+    plain = completions(pair, PLAIN)
+    if alone is not None:
+        yield ONE_DEVICE, completions(alone, PLAIN), plain
+    for name, own in trees.items():
+        yield name, completions(pair, own), plain

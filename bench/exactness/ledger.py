@@ -100,6 +100,17 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def agreement_notes(seen: Mapping[str, Any] | None) -> list[str]:
+    """What a report's ``agreement`` says; nothing where one device decoded."""
+    if seen is None:
+        return []
+    found = f"these differed: {', '.join(seen['unequal'])}" if seen["unequal"] else "all were equal"
+    return [
+        f"{seen['arrays']} arrays that steer decoding were compared on {seen['devices']} devices, bit for "
+        f"bit, after {seen['launches']} launches: {found}."
+    ]
+
+
 def tables_of(
     title: str, rows: Sequence[Row], entries: Sequence[Row]
 ) -> list[tuple[str, list[dict[str, Any]]]]:

@@ -1,6 +1,6 @@
 """A layer's keys and values in pages of one pool, which the slots' block tables name.
 
-Shapes: B slots, P pages, T pages per slot, R rows of a path, G KV heads, E head size.
+Shapes: B slots, L slots of a selection, P pages, T pages per slot, R rows of a path, G KV heads, E head size.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,14 @@ class PagedStore:
         """How a mesh splits the store: by KV heads."""
         spec = PartitionSpec(None, None, axes)
         return replace(self, k=spec, v=spec)
+
+    def pick(self, numbers: Int[Array, "L"]) -> Self:
+        """The store itself: slots say where their tokens lie in it."""
+        return self
+
+    def put(self, numbers: Int[Array, "L"], picked: Self) -> Self:
+        """What was picked, which is the whole store."""
+        return picked
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
         """What attention reads: the pool, and where each slot's tokens lie in it."""

@@ -1,7 +1,7 @@
 """A recurrent layer's slots: the state after each one's committed tokens, and the last rows before it.
 
-Shapes: B slots of a selection, N tokens of a block, R rows of a path, T = kernel - 1 rows that a convolution
-looks back at, C channels, V value heads, D key size, E value size.
+Shapes: B slots, L slots of a selection, N tokens of a block, R rows of a path, T = kernel - 1 rows that a
+convolution looks back at, C channels, V value heads, D key size, E value size.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,10 @@ class RecurrentPrefix(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrentStore:
-    """A fixed place for each slot; see `jetspec_jax.cache.stores.Store`.
+    """A place for each slot; see `jetspec_jax.cache.stores.Store`.
 
-    As many slots as there are places must be all of them, in order: they are not picked one by one.
+    A forward and a commit take all of its slots, in order. For some of them the store is picked first, and
+    put back after the last commit: to gather and scatter states in every round would copy them all.
 
     Attributes:
         rows: Of all slots, as in `RecurrentPrefix`; of a slot without tokens they may be anything.
@@ -63,18 +64,28 @@ class RecurrentStore:
         """How a mesh splits the store: by heads, the rows by what goes with them."""
         return replace(self, rows=PartitionSpec(None, None, axes), state=PartitionSpec(None, axes))
 
+    def pick(self, numbers: Int[Array, "L"]) -> Self:
+        """What lies in these slots' places, in places of their own."""
+        return replace(self, rows=self.rows[numbers], state=self.state[numbers])
+
+    def put(self, numbers: Int[Array, "L"], picked: Self) -> Self:
+        """The store with what was picked back in its places; no number may occur twice."""
+        rows = self.rows.at[numbers].set(picked.rows, unique_indices=True)
+        return replace(self, rows=rows, state=self.state.at[numbers].set(picked.state, unique_indices=True))
+
     def view(self, slots: Slots, block: Block) -> RecurrentPrefix:
-        """What these slots know of their committed tokens."""
-        return _zero_unless(slots.lengths > 0, self._pick(slots))
+        """What the slots know of their committed tokens."""
+        return _zero_unless(slots.lengths > 0, RecurrentPrefix(self.rows, self.state))
 
     def commit(
         self, slots: Slots, stash: RecurrentRows, path: Int32[Array, "B R"], count: Int[Array, "B"]
     ) -> Self:
         """The store with each slot's state after the first ``count`` nodes of its path."""
         # A slot that nothing is written to keeps its bits, also those of a slot that is free.
-        old = _zero_unless((slots.lengths > 0) | (count == 0), self._pick(slots))
+        keep = (slots.lengths > 0) | (count == 0)
+        old = _zero_unless(keep, RecurrentPrefix(self.rows, self.state))
         state = advance(old.state, stash.k, stash.delta, stash.decay, path, count)
-        return self._put(slots, RecurrentPrefix(_last_rows(old.rows, stash.rows, path, count), state))
+        return replace(self, rows=_last_rows(old.rows, stash.rows, path, count), state=state)
 
     @classmethod
     def commit_alike(
@@ -87,23 +98,6 @@ class RecurrentStore:
     ) -> list[Self]:
         """`commit` of several stores, one after the other."""
         return [store.commit(slots, own, path, count) for store, own in zip(stores, stash, strict=True)]
-
-    def _pick(self, slots: Slots) -> RecurrentPrefix:
-        """What lies in the slots' places."""
-        if self._is_all(slots):
-            return RecurrentPrefix(self.rows, self.state)
-        return RecurrentPrefix(self.rows[slots.numbers], self.state[slots.numbers])
-
-    def _put(self, slots: Slots, new: RecurrentPrefix) -> Self:
-        """The store with this in the slots' places."""
-        if self._is_all(slots):
-            return replace(self, rows=new.rows, state=new.state)
-        rows = self.rows.at[slots.numbers].set(new.rows)
-        return replace(self, rows=rows, state=self.state.at[slots.numbers].set(new.state))
-
-    def _is_all(self, slots: Slots) -> bool:
-        """Whether nothing need be gathered or scattered, which would copy all states in every round."""
-        return len(slots.numbers) == len(self.state)
 
 
 def empty_recurrent_store(num_slots: int, recurrence: Recurrence, dtype: jnp.dtype) -> RecurrentStore:

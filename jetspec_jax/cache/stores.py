@@ -3,7 +3,7 @@
 A store holds committed tokens only. A forward reads stores and never writes them; what it computes for its
 block is a stash, and a commit writes the rows of the accepted path, once. Nothing is ever rolled back.
 
-Shapes: B slots, N nodes of a block, R rows of a path, P pages.
+Shapes: B slots, L slots of a selection, N nodes of a block, R rows of a path, P pages.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,14 @@ class Store(Protocol):
 
     def specs(self, axes: tuple[str, ...]) -> "Store":
         """The store with specs in place of arrays: how a mesh with these axes splits each."""
+        ...
+
+    def pick(self, numbers: Int[Array, "L"]) -> "Store":
+        """The store as these slots alone see it: what has a place for each slot is copied, pages stay."""
+        ...
+
+    def put(self, numbers: Int[Array, "L"], picked: Any) -> "Store":
+        """The inverse of `pick`: the store after what was picked of it has been committed to."""
         ...
 
     def view(self, slots: Slots, block: Block) -> Any:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -159,14 +158,13 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str 
 
 def _report(completion: Completion, run: _Run) -> dict[str, object]:
     """A completion as JSON values; the times are those of the whole run."""
-    tau = completion.mean_acceptance_length
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "rounds": completion.rounds,
         "accept_lengths": completion.accept_lengths,
-        "mean_acceptance_length": None if math.isnan(tau) else tau,  # JSON has no NaN
+        "mean_acceptance_length": completion.mean_acceptance_length,
         "seconds": run.seconds,
         "tokens_per_second": _count(run) / run.seconds,
     }

@@ -74,10 +74,8 @@ def _tree(arguments: argparse.Namespace) -> int:
     if arguments.json:
         wanted = run.rounds if arguments.round is None else [run.rounds[arguments.round - 1]]
         print(json.dumps(run.data(wanted)))
-    elif run.rounds:
-        _draw(run, arguments.round or 1)
     else:
-        print("no round: the only token came from the prompt's forward")
+        _draw(run, arguments.round or 1)
     return 0
 
 
@@ -111,7 +109,7 @@ def _trace(llm: LLM, prompt: GivenPrompt, params: SamplingParams, arguments: arg
     )
     rounds = []
     wanted = {"total": params.max_tokens, "unit": " tokens"}
-    with tqdm(**wanted, initial=1, delay=2, disable=unseen(), leave=False) as bar:
+    with tqdm(**wanted, delay=2, disable=unseen(), leave=False) as bar:
         for one in traced:
             rounds.append(one)
             bar.update(len(one.committed))

@@ -1,6 +1,7 @@
 """Decoding as a caller's own program would run it: slots, prefill, and dispatches of many rounds.
 
-Shapes: B slots, N nodes (the bucket), D draft depth, C chunk, P pages, T pages per slot.
+Shapes: B slots, N nodes (the bucket), D draft depth, C tokens of a chunk, T pages per slot; P pages of the
+pool, or prompts of a prefill.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, Int
+from jaxtyping import ArrayLike, Bool, Int
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import empty_stores
@@ -44,8 +45,9 @@ class TreeDecoder(Round):
         decoder = TreeDecoder(target.config, DraftHeadProposer(head.config), bucket=64)
         weights = DecodeWeights(target.weights, head.weights)
         state = decoder.empty_state(slots, num_pages=..., pages_per_slot=..., page_size=..., dtype=...)
-        state = decoder.insert(state, slot, pages, SlotSettings.of(params, stop_ids, ...))
-        state, first_token = decoder.prefill(weights, state, slot, tokens, count, is_last)
+        settings = SlotSettings.of(params, stop_ids, ...)
+        state = decoder.insert(state, slot, pages, settings, prompt[-1], length, active)
+        state = decoder.prefill(weights, state, slots, tokens, counts, ready)
         state, records = decoder.decode(weights, state, rounds)
 
     All that take and return a state donate the one they are given, but for those of a round.
@@ -106,11 +108,18 @@ class TreeDecoder(Round):
         )
 
     def insert(
-        self, state: DecodeState, slot: Int[ArrayLike, ""], pages: Int[ArrayLike, "T"], settings: SlotSettings
+        self,
+        state: DecodeState,
+        slot: Int[ArrayLike, ""],
+        pages: Int[ArrayLike, "T"],
+        settings: SlotSettings,
+        anchor: Int[ArrayLike, ""],
+        length: Int[ArrayLike, ""],
+        active: Bool[ArrayLike, ""],
     ) -> DecodeState:
         """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
         stores, state = split(state)
-        return join(stores, insert(state, slot, pages, settings))
+        return join(stores, insert(state, slot, pages, settings, anchor, length, active))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
@@ -121,14 +130,14 @@ class TreeDecoder(Round):
         self,
         weights: DecodeWeights,
         state: DecodeState,
-        slot: Int[ArrayLike, ""],
-        tokens: Int[ArrayLike, "C"],
-        count: Int[ArrayLike, ""],
-        is_last: Bool[ArrayLike, ""],
-    ) -> tuple[DecodeState, Int[Array, ""]]:
-        """Commits one chunk of a prompt: see `jetspec_jax.decode.prefill.prefill`. ``state`` is donated."""
+        slots: Int[ArrayLike, "P"],
+        tokens: Int[ArrayLike, "P C"],
+        counts: Int[ArrayLike, "P"],
+        ready: Bool[ArrayLike, "P"],
+    ) -> DecodeState:
+        """Commits chunks of prompts: see `jetspec_jax.decode.prefill.prefill`. ``state`` is donated."""
         settings = self.target, self.proposer, self.implementation, self.mesh
-        return prefill(*settings, weights, state, slot, tokens, count, is_last)
+        return prefill(*settings, weights, state, slots, tokens, counts, ready)
 
     def decode(
         self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]

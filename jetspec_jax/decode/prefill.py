@@ -1,8 +1,12 @@
-"""Prefill: a prompt enters a slot chunk by chunk, as a chain whose whole path is accepted.
+"""Prefill: prompts enter their slots chunk by chunk, as chains whose whole paths are accepted.
 
-One program serves all buckets, widths and algorithms. Shapes: B slots, C tokens of a chunk.
+All of a prompt but its last token is committed: that one is the anchor of the request's first round, so that
+every choice is a round's. One program serves all buckets, widths and algorithms.
+
+Shapes: B slots, P prompts, C tokens of a chunk.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,9 +20,8 @@ from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.on_mesh import on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
-from jetspec_jax.decode.state import DecodeState, DecodeWeights, is_stop
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, pick, put
 from jetspec_jax.models import bind
-from jetspec_jax.sampling.choice import choose_tokens
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
@@ -29,15 +32,14 @@ def prefill(
     mesh: Mesh | None,
     weights: DecodeWeights,
     state: DecodeState,
-    slot: Int[Array, ""],
-    tokens: Int[Array, "C"],
-    count: Int[Array, ""],
-    is_last: Bool[Array, ""],
-) -> tuple[DecodeState, Int[Array, ""]]:
-    """Commits one chunk of a prompt to a slot while the others keep their state. ``state`` is donated.
+    slots: Int[Array, "P"],
+    tokens: Int[Array, "P C"],
+    counts: Int[Array, "P"],
+    ready: Bool[Array, "P"],
+) -> DecodeState:
+    """Commits a chunk of each of some prompts in one forward; other slots keep their state.
 
-    Every token of the chunk enters the target's stores and is shown to the proposer. After the last chunk the
-    target's choice becomes the slot's anchor and the slot decodes, unless that token already ends it.
+    ``state`` is donated. Every token of a chunk enters the target's stores and is shown to the proposer.
 
     Args:
         config: The target's geometry.
@@ -46,16 +48,14 @@ def prefill(
         mesh: The devices that share the models; None is one.
         weights: The parameters.
         state: The state.
-        slot: Which slot.
-        tokens: The chunk; from ``count`` on it is padding.
-        count: Tokens of the chunk, at least 1.
-        is_last: Whether the prompt ends here.
-
-    Returns:
-        The state, and the first generated token (meaningful after the last chunk).
+        slots: Whose prompts, each slot once.
+        tokens: Their chunks; from its count on each is padding.
+        counts: Tokens of each chunk; 0 is none, and leaves its slot as it is.
+        ready: Which slots decode from now on, as only the anchor is left of their prompts.
     """
     chunk = functools.partial(_prefill, config, proposer, implementation)
-    return on_mesh(mesh, config, proposer, chunk)(weights, state, slot, tokens, count, is_last)
+    state, _ = on_mesh(mesh, config, proposer, chunk)(weights, state, slots, tokens, counts, ready)
+    return state
 
 
 def _prefill(
@@ -64,41 +64,25 @@ def _prefill(
     implementation: str | None,
     weights: DecodeWeights,
     state: DecodeState,
-    slot: Int[Array, ""],
-    tokens: Int[Array, "C"],
-    count: Int[Array, ""],
-    is_last: Bool[Array, ""],
-) -> tuple[DecodeState, Int[Array, ""]]:
-    target = bind(config, weights.target)
-    own = jax.tree.map(lambda x: x[slot][None], state.slots)
-    settings = jax.tree.map(lambda x: x[slot][None], state.settings)
-    count = count[None]
-    block = Block.chain(tokens[None], num_nodes=count)
-    attend = attend_over(state.stores, own, block, implementation=implementation)
-    output = target(block.tokens, block.positions(own.lengths), attend, taps=taps_of(proposer))
-    last_row = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
-    choice = choose_tokens(
-        target.logits(last_row),
-        jnp.zeros((1, 1), jnp.int32),
-        own.lengths + count,
-        settings.sampling,
-        max_depth=0,
-        vocab_size=config.vocab_size,
-    )
-    written = after_forward(count, choice)
-    shown = state.proposer
+    slots: Int[Array, "P"],
+    tokens: Int[Array, "P C"],
+    counts: Int[Array, "P"],
+    ready: Bool[Array, "P"],
+) -> tuple[DecodeState, None]:
+    target, own = bind(config, weights.target), pick(state, slots)
+    block = Block.chain(tokens, num_nodes=counts)
+    attend = attend_over(own.stores, own.slots, block, implementation=implementation)
+    output = target(block.tokens, block.positions(own.slots.lengths), attend, taps=taps_of(proposer))
+    # No logits: a place in a row is a number that is never negative, as a choice would be.
+    written = after_forward(counts, jnp.argmax(output.hidden[:, -1:], axis=-1))
+    shown = own.proposer
     if proposer is not None:
-        shown = proposer.commit(weights.proposer, shown, output.taps, own, written)
-    finished = is_stop(choice, settings.stop_bits)[0, 0] | (settings.remaining[0] <= 1)
-    anchor = choice[0, 0]
-    state = DecodeState(
-        stores=commit(state.stores, own, output.stash, chain_path(*block.tokens.shape), written),
+        shown = proposer.commit(weights.proposer, shown, output.taps, own.slots, written)
+    picked = dataclasses.replace(
+        own,
+        stores=commit(own.stores, own.slots, output.stash, chain_path(*block.tokens.shape), written),
         proposer=shown,
-        slots=state.slots._replace(lengths=state.slots.lengths.at[slot].add(count[0])),
-        anchors=state.anchors.at[slot].set(anchor),
-        active=state.active.at[slot].set(is_last & ~finished),
-        settings=state.settings._replace(
-            remaining=state.settings.remaining.at[slot].add(-is_last.astype(jnp.int32))
-        ),
+        slots=own.slots._replace(lengths=own.slots.lengths + counts),
+        active=own.active | ready,
     )
-    return state, anchor
+    return put(state, slots, picked), None

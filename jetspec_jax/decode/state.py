@@ -1,6 +1,6 @@
 """All arrays of decoding, and how a slot changes hands. No shape here depends on the bucket of the trees.
 
-Shapes: B slots, D draft depth, P pages, T pages per slot.
+Shapes: B slots, L slots of a selection, D draft depth, P pages, T pages per slot.
 """
 
 import functools
@@ -97,7 +97,7 @@ class DecodeState:
         stores: The target's committed tokens, one store per layer.
         proposer: The proposer's state; None in plain decoding.
         slots: Where each slot's tokens lie in the stores, and how many they are.
-        anchors: The last committed token of each slot, not yet in the stores: the root of its next tree.
+        anchors: The last token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
     """
@@ -144,12 +144,51 @@ def join(stores: Stores, state: DecodeState) -> DecodeState:
     return replace(state, stores=stores[0], proposer=stores[1])
 
 
+def pick(state: DecodeState, numbers: Int[Array, "L"]) -> DecodeState:
+    """Some slots, each once and in any order, as a state of their own; what has pages stays whole."""
+    small = state.slots, state.anchors, state.active, state.settings
+    slots, anchors, active, settings = jax.tree.map(lambda all_: all_[numbers], small)
+    return replace(
+        state,
+        stores=tuple(store.pick(numbers) for store in state.stores),
+        slots=slots,
+        anchors=anchors,
+        active=active,
+        settings=settings,
+    )
+
+
+def put(state: DecodeState, numbers: Int[Array, "L"], picked: DecodeState) -> DecodeState:
+    """The inverse of `pick`: the state after what was committed to the slots that were picked of it.
+
+    Only what commits change is put back, not where a slot's pages are, nor what its request asked for.
+    """
+
+    def back(all_: Array, own: Array) -> Array:
+        return all_.at[numbers].set(own, unique_indices=True)
+
+    stores = zip(state.stores, picked.stores, strict=True)
+    remaining = back(state.settings.remaining, picked.settings.remaining)
+    return replace(
+        state,
+        stores=tuple(store.put(numbers, own) for store, own in stores),
+        proposer=picked.proposer,
+        slots=state.slots._replace(lengths=back(state.slots.lengths, picked.slots.lengths)),
+        anchors=back(state.anchors, picked.anchors),
+        active=back(state.active, picked.active),
+        settings=state.settings._replace(remaining=remaining),
+    )
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def insert(
     state: DecodeState,
     slot: Int[Array, ""],
     pages: Int[Array, "T"],
     settings: SlotSettings,
+    anchor: Int[Array, ""],
+    length: Int[Array, ""],
+    active: Bool[Array, ""],
 ) -> DecodeState:
     """Hands a slot to a request, whatever it held; the other slots keep their state. ``state`` is donated.
 
@@ -158,14 +197,18 @@ def insert(
         slot: Which slot.
         pages: The request's pages, padded with `NO_PAGE`.
         settings: The request's settings, without the slot axis.
+        anchor: The last token of its prompt: the root of its first tree. Those before it are prefilled.
+        length: Tokens that its pages hold already, of target and proposer alike.
+        active: Whether it decodes from now on: no token is left to prefill.
     """
     return replace(
         state,
         slots=state.slots._replace(
             block_tables=state.slots.block_tables.at[slot].set(pages),
-            lengths=state.slots.lengths.at[slot].set(0),
+            lengths=state.slots.lengths.at[slot].set(length),
         ),
-        active=state.active.at[slot].set(False),
+        anchors=state.anchors.at[slot].set(anchor),
+        active=state.active.at[slot].set(active),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
     )
 

@@ -28,9 +28,10 @@ from jetspec_jax.device.memory import (
 )
 from jetspec_jax.device.mesh import shardings, size_of
 from jetspec_jax.device.partition import is_split, own_part
-from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
+from pallas_kernels.gated_delta import SOLVED
 
 # Float32 arrays of the logits' size that live at one time: the logits, and what sampling with a filter makes
 # of them. XLA reserves those for greedy requests too. A test holds this against XLA's own count.
@@ -138,20 +139,20 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
     if size_of(mesh) > 1:
         logits += NOISE_COPIES * slots * (decoder.depth + 1) * decoder.target.vocab_size
-    rows = max(slots * nodes, PREFILL_CHUNK)
+    rows = max(slots * nodes, size.chunk_rows)
     stash = sum(_stash_bytes(layer, dtype) for layer in target.layers)
     taps = len(taps_of(decoder.proposer)) * target.hidden_size * rows
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
     attention = 0
     if decoder.implementation == "xla" or (decoder.implementation is None and gpu_problem()):
-        block = max(nodes, PREFILL_CHUNK)
+        block = max(nodes, *(rows for _, rows in size.chunks))
         attention = _attention_bytes(target, size, rows, block, dtype)
         if isinstance(decoder.proposer, DraftHeadProposer):
             head = decoder.proposer.config
             layers = own_part(head.layers, mesh if mesh is not None and is_split(head, mesh) else None)
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(layers, size, drafts, head.block_size, dtype))
-    pairs = max(slots * nodes**2, PREFILL_CHUNK**2)
+    pairs = max(slots * nodes**2, *(prompts * min(rows, SOLVED) ** 2 for prompts, rows in size.chunks))
     recurrence = max(_recurrence_bytes(layer, rows, pairs) for layer in target.layers)
     return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence
 

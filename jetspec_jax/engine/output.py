@@ -19,7 +19,7 @@ class Completion:
             without a tokenizer.
         token_ids: The generated tokens; an end-of-sequence or stop token that ended them is the last one.
         finish_reason: "stop" (end of sequence, stop token or stop string) or "length" (``max_tokens``).
-        rounds: Rounds of speculation, or plain steps; the first token comes from the prompt's forward.
+        rounds: Rounds of speculation, or plain steps: every token comes from one, the first too.
         accept_lengths: Tokens that each round committed: accepted drafted tokens plus one, before any cut.
         tree_sizes: Nodes of each round's tree, root included.
         prompt_token_ids: The prompt's tokens.
@@ -39,11 +39,11 @@ class Completion:
 
     def __repr__(self) -> str:
         """The text, and how it came about."""
-        tau = f", {self.mean_acceptance_length:.2f} tokens a round" if self.rounds else ""
         number = f"index={self.index}, " if self.index else ""
         return (
             f"Completion({number}text={shown(self.text)}, {len(self.token_ids)} tokens, "
-            f"finish_reason={self.finish_reason!r}, {self.rounds} rounds{tau})"
+            f"finish_reason={self.finish_reason!r}, {self.rounds} rounds, "
+            f"{self.mean_acceptance_length:.2f} tokens a round)"
         )
 
     @property
@@ -53,8 +53,8 @@ class Completion:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Acceptance length tau: mean tokens committed per round; NaN when no round was needed."""
-        return sum(self.accept_lengths) / self.rounds if self.rounds else float("nan")
+        """Acceptance length tau: mean tokens committed per round."""
+        return sum(self.accept_lengths) / self.rounds
 
 
 class Output:
@@ -64,7 +64,7 @@ class Output:
     """
 
     def __init__(self, request: Request, tokenizer: Any):
-        """Begins with the request's first token.
+        """Begins before the request's first token.
 
         Args:
             request: The request.
@@ -124,7 +124,7 @@ class Output:
         """The finished completion."""
         assert self.finish_reason is not None, "the request still runs"
         text = None if self._tokenizer is None else self.text
-        request, rounds, reached = self.request, 0, 1
+        request, rounds, reached = self.request, 0, 0
         # A stop string ends an output before the request's last rounds.
         while reached < len(self.token_ids):
             reached += request.accept_lengths[rounds]

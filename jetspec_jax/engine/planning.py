@@ -22,10 +22,11 @@ from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, default_capacity, slots_for
+from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, chunks_for, default_capacity, slots_for
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
+from pallas_kernels.dispatch import gpu_problem
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class EnginePlan:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""
         mine, wanted = self.size, other.size
         return (
-            (self.decoder, self.dtype, mine.slots) == (other.decoder, other.dtype, wanted.slots)
+            (self.decoder, self.dtype, mine.slots, mine.chunks)
+            == (other.decoder, other.dtype, wanted.slots, wanted.chunks)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )
@@ -97,6 +99,7 @@ def plan_engine(
     slots: int = 1,
     capacity: int | None = None,
     num_pages: int | None = None,
+    chunks: tuple[tuple[int, int], ...] | None = None,
     proposer: Proposer | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -111,6 +114,7 @@ def plan_engine(
         slots: Requests that decode at the same time.
         capacity: Tokens that a slot can hold, prompt and output together; None is the usual number.
         num_pages: Pages of all slots together; None is enough for every slot to be full.
+        chunks: Shapes of the forwards of prompts, see `EngineSize`; None is the usual ones of the device.
         proposer: A proposer other than the head's.
         implementation: Of tree attention; None picks the best.
         mesh: The devices that share the models; None is one.
@@ -122,7 +126,10 @@ def plan_engine(
         target, head, settings, proposer=proposer, implementation=implementation, mesh=mesh
     )
     decoder = replace(decoder, max_rounds=MAX_ROUNDS)
-    return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages), dtype)
+    if chunks is None:
+        # Plain XLA makes the scores of all rows at once.
+        chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
+    return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages, chunks), dtype)
 
 
 def plan_requests(

@@ -1,12 +1,13 @@
 """What the scheduler tells the runner, and what it gets back: numbers and NumPy arrays, no text, no device.
 
-Shapes: R rounds that ran, B slots, D draft depth, K buckets, T pages per slot, C tokens of a chunk.
+Shapes: R rounds that ran, L slots that a dispatch is for, D draft depth, K buckets, T pages per slot, P
+prompts of a forward, C tokens of a chunk.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
@@ -18,7 +19,12 @@ class Admission(NamedTuple):
     Attributes:
         slot: Which.
         pages: Its block table, padded with `NO_PAGE`.
-        params: How the request is sampled, with a seed, and how many tokens it gets; no text.
+        length: Tokens that the pages hold already, always whole pages of them.
+        anchor: The last token of the prompt, or of prompt and output so far where it goes on with one: the
+            root of its first tree. What stands between is prefilled.
+        active: Whether it decodes at once, because nothing is left to prefill.
+        params: How the request is sampled, with a seed; no text.
+        remaining: Tokens that it may still get.
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
@@ -27,27 +33,43 @@ class Admission(NamedTuple):
 
     slot: int
     pages: Int32[np.ndarray, "T"]
+    length: int
+    anchor: int
+    active: bool
     params: SamplingParams
+    remaining: int
     stop_ids: tuple[int, ...]
     budget: int
     depth: int
     routing: Routing
 
 
-class Chunk(NamedTuple):
-    """A part of a prompt.
+class Growth(NamedTuple):
+    """A slot gets more pages.
 
     Attributes:
-        slot: Whose.
-        tokens: The part, padded.
-        num_tokens: Tokens that are no padding.
-        is_last: Whether the prompt ends here: then the first token comes back.
+        slot: Which.
+        pages: Its whole block table anew; pages that it had stay where they are.
     """
 
     slot: int
-    tokens: Int32[np.ndarray, "C"]
-    num_tokens: int
-    is_last: bool
+    pages: Int32[np.ndarray, "T"]
+
+
+class Chunk(NamedTuple):
+    """Parts of some prompts, which one forward takes in.
+
+    Attributes:
+        slots: Whose, each slot once.
+        tokens: The parts, padded.
+        counts: Tokens of each that are no padding; 0 is no part, and its slot stays as it is.
+        ready: Which slots decode from then on.
+    """
+
+    slots: Int32[np.ndarray, "P"]
+    tokens: Int32[np.ndarray, "P C"]
+    counts: Int32[np.ndarray, "P"]
+    ready: Bool[np.ndarray, "P"]
 
 
 class Batch(NamedTuple):
@@ -56,23 +78,28 @@ class Batch(NamedTuple):
     Attributes:
         releases: Slots that are free from now on.
         admissions: Slots that requests get.
-        chunks: Of their prompts.
+        growths: Slots that get more pages.
+        chunks: Of prompts.
+        live: The slots that rounds are for, each once: all, in order, or a power of two of them in any order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
-        rounds: At most so many.
+        rounds: At most so many; 0 is none.
     """
 
     releases: tuple[int, ...]
     admissions: tuple[Admission, ...]
+    growths: tuple[Growth, ...]
     chunks: tuple[Chunk, ...]
+    live: tuple[int, ...]
     bucket: int
     rounds: int
 
 
 class DispatchRecord(NamedTuple):
-    """What the rounds of a dispatch did.
+    """What the rounds of a batch did.
 
     Attributes:
         bucket: Nodes of the trees, root included.
+        live: The slots that they were for, in the order of the arrays.
         seconds: How long the rounds took; None where they were not timed alone.
         tokens: Committed tokens, -1 beyond.
         tree_sizes: Nodes of each tree; 0 for a slot that did not decode.
@@ -82,20 +109,9 @@ class DispatchRecord(NamedTuple):
     """
 
     bucket: int
+    live: tuple[int, ...]
     seconds: float | None
-    tokens: Int32[np.ndarray, "R B D1"]
-    tree_sizes: Int32[np.ndarray, "R B"]
-    expected: Float32[np.ndarray, "R B K"] | None = None
-    accepted: Float32[np.ndarray, "R B K"] | None = None
-
-
-class BatchRecord(NamedTuple):
-    """What a batch did.
-
-    Attributes:
-        first_tokens: The first token of each prompt that ended, in the order of the chunks.
-        dispatch: Its rounds.
-    """
-
-    first_tokens: tuple[int, ...]
-    dispatch: DispatchRecord
+    tokens: Int32[np.ndarray, "R L D1"]
+    tree_sizes: Int32[np.ndarray, "R L"]
+    expected: Float32[np.ndarray, "R L K"] | None = None
+    accepted: Float32[np.ndarray, "R L K"] | None = None

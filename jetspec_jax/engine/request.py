@@ -89,12 +89,12 @@ class Request:
     @property
     def committed(self) -> int:
         """Its tokens in the stores, once it decodes: all but the last, the anchor."""
-        return len(self.prompt) + max(len(self.tokens) - 1, 0)
+        return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def left(self) -> int:
-        """Tokens that rounds may still give it; the first is the prefill's."""
-        return self.max_tokens - max(len(self.tokens), 1)
+        """Tokens that it may still get."""
+        return self.max_tokens - len(self.tokens)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""

@@ -17,7 +17,7 @@ from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.records import Batch, BatchRecord, DispatchRecord
+from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
@@ -25,8 +25,6 @@ from jetspec_jax.progress import waiting
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
 Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
-# Stands among the buckets for the forward of a prompt.
-_PROMPT = 0
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
 
@@ -36,14 +34,12 @@ class Flight(NamedTuple):
 
     Attributes:
         batch: What was launched.
-        first_tokens: Of the prompts that end in it, on the device.
-        records: Of its rounds, on the device.
+        records: Of its rounds, on the device; None without any.
         started: When its rounds began, by `time.perf_counter`; None where they are not timed.
     """
 
     batch: Batch
-    first_tokens: list[jax.Array]
-    records: RoundRecord
+    records: RoundRecord | None
     started: float | None
 
 
@@ -72,7 +68,8 @@ class Runner:
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
-        self._compiled: set[int] = set()
+        # Buckets of rounds, and shapes of forwards of prompts.
+        self._compiled: set[int | tuple[int, ...]] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
@@ -92,25 +89,32 @@ class Runner:
                 vocab_size=decoder.target.vocab_size,
                 budget=own.budget,
                 depth=own.depth,
-            )._replace(routing=own.routing)
-            self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings)
-        first_tokens = []
-        for chunk in batch.chunks:
+            )._replace(remaining=np.int32(own.remaining), routing=own.routing)
             # NumPy scalars have one type on every call; a Python int is another program than an array.
-            place = np.int32(chunk.slot), chunk.tokens, np.int32(chunk.num_tokens), np.bool_(chunk.is_last)
-            with self._compiling(_PROMPT):
-                self.state, token = self.decoder.prefill(self.weights, self.state, *place)
-            if chunk.is_last:
-                first_tokens.append(token)
+            begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
+            self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
+        for chunk in batch.chunks:
+            self._prefill(chunk)
         # Rounds that wait for a prompt or for the compiler are not timed.
         timed = timed and not batch.chunks and batch.bucket in self._compiled
         started = time.perf_counter() if timed else None
-        run = decode or decoder.decode
-        with self._compiling(batch.bucket):
-            self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
-        self.in_flight = Flight(batch, first_tokens, records, started)
+        run, records = decode or decoder.decode, None
+        if batch.rounds:
+            with self._compiling(batch.bucket):
+                self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
+        self.in_flight = Flight(batch, records, started)
 
-    def collect(self) -> BatchRecord:
+    def _prefill(self, chunk: Chunk) -> None:
+        with self._compiling(chunk.tokens.shape):
+            self.state = self.decoder.prefill(self.weights, self.state, *chunk)
+
+    def compile_chunks(self) -> None:
+        """Compiles the forwards of prompts of all shapes, by running them on none."""
+        for prompts, rows in self.size.chunks:
+            slots, nothing = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
+            self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), nothing, nothing > 0))
+
+    def collect(self) -> DispatchRecord:
         """Waits for the batch that was launched; may be repeated until `forget`.
 
         Raises:
@@ -118,16 +122,25 @@ class Runner:
         """
         if self.in_flight is None:
             raise RuntimeError("no batch was launched")
-        batch, tokens, records, started = self.in_flight
+        batch, records, started = self.in_flight
         with waiting("decoding"), together(self.decoder.mesh):
-            tokens, records = jax.device_get((tokens, records))
+            if records is None:
+                jax.device_get(self.state.active)  # the prompts are waited for
+                return self._nothing(batch)
+            records = jax.device_get(records)
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
-        dispatch = DispatchRecord(batch.bucket, seconds, records.tokens, records.tree_sizes, *reach)
-        return BatchRecord(tuple(map(int, tokens)), dispatch)
+        return DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
+
+    def _nothing(self, batch: Batch) -> DispatchRecord:
+        """Of a batch without rounds."""
+        shape = 0, len(batch.live), self.decoders[batch.bucket].depth + 1
+        return DispatchRecord(
+            batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
+        )
 
     def forget(self) -> None:
         """The batch that was launched has been collected."""
@@ -187,12 +200,15 @@ class Runner:
         return seconds
 
     @contextlib.contextmanager
-    def _compiling(self, bucket: int) -> Iterator[None]:
+    def _compiling(self, program: int | tuple[int, ...]) -> Iterator[None]:
         """Says on a terminal what is compiled, where this engine calls a program for the first time."""
-        if bucket in self._compiled:
+        if program in self._compiled:
             yield
             return
-        program = {_PROMPT: "the prompt's forward", 1: "the plain step"}
-        with waiting(f"compiling {program.get(bucket, f'the round of {bucket} nodes')}"):
+        what = f"the round of {program} nodes"
+        if isinstance(program, tuple):
+            prompts, rows = program
+            what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
+        with waiting(f"compiling {'the plain step' if program == 1 else what}"):
             yield
-        self._compiled.add(bucket)
+        self._compiled.add(program)

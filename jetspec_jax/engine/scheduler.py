@@ -6,10 +6,11 @@ import numpy as np
 
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, LiveSlot
+from jetspec_jax.engine.chunks import whole_prompts
 from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import Admission, Batch, BatchRecord, Chunk
+from jetspec_jax.engine.records import Admission, Batch, DispatchRecord
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree.routing import Routing
 
@@ -28,9 +29,8 @@ class Scheduler:
         self._requests: list[Request] = []
         # Slots that the device believes to be taken.
         self._taken: set[int] = set()
-        # The members of the last batch, and those of them whose prompts it ran.
+        # The members of the last batch.
         self._members: list[Request] = []
-        self._prefilled: list[Request] = []
 
     @property
     def requests(self) -> list[Request]:
@@ -81,7 +81,7 @@ class Scheduler:
         """
         # Whoever is abandoned from here on still holds what it has until the next batch.
         self._requests = self.requests
-        self._prefilled = self._admit()
+        admitted = self._admit()
         self._members = [request for request in self._requests if request.slot >= 0]
         before, self._taken = self._taken, {request.slot for request in self._members}
         live = [
@@ -93,24 +93,28 @@ class Scheduler:
         choice = self.policy.choose(live, len(self._requests) - len(self._members))
         return Batch(
             tuple(sorted(before - self._taken)),  # an admission clears the slot itself
-            tuple(self._admission(request) for request in self._prefilled),
-            tuple(chunk for request in self._prefilled for chunk in _chunks(request)),
+            tuple(self._admission(request) for request in admitted),
+            (),
+            tuple(
+                whole_prompts(
+                    {request.slot: request.prompt[:-1] for request in admitted},
+                    self.size.chunks,
+                    self.size.slots,
+                )
+            ),
+            tuple(range(self.size.slots)),
             choice.bucket,
             choice.rounds if most_rounds is None else min(choice.rounds, most_rounds),
         )
 
-    def take(self, record: BatchRecord) -> list[Request]:
+    def take(self, dispatch: DispatchRecord) -> list[Request]:
         """Hands out what a batch did. The requests that got something.
 
         Raises:
             ValueError: A request that runs met logits that are not numbers.
         """
         served = [request for request in self._members if not request.dropped]
-        _check_choices(record, [request.slot for request in served])
-        for request, token in zip(self._prefilled, record.first_tokens, strict=True):
-            request.take([token])
-        self._prefilled = []
-        dispatch = record.dispatch
+        _check_choices(dispatch, [request.slot for request in served])
         for request in served:
             ran = dispatch.tree_sizes[:, request.slot] > 0
             own = dispatch.tokens[ran, request.slot]
@@ -141,7 +145,9 @@ class Scheduler:
         table[: len(request.pages)] = request.pages
         params, stops = replace(request.params, stop=()), tuple(sorted(request.stop_ids))
         routing = Routing.of_one(None) if request.routing is None else request.routing
-        return Admission(request.slot, table, params, stops, request.budget, request.depth, routing)
+        anchor, active = int(request.prompt[-1]), len(request.prompt) == 1
+        begins = 0, anchor, active, params, request.max_tokens
+        return Admission(request.slot, table, *begins, stops, request.budget, request.depth, routing)
 
 
 def _pool(size: EngineSize, requests: list[Request]) -> PagePool:
@@ -153,20 +159,10 @@ def _free_slots(size: EngineSize, requests: list[Request]) -> list[int]:
     return [slot for slot in range(size.slots) if slot not in taken]
 
 
-def _check_choices(record: BatchRecord, slots: list[int]) -> None:
+def _check_choices(dispatch: DispatchRecord, slots: list[int]) -> None:
     """Refuses to hand out anything of a batch that lacks a token for one of these slots."""
-    if NO_CHOICE in record.first_tokens or (record.dispatch.tokens[:, slots] == NO_CHOICE).any():
+    if (dispatch.tokens[:, slots] == NO_CHOICE).any():
         raise ValueError(
             "the target's logits are not numbers: its weights are damaged, or its hidden states outgrow "
             "their type, as those of models that were trained in bfloat16 may in float16"
         )
-
-
-def _chunks(request: Request) -> list[Chunk]:
-    """A prompt in chunks of one size."""
-    chunks = []
-    for start in range(0, len(request.prompt), PREFILL_CHUNK):
-        part = request.prompt[start : start + PREFILL_CHUNK]
-        padded = np.pad(part, (0, PREFILL_CHUNK - len(part)))
-        chunks.append(Chunk(request.slot, padded, len(part), start + PREFILL_CHUNK >= len(request.prompt)))
-    return chunks

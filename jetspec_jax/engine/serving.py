@@ -211,6 +211,15 @@ def _launch(engine: Engine, engines: Sequence[Engine]) -> None:
         engine.launch(None if alone else ROUNDS_TO_AN_END, timed=len(engines) == 1)
 
 
+def compile_chunks(target: Target) -> None:
+    """Compiles the forwards of prompts of the engines that a target and its copies keep."""
+    for own in (target, *target.copies):
+        with own.keeper.lock:
+            kept: Engine | None = own.keeper.engine
+            if kept is not None and not kept.broken:
+                kept.runner.compile_chunks()
+
+
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
     """As `engine_for`, for one caller alone, who gives the engine back by `give_back`."""
     kept: Engine | None = target.keeper.engine

@@ -101,8 +101,8 @@ def trace_rounds(
 ) -> Trace:
     """Decodes one request and yields what each round did.
 
-    The tokens are those of `generate_tree` with the same seed. The first token comes from the prompt's
-    forward, before any round: it is the first round's anchor.
+    The tokens are those of `generate_tree` with the same seed. The first round's anchor is the prompt's last
+    token.
 
     Args:
         target: The target.
@@ -163,10 +163,7 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
             output.update()
             if not seen:
                 continue  # the step collected what an interrupted call had launched
-            passed = jax.device_get(seen.pop())
-            # A request that ends with its first token has had no round.
-            if passed.accepted.counts[request.slot]:
-                yield _of_slot(passed, request.slot)
+            yield _of_slot(jax.device_get(seen.pop()), request.slot)
     finally:
         engine.cancel(request)
         give_back(target, engine)

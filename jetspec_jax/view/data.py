@@ -37,7 +37,6 @@ def trace_data(
         settings: What else is to be known of the run.
         digits: Decimals that log-probabilities are rounded to.
     """
-    tau = completion.mean_acceptance_length
     used = {int(token) for one in rounds for token in (*one.tokens, *one.choices)}
     return {
         "settings": dict(settings),
@@ -45,7 +44,7 @@ def trace_data(
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "accept_lengths": completion.accept_lengths,
-        "mean_acceptance_length": None if math.isnan(tau) else tau,  # JSON has no NaN
+        "mean_acceptance_length": completion.mean_acceptance_length,
         "pieces": pieces(tokenizer, [*prompt, *completion.token_ids]),
         "labels": {str(token): token_label(tokenizer, token) for token in sorted(used)},
         "rounds": [_round(one, digits) for one in rounds],

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 #: Tokens of a chain that are solved for together; a longer one is cut into even parts of no more.
-CHUNK = 128
+SOLVED = 128
 
 
 class GatedDelta(NamedTuple):
@@ -44,7 +44,7 @@ def gated_delta(
         return _one(q, k, v, decay, beta, state)
     if parents is not None:
         return _together(q, k, v, decay, beta, state, _seen(parents))
-    parts = -(-rows // CHUNK)
+    parts = -(-rows // SOLVED)
     size = -(-rows // parts)
     seen = jnp.broadcast_to(jnp.tri(size, dtype=bool)[None], (batch, size, size))
     if parts == 1:

@@ -88,12 +88,6 @@ def test_an_algorithm_and_the_task(capsys, llm):
     assert sizes["math"] != sizes["chat"]
 
 
-def test_one_token_needs_no_round_and_json_has_no_nan(capsys):
-    code, out, _ = run(capsys, "generate", "--json", "--budget", "16", "--max-tokens", "1", PROMPT)
-    assert code == 0
-    assert json.loads(out)["mean_acceptance_length"] is None
-
-
 def test_the_prompt_may_come_from_standard_input(capsys, monkeypatch, llm):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     code, out, _ = run(capsys, "generate", "--budget", "16", "--max-tokens", "8")

@@ -239,7 +239,7 @@ class TestCommands:
         code, out, _ = self.run(capsys, folders, "tree", *words, "--ignore-eos", *places)
         assert code == 0
         committed = [token for one in json.loads(out)["rounds"] for token in one["committed"]]
-        assert committed[:23] == expected[0][1:]
+        assert committed[:24] == expected[0]
         code, _, err = self.run(capsys, folders, "tree", *words, "--data-parallel", "2")
         assert code == 2
         assert "--data-parallel 2: one prompt has a use for one copy alone" in err

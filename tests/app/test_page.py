@@ -77,7 +77,7 @@ def random_round(seed, accepted):
 def data():
     rounds = [random_round(0, 4), random_round(1, 0), random_round(2, 9)]
     ids = [token for one in rounds for token in one.committed.tolist()]
-    completion = Completion("", [1, *ids], "length", [len(one.path) for one in rounds], [NODES] * 3)
+    completion = Completion("", ids, "length", [len(one.path) for one in rounds], [NODES] * 3)
     return trace_data([3, 4, 5], rounds, completion, None, {"budget": NODES})
 
 
@@ -170,9 +170,9 @@ def test_what_plain_decoding_would_have_done(data):
         "console.log(JSON.stringify([0, 1, 2, 3].map(rounds => reached(data, rounds))));"
     )
     found = run_node(script, json.dumps(data))
-    committed = np.cumsum([1, *data["accept_lengths"]])
+    committed = np.cumsum([0, *data["accept_lengths"]])
     assert [one["tree"] for one in found] == committed.tolist()
-    assert [one["plain"] for one in found] == [1, 2, 3, 4]
+    assert [one["plain"] for one in found] == [0, 1, 2, 3]
     # A round may run beyond the request's end; nothing is counted there.
     short = {**data, "token_ids": data["token_ids"][:3]}
     assert max(max(one["tree"], one["plain"]) for one in run_node(script, json.dumps(short))) == 3

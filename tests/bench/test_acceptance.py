@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -255,10 +254,3 @@ def test_too_few_rounds_make_no_profile(pair, work, refusal, monkeypatch):
 def test_an_unreadable_prompt_is_named(tmp_path, refusal):
     (tmp_path / "prompts.jsonl").write_text('{"text": "x"}\n{"text": \n')
     assert "prompts.jsonl:2: " in refusal("profile", "--prompts", "{}/prompts.jsonl")
-
-
-def test_outputs_of_one_token_have_no_round(pair, work, refusal, monkeypatch):
-    short = replace(work, params=[replace(own, max_tokens=1) for own in PARAMS])
-    decode_only(monkeypatch, pair, short)
-    for command in ("profile", "diagnose"):
-        assert "no prompt had a round" in refusal(command, *SETTINGS)

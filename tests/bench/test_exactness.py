@@ -14,9 +14,10 @@ from bench.common.pair import Pair, add_pair_arguments, describe_pair, load_pair
 from bench.common.picture import write_picture
 from bench.common.workload import Workload, make_workloads
 from bench.exactness import command as exactness
+from bench.exactness.decoding import decode
 from bench.exactness.ledger import notes_of, tables_of, total
 from bench.exactness.plot import draw_ledger
-from jetspec_jax import Completion, SamplingParams, generate_tree
+from jetspec_jax import Completion, SamplingParams
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.exactness import TIE_GAP
 from tests.bench.conftest import random_workloads, text_prompt
@@ -40,13 +41,14 @@ def tiny_pair(pair, monkeypatch):
 def broken(monkeypatch):
     """Trees whose second prompt gets a wrong token at position 3."""
 
-    def wrong(*arguments, **settings):
-        first, second = generate_tree(*arguments, **settings)
+    def wrong(target, head, *arguments, **settings):
+        first, second = decode(target, head, *arguments, **settings)
         tokens = list(second.token_ids)
-        tokens[3] = (tokens[3] + 1) % TINY.vocab_size
+        if head is not None:
+            tokens[3] = (tokens[3] + 1) % TINY.vocab_size
         return [first, dataclasses.replace(second, token_ids=tokens)]
 
-    monkeypatch.setattr(exactness, "generate_tree", wrong)
+    monkeypatch.setattr(exactness, "decode", wrong)
 
 
 def test_a_right_tree_has_an_empty_ledger(tmp_path):
@@ -66,6 +68,7 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path):
     ]
     assert all(1 <= row["tau"] <= 5 for row in report["rows"])
     assert report["device"]
+    assert report["agreement"] is None
     assert report["shapes"]["vocab_size"] == TINY.vocab_size
     assert report["arguments"]["target"] == "demo"
     assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000

@@ -54,7 +54,7 @@ def test_the_rounds_are_those_of_decoding(pair, work, drafts, monkeypatch, name,
 
 def test_rounds_of_a_hand_made_text():
     accepted = np.array([1, 0, 2, 0, 0, 0, 9, 0, 3])
-    assert rounds_along(accepted, [6, 1, 2]) == [[2, 3], [], [1]]
+    assert rounds_along(accepted, [6, 1, 2]) == [[2, 3, 1], [10], [1, 4]]
 
 
 def test_the_command_writes_a_report_and_a_picture(pair, report_of, monkeypatch, capsys):

@@ -64,11 +64,12 @@ def block_of(batch=SLOTS, rows=ROWS, parents=None):
 def run(store, slots, block, tokens, path, count):
     """A layer over a block and the commit of a path: what it read, and the store."""
     before, q, k, v, decay, beta = tokens
-    history = attend_over([store], slots, block).history(0)
+    own = store.pick(slots.numbers)
+    history = attend_over([own], slots, block).history(0)
     read = gated_delta(q, k, v, decay, beta, history.state, parents=history.parents)
     stash = RecurrentRows(before, k, read.delta, decay)
-    [store] = commit([store], slots, [stash], path, count)
-    return (history, read), store
+    [own] = commit([own], slots, [stash], path, count)
+    return (history, read), store.put(slots.numbers, own)
 
 
 def whole(batch, count, rows=ROWS):
@@ -95,7 +96,7 @@ def test_a_slot_without_tokens_starts_from_zero_whatever_lies_there():
         (history, _), _ = fresh
         assert not any(np.asarray(x, np.float32).any() for x in history[:2])
     alone = slots_of([0], [1])
-    view = garbage(random_store()).view(alone, block_of(1))
+    view = garbage(random_store()).pick(alone.numbers).view(alone, block_of(1))
     assert not any(np.asarray(x, np.float32).any() for x in view)
 
 
@@ -246,6 +247,7 @@ def test_states_are_written_in_place(program, batch):
     def step(carry):
         store, slots, tokens = carry
         own = part(slots, [0]) if program == "prefill" else slots
+        whole, store = store, store.pick(own.numbers) if program == "prefill" else store
         before, q, k, v, decay, beta = tokens
         history = attend_over([store], own, block).history(0)
         read = gated_delta(q, k, v, decay, beta, history.state, parents=history.parents)
@@ -253,6 +255,8 @@ def test_states_are_written_in_place(program, batch):
         count = after_forward(jnp.minimum(choices[:, 0] + 1, rows), choices)
         stash = RecurrentRows(before, k, read.delta, decay)
         [store] = commit([store], own, [stash], chain_path(picks, rows), count)
+        if program == "prefill":
+            store = whole.put(own.numbers, store)
         return store, slots._replace(lengths=slots.lengths.at[own.numbers].add(count)), tokens
 
     @partial(jax.jit, donate_argnums=0)

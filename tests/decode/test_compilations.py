@@ -47,7 +47,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
             return generate(target, prompts, params)
         return generate_tree(target, head, prompts, params, budget=budget, width=3, depth=depth)
 
-    run([[1]] * 8, SamplingParams(max_tokens=2), target, budget)
+    run([[1, 1]] * 8, SamplingParams(max_tokens=2), target, budget)
     prompts, params = mixed_requests(50)
     with compilations() as after:
         outputs = run(prompts, params, dataclasses.replace(target, eos_token_ids=(5, 6)), budget)
@@ -61,7 +61,7 @@ def test_after_one_warm_up_nothing_compiles(target, head, budget):
 def test_streams_and_texts_share_their_programs(target, head):
     llm = LLM(target, head, budget=16, width=3)
     prompts, params = mixed_requests(12)
-    llm.generate([[1]], SamplingParams(max_tokens=2))
+    llm.generate([[1, 1]], SamplingParams(max_tokens=2))
     with compilations() as after:
         for prompt, own in zip(prompts, params, strict=True):
             text = "".join(llm.stream(prompt, own))

@@ -23,15 +23,15 @@ def test_prefill_and_decode_as_pure_functions(bucket):
     state = decoder.empty_state(2, num_pages=4, pages_per_slot=2, page_size=32, dtype=jnp.dtype("float32"))
     params = jj.SamplingParams(max_tokens=20)
     settings = jj.SlotSettings.of(params, (), vocab_size=TINY.vocab_size, budget=bucket, depth=7)
-    state = decoder.insert(state, np.int32(1), np.array([2, 0], np.int32), settings)
-    state, first = decoder.prefill(
-        weights, state, np.int32(1), np.array(PROMPT, np.int32), np.int32(len(PROMPT)), np.bool_(True)
-    )
+    begins = np.int32(PROMPT[-1]), np.int32(0), np.bool_(False)
+    state = decoder.insert(state, np.int32(1), np.array([2, 0], np.int32), settings, *begins)
+    own, chunk = np.array([1], np.int32), np.array([PROMPT[:-1]], np.int32)
+    state = decoder.prefill(weights, state, own, chunk, np.array([chunk.size], np.int32), np.array([True]))
     state, record = jax.jit(decoder.round)(weights, state)
     inside, inside_records = jax.jit(decoder.decode)(weights, state, np.int32(32))
     state, records = decoder.decode(weights, state, np.int32(32))
 
-    tokens = [int(first), *record.tokens[1].tolist(), *records.tokens[:, 1].reshape(-1).tolist()]
+    tokens = [*record.tokens[1].tolist(), *records.tokens[:, 1].reshape(-1).tolist()]
     [expected] = jj.generate(target, [PROMPT], params)
     assert [t for t in tokens if t >= 0][:20] == expected.token_ids
     assert record.counts[0] == 0
@@ -90,10 +90,12 @@ def test_a_slot_gets_what_its_request_asks_for():
         params, {0, 31, 63}, vocab_size=64, budget=16, depth=7, routing={"task": "math", "mode": "reasoning"}
     )
     before = jax.tree.map(np.asarray, state)
-    state = decoder.insert(state, np.int32(1), np.array([4, 5], np.int32), settings)
+    begins = np.int32(7), np.int32(64), np.bool_(True)
+    state = decoder.insert(state, np.int32(1), np.array([4, 5], np.int32), settings, *begins)
     for slot in range(3):
         own = jax.tree.map(lambda leaf, slot=slot: np.asarray(leaf[slot]), (state.settings, state.slots))
         free = jax.tree.map(lambda leaf, slot=slot: leaf[slot], (before.settings, before.slots))
-        there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=0, numbers=1)
+        there = settings, before.slots._replace(block_tables=np.array([4, 5]), lengths=64, numbers=1)
         jax.tree.map(np.testing.assert_array_equal, own, there if slot == 1 else free)
     assert bool(state.settings.routing.reasoning[1])
+    assert (state.anchors.tolist(), state.active.tolist()) == ([0, 7, 0], [False, True, False])

@@ -122,16 +122,18 @@ def test_plain_generations(target, case):
     ids=lambda case: f"{case['algorithm']}-{case['budget']}-{case['eos_token_id']}",
 )
 def test_tree_generations(target, causal_head, case):
+    # The reference's rounds begin after its first token, ours with it.
+    first, rest = case["token_ids"][0], case["token_ids"][1:]
     [got] = generate_tree(
         case_target(target, case),
         causal_head,
-        [case["prompt"]],
-        SamplingParams(max_tokens=case["max_new_tokens"]),
+        [[*case["prompt"], first]],
+        SamplingParams(max_tokens=case["max_new_tokens"] - 1),
         budget=case["budget"],
         width=case["width"],
         algorithm=case["algorithm"],
     )
-    assert got.token_ids == case["token_ids"]
+    assert got.token_ids == rest
     assert got.accept_lengths == case["accept_lengths"]
     assert got.tree_sizes == case["tree_sizes"]
     assert got.rounds == len(case["accept_lengths"])

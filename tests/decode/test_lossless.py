@@ -222,7 +222,7 @@ def test_the_draws_are_what_they_claim(draws):
     assert members == set(range(1, 9)) if len(draws) == 200 else len(members) >= 5
     assert np.mean([len(set(tokens)) for draw in draws for tokens in draw.free]) > 8
     assert 0.3 < np.mean([output.finish_reason == "stop" for output in outputs]) < 0.7
-    cut_mid_path = [sum(output.accept_lengths) + 1 > len(output.token_ids) for output in outputs]
+    cut_mid_path = [sum(output.accept_lengths) > len(output.token_ids) for output in outputs]
     assert np.mean(cut_mid_path) > 0.5
 
 
@@ -230,9 +230,9 @@ def test_accept_lengths_account_for_every_token(draws):
     for draw in draws:
         for completions in draw.outputs.values():
             for output in completions:
-                # The prompt's forward yields the first token; only the last round may overshoot.
-                assert sum(output.accept_lengths) + 1 >= len(output.token_ids)
-                assert sum(output.accept_lengths[:-1]) + 1 < max(len(output.token_ids), 2)
+                # Only the last round may overshoot.
+                assert sum(output.accept_lengths) >= len(output.token_ids)
+                assert sum(output.accept_lengths[:-1]) < len(output.token_ids)
                 assert output.rounds == len(output.tree_sizes)
 
 
@@ -257,7 +257,7 @@ def test_oracle_paths_are_deep_and_scattered(draws, ties):
         for b, output in enumerate(draw.outputs["oracle"]):
             if (draw.seed, b) in tied:
                 continue
-            ends = np.cumsum([len(draw.prompts[b]), *output.accept_lengths])
+            ends = np.cumsum([len(draw.prompts[b]) - 1, *output.accept_lengths])
             slot += [b] * output.rounds
             position += ends[:-1].tolist()
             lengths += output.accept_lengths

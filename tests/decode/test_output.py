@@ -58,10 +58,9 @@ def output_of(params, tokenizer, stop_ids=(EOS,)):
 
 
 def feed(output, tokens, chunk, looks=1):
-    """Takes a first token, then rounds; every text that a stream would have shown that looks so often."""
+    """Takes rounds; every text that a stream would have shown that looks so often."""
     seen, request = [], output.request
-    request.take(tokens[:1])
-    for start in range(1, len(tokens), chunk):
+    for start in range(0, len(tokens), chunk):
         if start // chunk % looks == 0:
             output.update()
             seen.append(output.settled_text)
@@ -115,7 +114,7 @@ def test_ends(tokenizer, tokens, more, chunk, looks, stop):
     length = len(output.token_ids)
     assert output.token_ids == tokens[:length]
     completion = output.completion()
-    assert len(completion.accept_lengths) == len(completion.tree_sizes) == -(-(length - 1) // chunk)
+    assert len(completion.accept_lengths) == len(completion.tree_sizes) == -(-length // chunk)
     whole = tokenizer().decode(tokens[:length], skip_special_tokens=True)
     if not is_exact(tokenizer, whole):
         return
@@ -128,14 +127,14 @@ def test_ends(tokenizer, tokens, more, chunk, looks, stop):
 
 def test_nothing_is_added_after_the_end():
     output = output_of(SamplingParams(max_tokens=3), None, ())
-    output.request.take([5])
+    output.request.take_round([5], 8)
     output.request.take_round([6, 7, 8, 9], 16)
     output.request.take_round([1], 16)
     output.update()
     completion = output.completion()
     assert completion.token_ids == [5, 6, 7]
-    assert completion.accept_lengths == [4]
-    assert completion.tree_sizes == [16]
+    assert completion.accept_lengths == [1, 4]
+    assert completion.tree_sizes == [8, 16]
     assert completion.text is None
 
 
@@ -183,8 +182,10 @@ def test_special_tokens_are_kept_if_asked_for():
 def test_a_completion_holds_its_prompt():
     request = Request(np.array([3, 4], np.int32), SamplingParams(max_tokens=1), text="of a text", index=2)
     output = Output(request, None)
-    request.take([7])
+    request.take_round([7, 8], 16)
     output.update()
     completion = output.completion()
     assert (completion.prompt, completion.prompt_token_ids, completion.index) == ("of a text", [3, 4], 2)
-    assert repr(completion) == ("Completion(index=2, text=None, 1 tokens, finish_reason='length', 0 rounds)")
+    assert repr(completion) == (
+        "Completion(index=2, text=None, 1 tokens, finish_reason='length', 1 rounds, 2.00 tokens a round)"
+    )

@@ -11,6 +11,7 @@ from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSe
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.engine.chunks import whole_prompts
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
@@ -61,12 +62,11 @@ def begin(decoder, weights):
         settings = SlotSettings.of(
             params, (), vocab_size=CONFIG.vocab_size, budget=decoder.bucket, depth=decoder.depth
         )
-        state = decoder.insert(state, np.int32(slot), pages[slot], settings)
-        for start in range(0, len(prompt), CHUNK):
-            part = np.array(prompt[start : start + CHUNK], np.int32)
-            chunk = np.pad(part, (0, CHUNK - len(part))), np.int32(len(part))
-            is_last = np.bool_(start + CHUNK >= len(prompt))
-            state, _ = decoder.prefill(weights, state, np.int32(slot), *chunk, is_last)
+        begins = np.int32(prompt[-1]), np.int32(0), np.bool_(False)
+        state = decoder.insert(state, np.int32(slot), pages[slot], settings, *begins)
+    left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in enumerate(PROMPTS)}
+    for chunk in whole_prompts(left, [(1, CHUNK), (2, CHUNK)], len(PROMPTS)):
+        state = decoder.prefill(weights, state, *chunk)
     return state
 
 
@@ -109,7 +109,7 @@ def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, s
     # Trees that reach less: none goes beyond its request's end here.
     decoder = TreeDecoder(CONFIG, ORACLE, bucket, width=3, algorithm="accum_logp")
     weights = DecodeWeights(target.weights, plant(sequences, 64))
-    state, _ = decoder.decode(weights, begin(decoder, weights), np.int32(6))
+    state, _ = decoder.decode(weights, begin(decoder, weights), np.int32(5))
 
     @jax.jit
     def forward(weights, ids):
@@ -117,7 +117,7 @@ def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, s
         attend = attend_over(None, None, block)
         return bind(CONFIG, weights)(ids, block.depths, attend, taps=ORACLE.taps).taps
 
-    assert (state.slots.lengths > np.array([4, 10]) + 3).all()
+    assert (state.slots.lengths > np.array([3, 9]) + 3).all()
     for tokens, length, shown in zip(sequences, state.slots.lengths.tolist(), state.proposer, strict=True):
         taps = forward(target.weights, jnp.asarray([[*tokens, *[0] * 48][:48]]))[0, :length]
         np.testing.assert_allclose(shown[:length], taps, atol=1e-4)
@@ -140,9 +140,10 @@ def test_stores_are_written_in_place(program, bucket, slots):
     if program != "prefill":
         lowered = decoder.program.lower(decoder, weights, state, number)
     else:
-        chunk, is_last = jax.ShapeDtypeStruct((32,), jnp.int32), jax.ShapeDtypeStruct((), bool)
+        shapes = ((1,), jnp.int32), ((1, 32), jnp.int32), ((1,), jnp.int32), ((1,), bool)
         own = config, decoder.proposer, None, None
-        lowered = prefill.lower(*own, weights, state, number, chunk, number, is_last)
+        chunk = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        lowered = prefill.lower(*own, weights, state, *chunk)
     text = lowered.compile().as_text()
     heads, length = config.layers[0].num_kv_heads, config.layers[0].head_dim
     for pages in (37, slots * 20):

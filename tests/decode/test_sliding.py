@@ -14,7 +14,7 @@ from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine import memory, pages, scheduler
+from jetspec_jax.engine import memory, pages
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
 from tests.decode.oracle import OracleProposer, plant
@@ -94,10 +94,9 @@ def test_tree_logits_past_the_window(target, ids, dense):
 
 @pytest.fixture
 def small_pages(monkeypatch):
-    """Engines with pages and chunks so small that rings turn many times."""
+    """Engines with pages so small that rings turn many times."""
     for module in (memory, pages):
         monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
-    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", CHUNK)
 
 
 @pytest.mark.parametrize("waves", [wide((1, 4, 2, 3)), (1, 3)], ids=["four waves", "two waves"])
@@ -110,6 +109,7 @@ def test_trees_and_reused_slots_are_lossless(target, small_pages, waves):
         TreeSettings(budget=16, width=2),
         slots=4,
         capacity=176,
+        chunks=((1, CHUNK), (2, CHUNK)),
         proposer=ORACLE,
         proposer_weights=plant([[]] * 4, LIMIT),
     )

@@ -59,10 +59,10 @@ def traced(request, target):
 
 def test_rounds_join_to_plain_decoding_s_tokens(traced):
     _, expected, rounds, completion = traced
-    tokens = [int(rounds[0].tokens[0])]
+    tokens = []
     for one in rounds:
         assert one.start == len(PROMPT) + len(tokens) - 1
-        assert one.tokens[0] == tokens[-1]
+        assert one.tokens[0] == [*PROMPT, *tokens][-1]
         tokens += one.committed.tolist()
     assert tokens == expected[: len(tokens)]
     assert completion.token_ids == expected[:NEW_TOKENS]
@@ -136,16 +136,15 @@ def test_plain_rounds_have_the_anchor_alone(target):
     rounds, completion = drain(trace_rounds(target, None, PROMPT, GREEDY))
     [expected] = generate(target, [PROMPT], GREEDY)
     assert completion == expected
-    assert len(rounds) == NEW_TOKENS - 1
+    assert len(rounds) == NEW_TOKENS
     for one in rounds:
         assert one.tokens.shape == one.committed.shape == (1,)
         assert one.candidate_tokens.shape == (0, 1)
 
 
-def test_one_token_takes_no_round(target):
+def test_one_token_takes_one_round(target):
     rounds, completion = drain(trace_rounds(target, None, PROMPT, SamplingParams(max_tokens=1)))
-    assert rounds == []
-    assert len(completion.token_ids) == 1
+    assert [one.committed.tolist() for one in rounds] == [completion.token_ids]
 
 
 def test_a_bad_request_is_refused_at_the_call(target, head):

@@ -109,7 +109,7 @@ def run_dispatch(text, start, dispatch, rng, costs, timed=True):
         reach = [np.zeros((dispatch.rounds, 1, index), np.float32) for _ in range(2)]
         for filled, source in zip(reach, (text.expected, text.accepted), strict=True):
             filled[: len(rows), 0] = source[rows, :index]
-    return DispatchRecord(dispatch.bucket, seconds if timed else None, tokens, sizes, *reach), seconds
+    return DispatchRecord(dispatch.bucket, (0,), seconds if timed else None, tokens, sizes, *reach), seconds
 
 
 def serve(policy, requests, rng, costs, uncounted=UNCOUNTED):

@@ -43,7 +43,9 @@ def record_of(bucket, rounds, drafted=(), seconds=None, slots=1):
     tokens[..., 0] = 7
     sizes = np.full((rounds, slots), bucket, np.int32)
     reach = np.broadcast_to(np.asarray(drafted, np.float32), (rounds, slots, len(drafted)))
-    return DispatchRecord(bucket, seconds, tokens, sizes, *((reach, reach) if drafted else (None, None)))
+    return DispatchRecord(
+        bucket, (0,), seconds, tokens, sizes, *((reach, reach) if drafted else (None, None))
+    )
 
 
 def teach(policy, drafted, sampled=False):
@@ -150,7 +152,7 @@ class TestAuto:
             ]
             sizes = np.pad(alone.tree_sizes, [(0, 8), (0, 1)])
             tokens = np.pad(alone.tokens, [(0, 8), (0, 1), (0, 0)], constant_values=-1)
-            two.observe(DispatchRecord(16, 9.0, tokens, sizes, *wide))
+            two.observe(DispatchRecord(16, (0, 1), 9.0, tokens, sizes, *wide))
             assert one.choose(LIVE, 0) == two.choose(LIVE, 0)
         assert one._acceptance.tokens() == two._acceptance.tokens()
         assert one._pace.seconds(16, 300, 8) == two._pace.seconds(16, 300, 8)

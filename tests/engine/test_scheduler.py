@@ -10,14 +10,16 @@ from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import BatchRecord, DispatchRecord
+from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.scheduler import Scheduler
-from jetspec_jax.engine.size import PREFILL_CHUNK, EngineSize
+from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
 
 BUCKET = 16
+# Prompts of a forward, and rows of each.
+CHUNKS = ((1, 128), (2, 64))
 # Tokens of a round, whatever is left.
 STEP = 3
 
@@ -51,20 +53,16 @@ class Device:
             assert not set(pages) & {page for slot in self.left for page in self.pages[slot]}
             self.pages[own.slot], self.prompts[own.slot] = pages, []
         admitted = {own.slot: own for own in batch.admissions}
-        first_tokens = []
+        for own in batch.admissions:
+            if own.active:
+                self.begin(admitted.pop(own.slot))
         for chunk in batch.chunks:
-            assert len(chunk.tokens) == PREFILL_CHUNK
-            prompt = self.prompts[chunk.slot]
-            prompt += chunk.tokens[: chunk.num_tokens].tolist()
-            if chunk.is_last:
-                own = admitted.pop(chunk.slot)
-                assert len(prompt) + own.params.max_tokens <= PAGE_SIZE * len(self.pages[chunk.slot])
-                # Past the end too, as rounds overshoot it.
-                text = text_of(prompt, own.params.max_tokens + STEP)
-                end = next((i + 1 for i, t in enumerate(text) if t in own.stop_ids), own.params.max_tokens)
-                first_tokens.append(text[0])
-                if end > 1:
-                    self.left[chunk.slot] = text[1:], end - 1
+            assert chunk.tokens.shape in CHUNKS
+            assert len(set(chunk.slots.tolist())) == len(chunk.tokens)
+            for slot, tokens, count, ready in zip(*map(np.ndarray.tolist, chunk), strict=True):
+                self.prompts[slot] = [*self.prompts.get(slot, ()), *tokens[:count]]
+                if ready:
+                    self.begin(admitted.pop(slot))
         assert not admitted, "an admission without its prompt"
         tokens, sizes = [], []
         while self.left and len(tokens) < batch.rounds:
@@ -76,13 +74,23 @@ class Device:
                 if end <= STEP:
                     del self.left[slot]
             tokens.append(row)
-        record = DispatchRecord(
+        return DispatchRecord(
             batch.bucket,
+            batch.live,
             None,
             np.array(tokens, np.int32).reshape(-1, self.slots, STEP),
             np.array(sizes, np.int32).reshape(-1, self.slots),
         )
-        return BatchRecord(tuple(first_tokens), record)
+
+    def begin(self, own):
+        """Its prompt is whole."""
+        prompt = [*self.prompts[own.slot], own.anchor]
+        assert own.remaining == own.params.max_tokens
+        assert len(prompt) + own.remaining <= PAGE_SIZE * len(self.pages[own.slot])
+        # Past the end too, as rounds overshoot it.
+        text = text_of(prompt, own.remaining + STEP)
+        end = next((i + 1 for i, t in enumerate(text) if t in own.stop_ids), own.remaining)
+        self.left[own.slot] = text, end
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def made():
 
     def make(slots=2, pages=8, capacity=256, policy=None):
         policy = FixedBudget(BUCKET) if policy is None else policy
-        return Scheduler(EngineSize(slots, capacity, pages), policy), Device(slots)
+        return Scheduler(EngineSize(slots, capacity, pages, CHUNKS), policy), Device(slots)
 
     return make
 
@@ -115,17 +123,13 @@ def assert_served(own):
     assert own.finish_reason == "length"
 
 
-@pytest.mark.parametrize("place", ["prompt", "round"])
-def test_a_token_that_is_no_choice_is_an_error(made, place):
+def test_a_token_that_is_no_choice_is_an_error(made):
     """Nothing of such a batch is handed out."""
     scheduler, device = made()
     own = request(5, 9)
     scheduler.add(own)
     record = device.run(scheduler.next_batch(1))
-    if place == "prompt":
-        record = record._replace(first_tokens=(NO_CHOICE,))
-    else:
-        record.dispatch.tokens[0, own.slot, 1] = NO_CHOICE
+    record.tokens[0, own.slot, 1] = NO_CHOICE
     with pytest.raises(ValueError, match="the target's logits are not numbers"):
         scheduler.take(record)
     assert own.tokens == []
@@ -136,9 +140,9 @@ def test_what_an_idle_slot_holds_does_not_matter(made):
     own = request(5, 9)
     scheduler.add(own)
     record = device.run(scheduler.next_batch(1))
-    record.dispatch.tokens[0, 1 - own.slot] = NO_CHOICE
+    record.tokens[0, 1 - own.slot] = NO_CHOICE
     scheduler.take(record)
-    assert own.tokens == text_of(own.prompt, 1 + STEP)
+    assert own.tokens == text_of(own.prompt, STEP)
 
 
 def test_a_pool_hands_out_each_page_once():
@@ -258,8 +262,8 @@ def test_a_slot_is_cleared_once(made):
 @pytest.mark.parametrize(
     ("most", "stop", "tokens", "reason", "lengths"),
     [
-        (1, None, 1, "length", []),
-        (9, 0, 1, "stop", []),
+        (1, None, 1, "length", [3]),
+        (9, 0, 1, "stop", [3]),
         (9, 4, 5, "stop", [3, 3]),
         (8, None, 8, "length", [3, 3, 3]),
         (5, 4, 5, "stop", [3, 3]),  # on the last that is allowed
@@ -294,7 +298,7 @@ def test_a_request_may_be_cancelled_anywhere(made):
     scheduler.cancel(late)
     assert scheduler.take(device.run(batch)) == []
     got = [len(own.tokens) for own in (runs, flies, waits, late)]
-    assert got == [4, 4, 0, 1]
+    assert got == [3, 3, 0, 0]
     assert [own.slot for own in step(scheduler, device).admissions] == [stays.slot]
     finish(scheduler, device)
     assert_served(stays)
@@ -339,9 +343,9 @@ def test_the_policy_decides_and_is_told(made):
     scheduler.add(request(5, 8))
     assert step(scheduler, device, 2)[-2:] == (32, 2)
     assert step(scheduler, device, 9)[-2:] == (32, 5)
-    # Before its first token a request has all rounds' tokens before it, and its whole prompt in the stores.
-    assert policy.told[0] == ([LiveSlot(150, 29, True, True), LiveSlot(4, 7, False, False)], 1)
-    assert policy.told[1] == ([LiveSlot(156, 23, True, True), LiveSlot(10, 1, False, False)], 1)
+    # All of a prompt but its last token is in the stores when its first round begins.
+    assert policy.told[0] == ([LiveSlot(149, 30, True, True), LiveSlot(3, 8, False, False)], 1)
+    assert policy.told[1] == ([LiveSlot(155, 24, True, True), LiveSlot(9, 2, False, False)], 1)
     assert [len(record.tokens) for record in policy.records] == [2, 5]
     assert {record.bucket for record in policy.records} == {32}
 
@@ -355,7 +359,7 @@ def plain_leaves(value):
 
 def test_records_can_go_to_another_process(made):
     scheduler, device = made()
-    own = request(PREFILL_CHUNK + 3, 20, stop_ids=(4, 2), temperature=0.5, top_k=3, stop=("x",))
+    own = request(131, 20, stop_ids=(4, 2), temperature=0.5, top_k=3, stop=("x",))
     own.routing = Routing.of_one({"task": "math"})
     scheduler.add(own)
     batch = scheduler.next_batch()
@@ -370,4 +374,6 @@ def test_records_can_go_to_another_process(made):
     assert admission.stop_ids == (2, 4)
     assert admission.params.stop == ()
     assert admission.pages.tolist() == own.pages + [NO_PAGE] * (4 - len(own.pages))
-    assert (first.is_last, first.num_tokens, last.is_last, last.num_tokens) == (False, PREFILL_CHUNK, True, 3)
+    assert (admission.anchor, admission.length, admission.active, admission.remaining) == (130, 0, False, 20)
+    assert [chunk.counts.tolist() for chunk in (first, last)] == [[128], [2]]
+    assert [chunk.ready.tolist() for chunk in (first, last)] == [[False], [True]]

@@ -178,7 +178,6 @@ class Requests:
         for name in {pick(rng, names) for _ in range(int(rng.integers(1, 4)))}:
             settings[name] = pick(rng, SETTINGS[name] if rng.random() < 0.3 else ANYTHING)
         what.append(_cut(settings))
-        # One token comes from the prompt's own forward, so that no round is compiled for each of them.
         params = SamplingParams(max_tokens=1)
         if names is OF_A_TREE:
             return _completions(generate_tree(self.target, self.head, [[1, 2]], params, **settings))

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jetspec_jax import SamplingParams, generate
 from jetspec_jax.cache.paged import PagedStore
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.inspect.agreement import steering, unequal
 from pallas_kernels import shards
 from tests.decode.compilations import compilations
 from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
@@ -56,15 +58,28 @@ def run(engine, prompts=PROMPTS, params=PARAMS):
 
 
 def agree(engine):
-    """What is whole on every device has the same bits on all of them."""
-    state, flight = engine.runner.state, engine.runner.in_flight
-    whole = dataclasses.replace(state, stores=(), proposer=None), flight.records, flight.first_tokens
-    for array in jax.tree.leaves(whole):
-        parts = [np.asarray(shard.data) for shard in array.addressable_shards]
-        assert len(parts) == PARTS
-        for part in parts:
-            assert part.shape == array.shape
-            assert part.tobytes() == parts[0].tobytes()
+    """What steers decoding is whole on every device, with the same bits on all of them."""
+    arrays = steering(engine.runner)
+    assert unequal(arrays) == []
+    leaves = jax.tree.leaves(arrays)
+    assert len(leaves) > 16
+    assert {len(array.addressable_shards) for array in leaves} == {PARTS}
+
+
+@pytest.mark.parametrize("other", [-0.0, np.nan, 1.0])
+def test_one_bit_on_one_device(other):
+    mesh = mesh_of(1, PARTS)
+    values = [np.zeros(3, np.float32) for _ in range(PARTS)]
+    values[2][1] = other
+
+    def spread(values):
+        parts = [jax.device_put(own, device) for own, device in zip(values, mesh.devices.flat, strict=True)]
+        return jax.make_array_from_single_device_arrays((3,), NamedSharding(mesh, PartitionSpec()), parts)
+
+    same = spread(values[:1] * PARTS)
+    split = jax.device_put(np.zeros(8), NamedSharding(mesh, PartitionSpec(shards.TENSOR)))
+    tree = {"tokens": same, "lengths": [same, spread(values)], "tree": split}
+    assert unequal(tree) == ["['lengths'][1]", "['tree']"]
 
 
 def test_after_every_dispatch(engine):
@@ -93,7 +108,8 @@ def test_slots_change_hands_where_they_lie(engine):
     pages, settings = jax.tree.map(
         lambda array: np.asarray(array)[0], (state.slots.block_tables, state.settings)
     )
-    state = decoder.insert(state, np.int32(1), pages, settings)
+    begins = np.int32(5), np.int32(0), np.bool_(True)
+    state = decoder.insert(state, np.int32(1), pages, settings, *begins)
     assert shardings(state) == lies
     state = decoder.release(state, np.int32(1))
     assert shardings(state) == lies

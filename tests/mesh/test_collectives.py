@@ -27,12 +27,13 @@ def lowered(config, head, mesh, *, prompt=False):
             SLOTS, num_pages=8, pages_per_slot=4, page_size=16, dtype=jnp.dtype(jnp.float32)
         )
     )
-    number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, bool))
     if not prompt:
-        return decoder.program.lower(decoder, weights, state, number)
-    chunk = jax.ShapeDtypeStruct((8,), jnp.int32)
+        return decoder.program.lower(decoder, weights, state, jax.ShapeDtypeStruct((), jnp.int32))
+    chunk, numbers, flags = (
+        jax.ShapeDtypeStruct(*own) for own in (((2, 8), jnp.int32), ((2,), jnp.int32), ((2,), bool))
+    )
     own = config, proposer, None, mesh
-    return prefill.lower(*own, weights, state, number, chunk, number, flag)
+    return prefill.lower(*own, weights, state, numbers, chunk, numbers, flags)
 
 
 # A dense family, a mixture, one whose layers add two terms at once, one with recurrent layers.

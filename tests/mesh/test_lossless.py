@@ -11,7 +11,6 @@ from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import Experts
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
 from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
-from jetspec_jax.engine.size import PREFILL_CHUNK
 from pallas_kernels.expert_choice import RouterRule
 from tests.decode.compilations import compilations
 from tests.decode.ties import TIE, first_difference, gap_of_difference
@@ -49,7 +48,7 @@ def demo_prompts():
 def demo():
     """The target on one device, prompts, and what it makes of each of them alone."""
     target, prompts = load_target(DEMO_TARGET, dtype="float32"), demo_prompts()
-    assert max(map(len, prompts)) > 2 * PREFILL_CHUNK
+    assert max(map(len, prompts)) > 2 * 128
     alone = [generate(target, [prompt], own)[0] for prompt, own in zip(prompts, PARAMS, strict=True)]
     return target, prompts, [completion.token_ids for completion in alone]
 

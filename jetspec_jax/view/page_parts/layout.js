@@ -103,10 +103,10 @@ function mostThatFit(nodes, panel, least, place) {
   return [Infinity, 96, 64, 48, 40, 32, 26, 20, 15, 11, 8, 5, 3].find(most => scaleOf(most) >= wanted) ?? 0;
 }
 
-// Tokens generated after a number of rounds, and after as many passes of plain decoding. Both begin with the
-// token that comes with the prompt, and neither goes beyond the request's end.
+// Tokens generated after a number of rounds, and after as many passes of plain decoding; neither goes beyond the
+// request's end.
 function reached(data, rounds) {
   const all = data.token_ids.length;
-  const committed = data.accept_lengths.slice(0, rounds).reduce((sum, count) => sum + count, 1);
-  return {tree: Math.min(committed, all), plain: Math.min(rounds + 1, all), all};
+  const committed = data.accept_lengths.slice(0, rounds).reduce((sum, count) => sum + count, 0);
+  return {tree: Math.min(committed, all), plain: Math.min(rounds, all), all};
 }

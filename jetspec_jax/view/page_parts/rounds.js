@@ -39,7 +39,6 @@ function drawRace(round) {
 
 function show(number) {
   const count = data.rounds.length;
-  if (!count) return showNothing();
   current = Math.max(1, Math.min(number, count));
   const round = data.rounds[current - 1];
   $("slider").max = count;
@@ -51,15 +50,6 @@ function show(number) {
   drawRace(round);
   drawTree(round);
   if (location.hash !== `#round=${current}`) history.replaceState(null, "", `#round=${current}`);
-}
-
-function showNothing() {
-  $("where").textContent = "no round: the only token came with the prompt";
-  document.querySelectorAll("nav :not(output), main > section").forEach(part => { part.hidden = true; });
-  for (const kind of ["tree", "plain"]) {
-    $(`${kind}-count`).textContent = many(data.token_ids.length, "token");
-    drawText(`${kind}-text`, data.token_ids.length, []);
-  }
 }
 
 // Plays from the round that is shown, or from the first if that is the last.

@@ -1,0 +1,78 @@
+"""Decodes as `generate` and `generate_tree` do, and looks after every launch whether all devices agree."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from bench.common.workload import Workload
+from jetspec_jax import Completion, DecodeWeights, Head, Target
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.planning import plan_requests
+from jetspec_jax.engine.serving import complete, groups_of
+from jetspec_jax.inspect.agreement import WatchedEngine, unequal
+
+
+@dataclass
+class Agreement:
+    """What was seen of the arrays that must be whole and equal on all devices that share a model.
+
+    Attributes:
+        devices: On how many.
+        arrays: How many there were, at most.
+        launches: After how many it was looked.
+        unequal: Those that differed after any launch.
+    """
+
+    devices: int = 1
+    arrays: int = 0
+    launches: int = 0
+    unequal: set[str] = field(default_factory=set)
+
+    def look(self, steering: Any) -> None:
+        """Takes in the arrays of a launch, if several devices have them."""
+        arrays = jax.tree.leaves(steering)
+        devices = len(arrays[0].devices())
+        if devices > 1:
+            self.devices, self.arrays = devices, max(self.arrays, len(arrays))
+            self.launches += 1
+            self.unequal.update(unequal(steering))
+
+    def entry(self) -> dict[str, Any] | None:
+        """What a report says of it; None where one device decoded."""
+        return None if self.devices == 1 else {**vars(self), "unequal": sorted(self.unequal)}
+
+
+def decode(
+    target: Target,
+    head: Head | None,
+    work: Workload,
+    settings: TreeSettings,
+    *,
+    max_slots: int,
+    implementation: str | None,
+    agreement: Agreement,
+) -> list[Completion]:
+    """Completions of the prompts.
+
+    Args:
+        target: The target, and its copies.
+        head: Its head; None decodes plainly.
+        work: The prompts.
+        settings: The trees.
+        max_slots: Most prompts that decode at the same time, with each copy.
+        implementation: Of tree attention.
+        agreement: Told what was seen after every launch.
+    """
+    routing = None if head is None else work.routing
+    served = {"max_slots": max_slots, "implementation": implementation}
+    plan, requests = plan_requests(target, head, settings, work.ids, work.params, routing, **served)
+    engines = []
+    try:
+        for group in groups_of(target, head)[: len(requests)]:
+            weights = DecodeWeights(group.target.weights, None if group.head is None else group.head.weights)
+            engines.append(WatchedEngine(plan.on(group.target.mesh), weights, agreement.look))
+        return complete(engines, requests, target.tokenizer)
+    finally:
+        for engine in engines:
+            engine.close()

@@ -1,0 +1,53 @@
+"""``python -m bench train``: a step of training, on one device and on several."""
+
+import json
+
+import pytest
+
+from bench.__main__ import main
+from tests.meshes import need_devices
+
+TINY = ["--shape", "tiny", "--window", "16", "--anchors", "2", "--batch", "4", "--chunk", "8", "--steps", "1"]
+
+
+def report_of(path, *words):
+    assert main(["train", *TINY, *words, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """One device, though there are more."""
+    return report_of(tmp_path_factory.mktemp("one") / "train.json")
+
+
+def test_one_device(one):
+    assert (one["devices"], one["batch"], one["batch_per_device"]) == (1, 4, 4)
+    assert one["mesh"] == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+    assert one["tokens_per_second"] == pytest.approx(4 * 16 / one["step_seconds"])
+    assert len(one["peak_memory_bytes_of_devices"]) == 1
+    assert "parallel" not in one["command"]
+
+
+@pytest.mark.parametrize("words", ["--fsdp 4 --tensor-parallel 2", "--data-parallel -1 --tensor-parallel 2"])
+def test_several_devices_compute_the_same_step(one, tmp_path, words):
+    """With the same batch on all of them together; two of them share the target."""
+    need_devices(8)
+    report = report_of(tmp_path / "train.json", *words.split())
+    assert (report["devices"], report["batch"], report["batch_per_device"]) == (8, 4, 1)
+    assert report["mesh"]["data"] * report["mesh"]["fsdp"] == 4
+    assert report["mesh"]["tensor"] == 2
+    assert report["loss_value"] == pytest.approx(one["loss_value"], rel=1e-5)
+    assert len(report["peak_memory_bytes_of_devices"]) == 8
+    assert report["operations"] == one["operations"]
+    assert words in report["command"]
+
+
+def test_meshes_that_do_not_fit_are_refused(refusal):
+    need_devices(8)
+    assert "does not divide 8 devices" in refusal("train", "--shape", "tiny", "--data-parallel", "3")
+    said = refusal("train", "--shape", "tiny", "--tensor-parallel", "8")
+    assert "8 devices cannot split the model: 2 KV heads for 4 query heads over 8 parts" in said
+    assert "for models with experts" in refusal("train", *TINY, "--expert-parallel", "2")
+    said = refusal("train", "--shape", "tiny", "--batch", "4", "--data-parallel", "8")
+    assert "a batch of 4 sequences does not divide" in said

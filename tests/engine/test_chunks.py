@@ -1,0 +1,66 @@
+"""Which parts of which prompts one forward takes in."""
+
+import numpy as np
+import pytest
+
+from jetspec_jax.engine.chunks import next_chunk, whole_prompts
+from jetspec_jax.engine.size import chunks_for
+
+SHAPES = ((1, 128), (1, 1024), (8, 128))
+
+
+def prompts_of(*lengths):
+    """By slot; no two tokens are equal."""
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(len(lengths) + 3)[: len(lengths)].tolist()
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.int32)
+    return dict(zip(slots, np.split(tokens, np.cumsum(lengths)[:-1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ((1,), (1, 128)),
+        ((128,), (1, 128)),
+        ((300,), (1, 128)),
+        ((700,), (1, 1024)),
+        ((5000,), (1, 1024)),
+        ((100, 100), (1, 128)),
+        ((128,) * 4, (8, 128)),
+        ((5000,) * 8, (1, 1024)),
+        ((3,) * 8, (8, 128)),
+    ],
+)
+def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
+    left = prompts_of(*lengths)
+    chunk = next_chunk(left, SHAPES, 11)
+    assert chunk.tokens.shape == shape
+    assert chunk.slots.tolist()[: len(lengths)] == list(left)[: shape[0]]
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700), (0, 3)]
+)
+def test_prompts_come_whole_and_in_order(lengths):
+    left, seen = prompts_of(*lengths), {}
+    for chunk in whole_prompts(left, SHAPES, len(lengths) + 8):
+        assert len(set(chunk.slots.tolist())) == len(chunk.slots)
+        assert chunk.counts.any()
+        for slot, tokens, count, ready in zip(*chunk, strict=True):
+            assert not tokens[count:].any()
+            assert not (ready and not count)
+            if count:
+                own = seen.setdefault(int(slot), [])
+                own += tokens[:count].tolist()
+                assert ready == (len(own) == len(left[int(slot)]))
+    assert seen == {slot: tokens.tolist() for slot, tokens in left.items() if len(tokens)}
+
+
+def test_usual_shapes():
+    """None has more prompts than there are slots, and a CPU compiles one program."""
+    for slots in (1, 7, 8, 64):
+        assert chunks_for(slots, gpu=False) == ((1, 128),)
+        shapes = chunks_for(slots, gpu=True)
+        assert all(prompts <= slots for prompts, _ in shapes)
+        assert (1, 1024) in shapes
+    assert (8, 128) in shapes
