@@ -19,6 +19,7 @@ from jetspec_jax.device.memory import Bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
+from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
@@ -252,19 +253,25 @@ def make_request(
     index: int = 0,
 ) -> Request:
     """A request of one completion, number ``index`` of its prompt; draws a seed if it has none."""
-    stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)}
+    stop_ids = stop_ids_of(target, params)
     if params.seed is None:
         params = replace(params, seed=draw_seed())
     return Request(
         prompt.ids,
         params,
-        frozenset(stop_ids),
+        stop_ids,
         settings.budget,
         decoder.depth if settings.depth is None else settings.depth,
         Routing.of_one(hints),
         text=prompt.text,
         index=index,
+        matcher=matcher_for(target, params, stop_ids),
     )
+
+
+def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
+    """All tokens that end a request."""
+    return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,7 @@ def check_request(
         capacity: Tokens that a slot can hold; None is the target's whole context.
 
     Raises:
+        ImportError: It has a grammar, and llguidance is not installed.
         TypeError: Something is of a wrong type.
         ValueError: What is wrong with it.
     """
@@ -325,6 +333,7 @@ def check_request(
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
+    matcher_for(target, params, stop_ids_of(target, params))  # while it can still be said whose grammar it is
     return CheckedRequest(read, replace(params, max_tokens=most), most)
 
 

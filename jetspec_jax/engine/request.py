@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.engine.pages import pages_for
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -25,6 +26,7 @@ class Request:
         routing: What is known of it, for algorithms that look at that; None is nothing.
         text: What its prompt was made of; None if it was token ids.
         index: Which of its prompt's completions it is.
+        matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -46,6 +48,7 @@ class Request:
     routing: Routing | None = None
     text: str | None = None
     index: int = 0
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -113,3 +116,14 @@ class Request:
             self.accept_lengths.append(len(tokens))
             self.tree_sizes.append(tree_size)
             self.take(tokens)
+
+    def follow(self) -> None:
+        """Takes its tokens through its grammar, if it has one.
+
+        Raises:
+            ValueError: The grammar has no way on.
+        """
+        if self.matcher is not None:
+            self.matcher.advance(self.tokens[self.matcher.count :])
+            if self.matcher.problem is not None:
+                raise ValueError(f"structured_outputs: {self.matcher.problem}")

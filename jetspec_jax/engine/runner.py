@@ -16,6 +16,7 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, Sl
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
@@ -99,6 +100,9 @@ class Runner:
         timed = timed and not batch.chunks and batch.bucket in self._compiled
         started = time.perf_counter() if timed else None
         run, records = decode or decoder.decode, None
+        if batch.matchers:
+            assert decode is None, "whoever looks at rounds has no grammar"
+            run = ConstrainedRounds(decoder, batch.matchers)
         if batch.rounds:
             with self._compiling(batch.bucket):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
@@ -206,7 +210,9 @@ class Runner:
             yield
             return
         what = f"the round of {program} nodes"
-        if isinstance(program, tuple):
+        if isinstance(program, ConstrainedRounds):
+            what = f"the three parts of a round of {program.decoder.bucket} nodes"
+        elif isinstance(program, tuple):
             prompts, rows = program
             what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
         with waiting(f"compiling {'the plain step' if program == 1 else what}"):

@@ -105,6 +105,7 @@ class Scheduler:
             tuple(range(self.size.slots)),
             choice.bucket,
             choice.rounds if most_rounds is None else min(choice.rounds, most_rounds),
+            {own.slot: own.matcher for own in self._members if own.matcher is not None},
         )
 
     def take(self, dispatch: DispatchRecord) -> list[Request]:
@@ -121,6 +122,8 @@ class Scheduler:
             sizes = dispatch.tree_sizes[ran, request.slot].tolist()
             for tokens, count, size in zip(own.tolist(), (own >= 0).sum(axis=1).tolist(), sizes, strict=True):
                 request.take_round(tokens[:count], size)
+        for request in served:
+            request.follow()
         self._members = []
         self.policy.observe(dispatch)
         return served

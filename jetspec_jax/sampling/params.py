@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 #: Between these a float32 logit divided by the temperature is finite, and 0 only if it was.
 COLDEST, HOTTEST = 1e-30, 1e30
@@ -33,10 +34,11 @@ class SamplingParams:
         n: Completions of the prompt. The first has the seed, each other one a seed made of it and its index.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, in the text.
         skip_special_tokens: Leave special tokens out of the text.
+        structured_outputs: A form that the text must have; None is any.
 
     Raises:
         TypeError: A setting is of a wrong type.
-        ValueError: A setting is out of its range.
+        ValueError: A setting is out of its range, or two contradict each other.
     """
 
     temperature: float = 0.0
@@ -51,6 +53,7 @@ class SamplingParams:
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Checks every setting, and brings it into one form."""
@@ -74,6 +77,11 @@ class SamplingParams:
         checked |= {name: check_flag(name, getattr(self, name)) for name in flags}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.structured_outputs is not None:
+            kind = "StructuredOutputsParams or None"
+            check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams, kind)
+            if self.ignore_eos:
+                raise ValueError("structured_outputs and ignore_eos contradict: a form that is complete ends the text")
 
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, which has a seed of its own."""
