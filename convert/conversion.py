@@ -70,9 +70,8 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     checkpoint = _source(source, "huggingface")
     to = parse_dtype(dtype)
     left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
-    with checkpoint.opened(to) as arrays:
-        files = converted_files(checkpoint.folder)
-        write_orbax(destination, checkpoint.kind, files, nnx.traversals.unflatten_mapping(arrays))
+    arrays, files = checkpoint.opened(to), converted_files(checkpoint.folder)
+    write_orbax(destination, checkpoint.kind, files, nnx.traversals.unflatten_mapping(arrays))
     return _conversion(checkpoint, destination, "orbax", arrays.values(), left_out)
 
 
@@ -101,16 +100,16 @@ def to_huggingface(
     refuse_existing(Path(destination))
     checkpoint = _source(source, "orbax")
     to = parse_dtype(dtype)
-    with checkpoint.opened(to) as arrays:
-        save_checkpoint(
-            destination,
-            checkpoint.raw,
-            nnx.traversals.unflatten_mapping(arrays),
-            dtype=None,
-            extra_files=converted_files(checkpoint.folder),
-            max_shard_bytes=max_shard_bytes,
-            config=checkpoint.config,
-        )
+    arrays = checkpoint.opened(to)
+    save_checkpoint(
+        destination,
+        checkpoint.raw,
+        nnx.traversals.unflatten_mapping(arrays),
+        dtype=None,
+        extra_files=converted_files(checkpoint.folder),
+        max_shard_bytes=max_shard_bytes,
+        config=checkpoint.config,
+    )
     return _conversion(checkpoint, destination, "huggingface", arrays.values())
 
 

@@ -1,11 +1,10 @@
 """What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
 
-import contextlib
 import fnmatch
 import functools
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,8 +53,7 @@ class Checkpoint:
         """What it is: "target" or "draft head"."""
         return "draft head" if isinstance(self.config, DraftHeadConfig) else "target"
 
-    @contextlib.contextmanager
-    def opened(self, dtype: np.dtype | None = None) -> Iterator[dict[ParameterPath, Unread]]:
+    def opened(self, dtype: np.dtype | None = None) -> dict[ParameterPath, Unread]:
         """The parameters, by their paths: none is read before it is needed, and none is kept.
 
         Args:
@@ -64,20 +62,12 @@ class Checkpoint:
         Raises:
             CheckpointError: As for `read_weights` and `read_orbax_weights`; of values, when they are read.
         """
-        allowed = self.allow_nonfinite
-        with contextlib.ExitStack() as stack:
-            parameters: Parameters
-            if self.layout == "orbax":
-                parameters = open_orbax(self.folder, self.config, dtype, allow_nonfinite=allowed)
-            else:
-                stored = open_parameters(self.folder, self.config, dtype, allow_nonfinite=allowed)
-                parameters = stack.enter_context(stored)
-            yield {
-                own.path: Unread(
-                    own.shape, parameters.dtypes[own.path], functools.partial(parameters.read, own)
-                )
-                for own in expected_parameters(self.config)
-            }
+        read = open_orbax if self.layout == "orbax" else open_parameters
+        parameters: Parameters = read(self.folder, self.config, dtype, allow_nonfinite=self.allow_nonfinite)
+        return {
+            own.path: Unread(own.shape, parameters.dtypes[own.path], functools.partial(parameters.read, own))
+            for own in expected_parameters(self.config)
+        }
 
 
 def locate(

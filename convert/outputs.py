@@ -49,9 +49,8 @@ def outputs_of(checkpoint: Checkpoint, target: Checkpoint | None) -> Callable[[W
         return lambda weights: _hidden_states(config, weights)
     assert isinstance(target.config, ModelConfig)  # check_target has seen to it
     tokens = fixed_tokens(target.config)
-    with target.opened() as arrays:
-        module = in_float32(target.config, nnx.traversals.unflatten_mapping(arrays))
-        taps = forward(module, tokens, config.tap_layers).taps
+    module = in_float32(target.config, nnx.traversals.unflatten_mapping(target.opened()))
+    taps = forward(module, tokens, config.tap_layers).taps
     # The anchor comes after the tapped tokens; any token will do.
     return lambda weights: _draft_logits(config, weights, module, taps, tokens[:, 0])
 

@@ -96,11 +96,8 @@ def verify(
     # Where types change, tensors that make up one parameter may have had several: float32 holds them all.
     exact = jnp.dtype(jnp.float32) if to is not None and before.layout == "huggingface" else None
     # The CPU has the memory; a GPU may be smaller than the model.
-    with (
-        jax.default_device(jax.local_devices(backend="cpu")[0]),
-        before.opened(exact) as ours,
-        after.opened() as theirs,
-    ):
+    ours, theirs = before.opened(exact), after.opened()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         outputs = outputs_of(before, drafted_for)
         differing = _differing(before.config, ours, theirs, to)
         first, second = (outputs(nnx.traversals.unflatten_mapping(arrays)) for arrays in (ours, theirs))

@@ -1,6 +1,6 @@
 """Parameters on a mesh: each device's part, made of those rows of a checkpoint's tensors that it needs.
 
-The host holds one device's part of one parameter at a time.
+The host holds two devices' parts of parameters at most: it makes one while the one before is sent.
 """
 
 import functools
@@ -50,6 +50,7 @@ class Placement:
     def __init__(self, config: ModelConfig | DraftHeadConfig, mesh: Mesh):
         """Works out shapes and specs."""
         self.mesh, self._layers = mesh, config if isinstance(config, ModelConfig) else config.layers
+        self._sent: list[jax.Array] = []
         self._specs: Mapping[ParameterPath, PartitionSpec] = nnx.traversals.flatten_mapping(
             parameter_specs(config, mesh)
         )
@@ -87,14 +88,15 @@ class Placement:
         return found
 
     def put(self, parameter: Parameter, make: MakePart) -> jax.Array:
-        """A parameter on all devices of this process, one part after the other."""
+        """A parameter on all devices of this process, one part after the other; they may still be sent."""
         shape, sharding = self._shapes[parameter.path], self.sharding(parameter)
         arrays: dict[Any, jax.Array] = {}
         for part in self.own_parts(parameter):
             values = make(part.rows, part.shape)
-            for device in part.devices:
-                # Waited for, so that the host lets go of one part before it makes the next.
-                arrays[device] = jax.block_until_ready(jax.device_put(values, device))
+            # So that the host lets go of it before it makes the next but one.
+            jax.block_until_ready(self._sent)
+            self._sent = [jax.device_put(values, device) for device in part.devices]
+            arrays |= zip(part.devices, self._sent, strict=True)
             del values
         ordered = [arrays[device] for device in sharding.addressable_devices_indices_map(shape)]
         return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
@@ -156,9 +158,16 @@ class Parameters(Protocol):
 def to_devices(parameters: Parameters, placement: Placement | None) -> Weights:
     """Reads parameters one by one onto the devices where they belong; None is one device."""
     weights: dict[ParameterPath, jax.Array] = {}
+    sent = None
     for parameter in parameters.counted():
         read = functools.partial(parameters.read, parameter)
-        weights[parameter.path] = jnp.asarray(read()) if placement is None else placement.put(parameter, read)
+        if placement is None:
+            values = read()
+            jax.block_until_ready(sent)
+            weights[parameter.path] = sent = jnp.asarray(values)
+            del values
+        else:
+            weights[parameter.path] = placement.put(parameter, read)
     return nnx.traversals.unflatten_mapping(weights)
 
 

@@ -1,8 +1,8 @@
 """Parameters from safetensors, by the key table of their module.
 
 All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
-parameters go one by one from the file to the device, so that the host holds no more than one at a time. For a
-mesh a process reads those rows alone that its own devices need, and holds one device's part at a time.
+parameters go one by one from the file to the device. The host holds two at most: it makes one while the one
+before is sent. For a mesh a process reads those rows alone that its own devices need, likewise part by part.
 """
 
 import contextlib
@@ -10,21 +10,22 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.checkpoint.content import CheckpointError, content_of, read_object
+from jetspec_jax.checkpoint.copying import SMALL, THREADS, Copies, all_finite
 from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.parts import Placement, check_blocks, take_rows, to_devices
+from jetspec_jax.checkpoint.tensor_file import TensorFile
 from jetspec_jax.checkpoint.tensor_plan import (
     TIED,
     Parameter,
@@ -37,7 +38,7 @@ from jetspec_jax.checkpoint.tensor_plan import (
 )
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
-from jetspec_jax.models.key_table import Key, OwnRows
+from jetspec_jax.models.key_table import Each, Key, OwnRows
 from jetspec_jax.progress import unseen
 
 INDEX = "model.safetensors.index.json"
@@ -46,13 +47,6 @@ INDEX = "model.safetensors.index.json"
 _COMPARED_BYTES = 64 * 2**20
 
 _log = logging.getLogger("jetspec_jax")
-
-
-class Shard(NamedTuple):
-    """An open file of a checkpoint."""
-
-    path: Path
-    file: Any
 
 
 def read_weights(
@@ -84,12 +78,12 @@ def read_weights(
         FileNotFoundError: There are no weights.
     """
     placement = None if mesh is None else Placement(config, mesh)
-    with open_parameters(folder, config, dtype, placement, allow_nonfinite=allow_nonfinite) as parameters:
-        # A second copy of the embedding is compared with it, so it does not count as unread.
-        unused = parameters.plan.unused.items()
-        if left := [f"{len(names)} ({reason})" for reason, names in unused if reason != TIED.reason]:
-            _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
-        return to_devices(parameters, placement)
+    parameters = open_parameters(folder, config, dtype, placement, allow_nonfinite=allow_nonfinite)
+    # A second copy of the embedding is compared with it, so it does not count as unread.
+    unused = parameters.plan.unused.items()
+    if left := [f"{len(names)} ({reason})" for reason, names in unused if reason != TIED.reason]:
+        _log.warning("%s: tensors left unread: %s", folder, ", ".join(left))
+    return to_devices(parameters, placement)
 
 
 def read_parameters(
@@ -105,12 +99,11 @@ def read_parameters(
         CheckpointError: As for `read_weights`; before the first parameter, but for values.
         FileNotFoundError: Likewise.
     """
-    with open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite) as parameters:
-        for parameter in parameters.counted():
-            yield parameter.path, parameters.read(parameter)
+    parameters = open_parameters(folder, config, dtype, allow_nonfinite=allow_nonfinite)
+    for parameter in parameters.counted():
+        yield parameter.path, parameters.read(parameter)
 
 
-@contextlib.contextmanager
 def open_parameters(
     folder: Path,
     config: ModelConfig | DraftHeadConfig,
@@ -118,28 +111,27 @@ def open_parameters(
     placement: Placement | None = None,
     *,
     allow_nonfinite: bool = False,
-) -> Iterator["StoredParameters"]:
+) -> "StoredParameters":
     """The parameters of a folder, to be read in any order; all but their values is checked by then.
 
     Raises:
         CheckpointError: As for `read_weights`.
         FileNotFoundError: Likewise.
     """
-    with contextlib.ExitStack() as stack:
-        files, headers = _open(folder, stack)
-        plan = headers.plan(config)
-        with content_of(folder):
-            if placement is not None:
-                check_blocks(plan.sources, placement)
-            if dtype is None:
-                dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
-            else:
-                dtypes = [dtype] * len(plan.sources)
-        paths = [source.parameter.path for source in plan.sources]
-        types = {path: dtype_of(config, path, own) for path, own in zip(paths, dtypes, strict=True)}
-        parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
-        parameters.check_copies()
-        yield parameters
+    files, headers = _open(folder)
+    plan = headers.plan(config)
+    with content_of(folder):
+        if placement is not None:
+            check_blocks(plan.sources, placement)
+        if dtype is None:
+            dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
+        else:
+            dtypes = [dtype] * len(plan.sources)
+    paths = [source.parameter.path for source in plan.sources]
+    types = {path: dtype_of(config, path, own) for path, own in zip(paths, dtypes, strict=True)}
+    parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
+    parameters.check_copies()
+    return parameters
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ class StoredParameters:
     """
 
     folder: Path
-    files: Mapping[str, Shard]
+    files: Mapping[str, TensorFile]
     plan: TensorPlan
     dtypes: Mapping[ParameterPath, np.dtype]
     placement: Placement | None
@@ -178,13 +170,17 @@ class StoredParameters:
     ) -> np.ndarray:
         """A parameter, or a device's part of it, for which no other rows are read; see `Parameters`."""
         value = np.empty(parameter.shape if shape is None else shape, self.dtypes[parameter.path])
-        for key in self._keys[parameter.path]:
-            try:
-                self._fill(value, key, rows)
-            except (ValueError, SafetensorError) as error:
-                where = self.files[key.name].path.name
-                raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
-        if not (self.allow_nonfinite or is_finite(value)):
+        with ThreadPoolExecutor(THREADS) as pool:
+            threads = None if value.nbytes < SMALL else pool
+            copies = [(key, Copies(threads)) for key in self._keys[parameter.path]]
+            for key, own in copies:
+                with self._naming(key):
+                    self._fill(value, key, rows, own.begin)
+            for key, own in copies:
+                with self._naming(key):
+                    own.end()
+            finite = self.allow_nonfinite or all_finite(value, threads)
+        if not finite:
             raise CheckpointError(self._nonfinite(parameter, value, rows))
         return value
 
@@ -210,20 +206,28 @@ class StoredParameters:
     def _tensors(self, key: Key, rows: OwnRows | None) -> tuple[Key, list[np.ndarray]] | None:
         """The tensors of an entry as far as rows need them, and the entry of those; None is nothing."""
         if rows is None:
-            return key, [self.files[name].file.get_tensor(name) for name in key.names]
+            return key, [self.files[name].tensor(name) for name in key.names]
         found = key.of_part(rows)
         if found is None:
             return None
         entry, wanted = found
-        slices = [self.files[name].file.get_slice(name) for name in key.names]
-        return entry, [take_rows(*each) for each in zip(slices, wanted, strict=True)]
+        tensors = [self.files[name].tensor(name) for name in key.names]
+        return entry, [take_rows(*each) for each in zip(tensors, wanted, strict=True)]
 
-    def _fill(self, value: np.ndarray, key: Key, rows: OwnRows | None) -> None:
+    def _fill(self, value: np.ndarray, key: Key, rows: OwnRows | None, each: Each) -> None:
         """Fills what an entry is of a parameter, or of a part of it."""
         if (found := self._tensors(key, rows)) is not None:
             entry, tensors = found
-            with np.errstate(over="ignore"):  # what overflows is not finite, and is named then
-                entry.from_file(value, *tensors)
+            entry.from_file(value, *tensors, each=each)
+
+    @contextlib.contextmanager
+    def _naming(self, key: Key) -> Iterator[None]:
+        """Says of what is wrong with an entry's tensors which they are."""
+        try:
+            yield
+        except ValueError as error:
+            where = self.files[key.name].path.name
+            raise CheckpointError(f"{self.folder}: {', '.join(key.names)}: {error} ({where})") from error
 
     def _nonfinite(self, parameter: Parameter, value: np.ndarray, rows: OwnRows | None) -> str:
         """What to say of a parameter that is not finite: which of its tensors, as stored or as read."""
@@ -232,7 +236,7 @@ class StoredParameters:
             if found is not None and not key.scales and not is_finite(found[1][0]):
                 return f"{path}: {key.name} holds values that are not finite"
             alone = np.zeros(value.shape, value.dtype)
-            self._fill(alone, key, rows)
+            self._fill(alone, key, rows, Copies(None).begin)
             if not is_finite(alone):
                 largest = float(jnp.finfo(value.dtype).max)
                 return (
@@ -276,8 +280,7 @@ def read_headers(folder: Path) -> Headers:
         CheckpointError: A file is corrupt; or the weights are pickled.
         FileNotFoundError: There are no weights.
     """
-    with contextlib.ExitStack() as stack:
-        return _open(folder, stack)[1]
+    return _open(folder)[1]
 
 
 def has_weights(folder: Path) -> bool:
@@ -353,37 +356,25 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> tuple[dict[str, Shard], Headers]:
+def _open(folder: Path) -> tuple[dict[str, TensorFile], Headers]:
     """Opens all shards: the file that holds each stored tensor, by the tensor's name, and all headers."""
     paths = _shards(folder)
-    opened = [_open_file(path, stack) for path in paths]
-    tensors, wrong = merge_shards([stored for _, stored in opened], _weight_map(folder))
-    files = {name: shard for shard, stored in opened for name in stored}
+    opened = [TensorFile.open(path) for path in paths]
+    tensors, wrong = merge_shards([file.stored for file in opened], _weight_map(folder))
+    files = {name: file for file in opened for name in file.stored}
     return files, Headers(str(folder), tensors, wrong, sum(path.stat().st_size for path in paths))
 
 
-def _open_file(path: Path, stack: contextlib.ExitStack) -> tuple[Shard, dict[str, Stored]]:
-    check_regular(path)
-    try:
-        file = stack.enter_context(safe_open(path, framework="numpy"))
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-    return Shard(path, file), {
-        name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
-    }
-
-
 def _equal(
-    name: str, other: str, files: Mapping[str, Shard], ranges: Sequence[tuple[int, int]], width: int
+    name: str, other: str, files: Mapping[str, TensorFile], ranges: Sequence[tuple[int, int]], width: int
 ) -> bool:
     """Whether ranges of rows of two matrices hold the same values, of whatever types; some at a time."""
     step = max(1, _COMPARED_BYTES // (4 * width))
     starts = [(begin, stop) for start, stop in ranges for begin in range(start, stop, step)]
-    slices = [files[own].file.get_slice(own) for own in (name, other)]
+    tensors = [files[own].tensor(own) for own in (name, other)]
     bar = tqdm(starts, desc=f"comparing {name}", unit=" parts", delay=1, disable=unseen(), leave=False)
     for begin, stop in bar:
-        ours, theirs = (part[begin : min(begin + step, stop)] for part in slices)
+        ours, theirs = (own[begin : min(begin + step, stop)] for own in tensors)
         # Bits first: they are mostly the same, and are compared many times faster than bfloat16 values.
         if ours.dtype == theirs.dtype and np.array_equal(ours.view(np.uint8), theirs.view(np.uint8)):
             continue

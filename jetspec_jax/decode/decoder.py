@@ -1,7 +1,7 @@
 """Decoding as a caller's own program would run it: slots, prefill, and dispatches of many rounds.
 
-Shapes: B slots, N nodes (the bucket), D draft depth, C tokens of a chunk, T pages per slot; P pages of the
-pool, or prompts of a prefill.
+Shapes: B slots, L live ones, N nodes (the bucket), D draft depth, C tokens of a chunk, T pages per slot;
+P pages of the pool, or prompts of a prefill.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import ArrayLike, Bool, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import empty_stores
@@ -27,6 +27,8 @@ from jetspec_jax.decode.state import (
     SlotSettings,
     insert,
     join,
+    pick,
+    put,
     release,
     split,
 )
@@ -48,7 +50,7 @@ class TreeDecoder(Round):
         settings = SlotSettings.of(params, stop_ids, ...)
         state = decoder.insert(state, slot, pages, settings, prompt[-1], length, active)
         state = decoder.prefill(weights, state, slots, tokens, counts, ready)
-        state, records = decoder.decode(weights, state, rounds)
+        state, records = decoder.decode(weights, state, rounds, live)
 
     All that take and return a state donate the one they are given, but for those of a round.
 
@@ -140,7 +142,11 @@ class TreeDecoder(Round):
         return prefill(*settings, weights, state, slots, tokens, counts, ready)
 
     def decode(
-        self, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        rounds: Int[ArrayLike, ""],
+        live: Int[ArrayLike, "L"] | None = None,
     ) -> tuple[DecodeState, RoundRecord]:
         """Runs up to ``rounds`` rounds without returning to the host. ``state`` is donated.
 
@@ -148,14 +154,17 @@ class TreeDecoder(Round):
             weights: The parameters.
             state: The state.
             rounds: How many rounds, at most ``max_rounds``; fewer run when no slot is active any more.
+            live: The slots that may decode, each once and in any order; the others keep their state and cost
+                nothing. Every number of them is a program. None is all B.
 
         Returns:
-            The state, and the records ``[max_rounds, B, ...]``, with no tokens for rounds that did not run.
+            The state, and the records ``[max_rounds, L, ...]`` of the live slots in their order, with no
+            tokens for rounds that did not run.
         """
         # JAX takes compiler options of the outermost program alone: inside of another the loop is part of it.
         inside = isinstance(state.anchors, Tracer)
         program = self.program.__wrapped__ if inside else self.program
-        return program(self, weights, state, rounds)
+        return program(self, weights, state, rounds, *(() if live is None else (live,)))
 
     @property
     def program(self) -> Any:
@@ -173,10 +182,14 @@ def _split_state(decoder: TreeDecoder, *sizes: Any) -> Callable[[], DecodeState]
 
 
 def _decode(
-    decoder: TreeDecoder, weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+    decoder: TreeDecoder,
+    weights: DecodeWeights,
+    state: DecodeState,
+    rounds: Int[ArrayLike, ""],
+    live: Int[ArrayLike, "L"] | None = None,
 ) -> tuple[DecodeState, RoundRecord]:
     def dispatch(
-        weights: DecodeWeights, state: DecodeState, rounds: Int[ArrayLike, ""]
+        weights: DecodeWeights, state: DecodeState, rounds: Int[Array, ""], *live: Int[Array, "L"]
     ) -> tuple[DecodeState, RoundRecord]:
         # What no round changes is made before the loop: XLA would make some of it in every round.
         if decoder.proposer is not None:
@@ -185,6 +198,8 @@ def _decode(
         def step(state: DecodeState) -> tuple[DecodeState, RoundRecord]:
             return decoder.round(weights, state)
 
-        return repeat_rounds(step, state, rounds, most=decoder.max_rounds)
+        own = pick(state, live[0]) if live else state
+        own, records = repeat_rounds(step, own, rounds, most=decoder.max_rounds)
+        return put(state, live[0], own) if live else own, records
 
-    return decoder.on_mesh(dispatch)(weights, state, rounds)
+    return decoder.on_mesh(dispatch)(weights, state, rounds, *(() if live is None else (live,)))

@@ -47,7 +47,10 @@ class Proposer(Protocol):
     def propose(
         self, weights: Any, state: Any, target: Transformer, anchors: Int[Array, "B"], slots: Slots
     ) -> Float[Array, "B D V"]:
-        """Draft logits: row d is the distribution of the token at depth d + 1 below the anchor."""
+        """Draft logits: row d is the distribution of the token at depth d + 1 below the anchor.
+
+        ``slots`` may be any selection of the batch; ``slots.numbers`` say which.
+        """
         ...
 
     def commit(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, time
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
 
-#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds.
-Decode = Callable[[DecodeWeights, DecodeState, np.int32], tuple[DecodeState, RoundRecord]]
+#: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
+#: slots where they are not all.
+Decode = Callable[..., tuple[DecodeState, RoundRecord]]
 _COSTS: dict[tuple[object, ...], RoundCosts] = {}
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
@@ -69,8 +70,8 @@ class Runner:
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
-        # Buckets of rounds, and shapes of forwards of prompts.
-        self._compiled: set[int | tuple[int, ...]] = set()
+        # What programs have been called: the kind, and what they are for.
+        self._compiled: set[tuple[str, int, int]] = set()
 
     def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
@@ -80,7 +81,8 @@ class Runner:
             decode: What runs the rounds; None is the decoder of the batch's bucket.
             timed: Whether `collect` follows as soon as the rounds end.
         """
-        decoder = self.decoders[batch.bucket]
+        decoder, kind = self.decoders[batch.bucket], "masked rounds" if batch.matchers else "rounds"
+        rounds = kind, len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -96,20 +98,26 @@ class Runner:
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
         for chunk in batch.chunks:
             self._prefill(chunk)
-        # Rounds that wait for a prompt or for the compiler are not timed.
-        timed = timed and not batch.chunks and batch.bucket in self._compiled
+        # Rounds that wait for a prompt, for the compiler or for the host are not timed.
+        timed = timed and not batch.chunks and not batch.matchers and rounds in self._compiled
         started = time.perf_counter() if timed else None
         run, records = decode or decoder.decode, None
         if batch.matchers:
             assert decode is None, "whoever looks at rounds has no grammar"
             run = ConstrainedRounds(decoder, batch.matchers)
         if batch.rounds:
-            with self._compiling(batch.bucket):
-                self.state, records = run(self.weights, self.state, np.int32(batch.rounds))
+            own = self._live(batch.live)
+            with self._compiling(rounds):
+                self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, started)
 
+    def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""
+        everyone = tuple(slots) == tuple(range(self.size.slots))
+        return () if everyone else (np.array(slots, np.int32),)
+
     def _prefill(self, chunk: Chunk) -> None:
-        with self._compiling(chunk.tokens.shape):
+        with self._compiling(("prompts", *chunk.tokens.shape)):
             self.state = self.decoder.prefill(self.weights, self.state, *chunk)
 
     def compile_chunks(self) -> None:
@@ -167,11 +175,18 @@ class Runner:
             _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
         return _COSTS[key]
 
-    def time_dispatch(self, bucket: int, context: int, rounds: int) -> float:
+    def time_dispatch(self, bucket: int, context: int, rounds: int, live: int | None = None) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
 
         What the slots' pages hold is of no use afterwards.
+
+        Args:
+            bucket: Nodes of a tree, root included.
+            context: Committed tokens of each slot.
+            rounds: How many.
+            live: How many slots are live; None is all.
         """
+        live = self.size.slots if live is None else live
         decoder, free = self.decoders[bucket], self.state
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
@@ -193,8 +208,9 @@ class Runner:
         kept = jax.tree.map(jnp.copy, replace(free, stores=(), proposer=None))
         state = jax.block_until_ready(state)
         started = time.perf_counter()
-        with self._compiling(bucket):
-            state, records = decoder.decode(self.weights, state, np.int32(rounds))
+        with self._compiling(("rounds", live, bucket)):
+            own = self._live(range(live))
+            state, records = decoder.decode(self.weights, state, np.int32(rounds), *own)
         with together(decoder.mesh):
             jax.device_get(records)
         seconds = time.perf_counter() - started
@@ -204,17 +220,18 @@ class Runner:
         return seconds
 
     @contextlib.contextmanager
-    def _compiling(self, program: int | tuple[int, ...]) -> Iterator[None]:
+    def _compiling(self, program: tuple[str, int, int]) -> Iterator[None]:
         """Says on a terminal what is compiled, where this engine calls a program for the first time."""
         if program in self._compiled:
             yield
             return
-        what = f"the round of {program} nodes"
-        if isinstance(program, ConstrainedRounds):
-            what = f"the three parts of a round of {program.decoder.bucket} nodes"
-        elif isinstance(program, tuple):
-            prompts, rows = program
-            what = f"the forward of {rows} rows of {'a prompt' if prompts == 1 else f'{prompts} prompts'}"
-        with waiting(f"compiling {'the plain step' if program == 1 else what}"):
+        kind, count, size = program
+        if kind == "prompts":
+            what = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
+        else:
+            what = "the plain step" if size == 1 else f"the round of {size} nodes"
+            what = f"the parts of {what}" if kind == "masked rounds" else what
+            what += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
+        with waiting(f"compiling {what}"):
             yield
         self._compiled.add(program)

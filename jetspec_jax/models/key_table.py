@@ -1,7 +1,7 @@
 """Key tables: which tensor of a published checkpoint is which parameter of ours."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,15 @@ import numpy as np
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layout import Layout, parse_layout
 from jetspec_jax.models.mxfp4 import BLOCK, BLOCK_BYTES, packed_shapes, widen
+
+#: Calls a function with each of some things.
+Each = Callable[[Callable[[Any], None], Iterable[Any]], None]
+
+
+def one_by_one(function: Callable[[Any], None], things: Iterable[Any]) -> None:
+    """One after the other."""
+    for thing in things:
+        function(thing)
 
 
 class OwnRows(NamedTuple):
@@ -174,23 +183,32 @@ class Key:
         numbers = starts // BLOCK
         return entry, [[*others, numbers, np.arange(BLOCK_BYTES)], [*others, numbers]]
 
-    def from_file(self, parameter: np.ndarray, *tensors: np.ndarray) -> None:
+    def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
         """Fills (this part of) a parameter from the file's tensors, in the order of `names`.
 
+        Args:
+            parameter: The parameter.
+            *tensors: The tensors.
+            each: Copies the parts that it is filled in, of which none touches another.
+
         Raises:
-            ValueError: An MXFP4 scale is not a number.
+            ValueError: An MXFP4 scale is not a number; where and when ``each`` copies.
         """
         view = self._view(parameter)
         tiles = parse_layout(self.layout).tiles(view) if self.layout and view.ndim > 1 else [...]
         if self.scales:
             blocks = tensors[0].reshape(*view.shape[:-1], -1, BLOCK_BYTES)
             scales = tensors[1].reshape(*view.shape[:-1], -1)
-            for tile in tiles:
+
+            def copy(tile: Any) -> None:
                 view[tile] = widen(blocks[tile], scales[tile], view.dtype)
         else:
             tensor = tensors[0].reshape(view.shape)
-            for tile in tiles:
+
+            def copy(tile: Any) -> None:
                 view[tile] = tensor[tile]
+
+        each(copy, tiles)
 
     def to_file(self, parameter: np.ndarray) -> np.ndarray:
         """The file's tensor for a parameter: the inverse of `from_file`. MXFP4 is not written."""

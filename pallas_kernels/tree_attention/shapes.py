@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class AttentionShape:
     """One attention layer of a model family, and the calls that serving it makes.
 
-    `rows` are block sizes: plain decoding, the tree buckets and a prompt chunk. `prefixes` are
+    `rows` are block sizes: plain decoding, the tree buckets and prompt chunks. `prefixes` are
     committed lengths, all whole pages.
     """
 
@@ -18,7 +18,7 @@ class AttentionShape:
     window: int | None = None
     sinks: bool = False
     page: int = 64
-    rows: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512)
+    rows: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512, 1024)
     prefixes: tuple[int, ...] = (1024, 8192, 32768)
 
 

@@ -231,7 +231,7 @@ class TestCommand:
     def test_modules_follow_the_embedding(self, pair):
         """What float32 outputs of bfloat16 weights rest on."""
         checkpoint = locate(pair / "target")
-        with checkpoint.opened() as arrays:
-            module = outputs.in_float32(checkpoint.config, nnx.traversals.unflatten_mapping(arrays))
-            assert module.layers[0].mlp.down_proj[...].dtype == jnp.bfloat16
-            assert outputs.forward(module, outputs.fixed_tokens(module.config)).hidden.dtype == jnp.float32
+        arrays = nnx.traversals.unflatten_mapping(checkpoint.opened())
+        module = outputs.in_float32(checkpoint.config, arrays)
+        assert module.layers[0].mlp.down_proj[...].dtype == jnp.bfloat16
+        assert outputs.forward(module, outputs.fixed_tokens(module.config)).hidden.dtype == jnp.float32

@@ -39,7 +39,7 @@ class OracleProposer:
         return ()
 
     def propose(self, weights, state, target, anchors, slots):
-        return self.rows(weights, jnp.arange(anchors.shape[0]), slots.lengths)
+        return self.rows(weights, slots.numbers, slots.lengths)
 
     def prepare(self, weights):
         return weights

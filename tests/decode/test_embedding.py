@@ -74,7 +74,7 @@ def test_signatures_that_users_rely_on():
     )
     assert names(jj.tree.build_tree)[:2] == ["draft_logits", "root_tokens"]
     assert names(jj.tree.accept) == ["tree", "choices", "max_depth"]
-    assert names(jj.TreeDecoder.decode)[1:] == ["weights", "state", "rounds"]
+    assert names(jj.TreeDecoder.decode)[1:] == ["weights", "state", "rounds", "live"]
     assert [f.name for f in jj.tree.TokenTree.__dataclass_fields__.values()] == [
         *("tokens", "parents", "depths", "scores", "num_nodes"),
     ]

@@ -19,6 +19,7 @@ from jetspec_jax import (
 from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -27,7 +28,9 @@ from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, workspace_bytes
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
+    HYBRID,
     TINY,
     TinyEngine,
     head_config,
@@ -177,6 +180,27 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
     # The stores are written in place.
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "config"),
+    [((1, 1024), TINY), ((4, 128), TINY), wide((1, 1024), HYBRID), wide((4, 128), HYBRID)],
+    ids=["long", "many", "recurrent, long", "recurrent, many"],
+)
+def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
+    """Of the largest forward of prompts, where rounds are small."""
+    config = dataclasses.replace(config, max_position_embeddings=2048)
+    decoder = decoder_for(config, 16)
+    size = EngineSize.of(config, 4, 256, chunks=(chunk,))
+    weights = DecodeWeights(*(weights_of(abstract(own)) for own in (config, head_config(config))))
+    state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
+    shapes = (chunk[:1], jnp.int32), (chunk, jnp.int32), (chunk[:1], jnp.int32), (chunk[:1], bool)
+    own = config, decoder.proposer, "xla", None
+    lowered = prefill.lower(*own, weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    plan = lowered.compile().memory_analysis()
+    estimate = workspace_bytes(decoder, size, FLOAT32)
+    assert plan.temp_size_in_bytes <= estimate <= 4 * plan.temp_size_in_bytes
+    assert estimate > workspace_bytes(decoder, dataclasses.replace(size, chunks=((1, 16),)), FLOAT32)
 
 
 def test_an_engine_that_does_not_fit_is_refused(device):

@@ -48,11 +48,13 @@ LAUNCHES = {
 }
 
 
-# A sliding and a full layer; a dense one, and two with experts and their bounds.
+# A tree, and the largest chunks of prompts. A sliding and a full layer; a dense one, and two with experts and
+# their bounds.
+@pytest.mark.parametrize("block", [(1, 64), (1, 1024), wide((8, 128))], ids=str)
 @pytest.mark.parametrize(
     ("raw", "layers"), [wide(GPT_OSS_20B, (0, 1)), (GEMMA4_26B_A4B, (4, 5)), wide(HUB_TEXT, (0, 43, 44))]
 )
-def test_kernels(monkeypatch, raw, layers):
+def test_kernels(monkeypatch, raw, layers, block):
     """As many as there should be, and norms hand them their weights as they are stored."""
     monkeypatch.setattr(dispatch, "gpu_problem", lambda: None)
     config = parse_model_config(raw)
@@ -61,14 +63,15 @@ def test_kernels(monkeypatch, raw, layers):
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), weights_of(abstract(config))
     )
     stores = jax.eval_shape(lambda: empty_stores(config, 32, 64, jnp.dtype(jnp.bfloat16)))
-    slots = jax.eval_shape(lambda: Slots.of(jnp.zeros((1, 32), jnp.int32), jnp.zeros(1, jnp.int32)))
+    batch = block[0]
+    slots = jax.eval_shape(lambda: Slots.of(jnp.zeros((batch, 32), jnp.int32), jnp.zeros(batch, jnp.int32)))
 
     def forward(weights, stores, slots, tokens):
         model, block = bind(config, weights), Block.chain(tokens)
         positions = block.positions(slots.lengths)
         return model.logits(model(tokens, positions, attend_over(stores, slots, block)).hidden)
 
-    program = lower_for_gpu(forward, weights, stores, slots, jax.ShapeDtypeStruct((1, 64), jnp.int32))
+    program = lower_for_gpu(forward, weights, stores, slots, jax.ShapeDtypeStruct(block, jnp.int32))
     launches = Counter(re.findall(r'name = "(\w+)"', program))
     expected = LAUNCHES[config.model_type]
     assert {name: launches[name] for name in expected} == expected

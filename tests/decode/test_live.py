@@ -1,0 +1,191 @@
+"""Some slots of a state by themselves: prompts that are prefilled together, and live slots."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
+from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.engine.chunks import whole_prompts
+from jetspec_jax.models import abstract, weights_of
+from tests.decode.compilations import compilations
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import HYBRID, TINY, head_config, random_target, with_windows
+from tests.decode.waves import with_nan
+from tests.marks import wide
+
+FLOAT32 = jnp.dtype(jnp.float32)
+SLOTS, PAGE, PAGES, CHUNK = 4, 8, 12, 16
+# Stores with pages, rings beside them, and recurrent states.
+CONFIGS = {"paged": TINY, "rings": with_windows(TINY, 6, None, 20), "recurrent": HYBRID}
+LENGTHS, NEW = (5, 1, 40, 17), 30
+PROMPTS = [np.random.default_rng(i).integers(0, 64, length).tolist() for i, length in enumerate(LENGTHS)]
+PARAMS = [
+    SamplingParams(max_tokens=NEW, temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(SLOTS)
+]
+
+
+class Case:
+    """A target, the oracle that knows what it will say, and a decoder of trees."""
+
+    def __init__(self, config):
+        self.target = random_target(config, 7)
+        oracle = OracleProposer(config.vocab_size)
+        longer = [dataclasses.replace(own, max_tokens=NEW + oracle.depth + 1) for own in PARAMS]
+        # Each alone, plainly.
+        found = [generate(self.target, [p], own)[0].token_ids for p, own in zip(PROMPTS, longer, strict=True)]
+        self.expected = [tokens[:NEW] for tokens in found]
+        truth = plant([[*p, *tokens] for p, tokens in zip(PROMPTS, found, strict=True)], 128)
+        self.weights = DecodeWeights(self.target.weights, truth)
+        self.decoder = TreeDecoder(config, oracle, 16, width=2, max_rounds=32)
+
+    def begin(self, shapes=((1, CHUNK), (2, CHUNK))):
+        """All slots after their prompts; what no commit has written is NaN."""
+        decoder = self.decoder
+        state = decoder.empty_state(
+            SLOTS, num_pages=SLOTS * PAGES, pages_per_slot=PAGES, page_size=PAGE, dtype=FLOAT32
+        )
+        state = dataclasses.replace(state, stores=with_nan(state.stores))
+        pages = np.random.default_rng(0).permutation(SLOTS * PAGES).astype(np.int32).reshape(SLOTS, PAGES)
+        for slot, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            settings = SlotSettings.of(params, (), vocab_size=64, budget=16, depth=decoder.depth)
+            begins = np.int32(prompt[-1]), np.int32(0), np.bool_(len(prompt) == 1)
+            state = decoder.insert(state, np.int32(slot), pages[slot], settings, *begins)
+        left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in enumerate(PROMPTS)}
+        for chunk in whole_prompts(left, shapes, SLOTS):
+            state = decoder.prefill(self.weights, state, *chunk)
+        return state
+
+    def serve(self, state, turns, rounds=2):
+        """The tokens of all slots, whose dispatches are for these slots in turn; and the state."""
+        tokens = [[] for _ in range(SLOTS)]
+        for live in turns:
+            if not state.active.any():
+                break
+            own = np.array(live, np.int32)
+            state, records = self.decoder.decode(self.weights, state, np.int32(rounds), own)
+            assert records.tokens.shape[1] == len(live)
+            for place, slot in enumerate(live):
+                tokens[slot] += [
+                    t for t in np.asarray(records.tokens[:, place]).reshape(-1).tolist() if t >= 0
+                ]
+        return [own[:NEW] for own in tokens], state
+
+
+@pytest.fixture(scope="module", params=[wide("paged"), "rings", "recurrent"])
+def case(request):
+    return Case(CONFIGS[request.param])
+
+
+def kept(state):
+    """What a state holds of each slot, without its pages' places: bits of what is committed."""
+    return jax.tree.map(np.asarray, (state.slots.lengths, state.anchors, state.active))
+
+
+def test_prompts_that_are_prefilled_together(case):
+    """In any number, beside a prompt that has ended, one that has no token to prefill, and longer ones."""
+    alone = case.begin([(1, CHUNK)])
+    for shapes in ([(2, CHUNK)], [(1, CHUNK), (3, 24)]):
+        state = case.begin(shapes)
+        jax.tree.map(np.testing.assert_array_equal, kept(state), kept(alone))
+        assert state.slots.lengths.tolist() == [length - 1 for length in LENGTHS]
+        assert state.active.all()
+        tokens, _ = case.serve(state, [(3, 1), (0, 2)] * 40)
+        assert tokens == case.expected
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(2,), (3, 0), (1,), (0, 2)],
+        [(3, 1), (0, 2)],
+        wide([(3, 1, 0, 2)]),
+        wide([(2, 0, 3), (1, 2)]),
+    ],
+    ids=str,
+)
+def test_live_slots_in_any_order(case, turns):
+    """Also such as have ended, which idle beside the others."""
+    tokens, state = case.serve(case.begin(), turns * 40)
+    assert tokens == case.expected
+    assert not state.active.any()
+    assert state.slots.lengths.tolist() == [length - 1 + NEW for length in LENGTHS]
+    assert state.slots.numbers.tolist() == list(range(SLOTS))
+
+
+@pytest.mark.wide
+def test_all_by_name_is_all(case):
+    """Bit for bit: the records, and the state but for what nobody ever reads."""
+    decoder, rounds = case.decoder, np.int32(5)
+    expected, seen = decoder.decode(case.weights, case.begin(), rounds)
+    state, records = decoder.decode(case.weights, case.begin(), rounds, np.arange(SLOTS, dtype=np.int32))
+    jax.tree.map(np.testing.assert_array_equal, (state, records), (expected, seen))
+    assert records.counts.max() > 3
+
+
+def test_the_others_keep_every_bit(case):
+    before = case.begin()
+    held = jax.tree.map(np.asarray, (before.slots, before.anchors, before.settings, before.active))
+    states = [np.asarray(store.state) for store in before.stores if hasattr(store, "state")]
+    state, _ = case.decoder.decode(case.weights, before, np.int32(3), np.array([2, 1], np.int32))
+    after = jax.tree.map(np.asarray, (state.slots, state.anchors, state.settings, state.active))
+    for slot in (0, 3):
+        jax.tree.map(lambda a, b, s=slot: np.testing.assert_array_equal(a[s], b[s]), after, held)
+        own = [np.asarray(store.state) for store in state.stores if hasattr(store, "state")]
+        for ours, theirs in zip(own, states, strict=True):
+            np.testing.assert_array_equal(ours[slot], theirs[slot])
+    assert (after[0].lengths[[1, 2]] > held[0].lengths[[1, 2]]).all()
+
+
+def test_each_number_of_live_slots_is_one_program(case):
+    state = case.begin()
+    for live in ((1, 0), (2,)):
+        state, _ = case.decoder.decode(case.weights, state, np.int32(1), np.array(live, np.int32))
+    with compilations() as seen:
+        for live in ((2, 3), (0,), (0, 1)):
+            state, _ = case.decoder.decode(case.weights, state, np.int32(2), np.array(live, np.int32))
+        case.begin()
+    assert seen == []
+
+
+@pytest.mark.parametrize("program", ["live", wide("all"), "prefill"])
+@pytest.mark.parametrize("kind", [wide("paged"), "rings", "recurrent"])
+def test_no_store_is_copied(kind, program):
+    """States are gathered before the loop and scattered after it, once; what has pages stays where it is."""
+    config, slots, live, pages = CONFIGS[kind], 5, 2, 37
+    weights = DecodeWeights(*(weights_of(abstract(own)) for own in (config, head_config(config))))
+    decoder = TreeDecoder(config, DraftHeadProposer(head_config(config)), 16, width=3)
+    size = {"num_pages": pages, "pages_per_slot": 23, "page_size": 16, "dtype": FLOAT32}
+    state = jax.eval_shape(lambda: decoder.empty_state(slots, **size))
+    shaped = jax.ShapeDtypeStruct
+    some = shaped((live,), jnp.int32)
+    if program == "prefill":
+        chunk = some, shaped((live, 32), jnp.int32), some, shaped((live,), bool)
+        lowered = prefill.lower(config, decoder.proposer, None, None, weights, state, *chunk)
+    else:
+        own = () if program == "all" else (some,)
+        lowered = decoder.program.lower(decoder, weights, state, shaped((), jnp.int32), *own)
+    text = lowered.compile().as_text()
+    heads, length = TINY.layers[0].num_kv_heads, TINY.layers[0].head_dim
+    shapes = []
+    for count in {pages, *(store.k.shape[0] for store in state.stores if hasattr(store, "ring"))}:
+        rows = count * 16
+        shapes.append(rf"{count},16,{heads},{length}|{rows},{heads},{length}|{rows},{heads * length}")
+    states = [store.state.shape for store in state.stores if hasattr(store, "state")]
+    shapes += [",".join(map(str, shape)) for shape in states]
+    for shape in shapes:
+        assert re.search(rf"f32\[({shape})\]", text)
+        assert re.findall(rf"= f32\[({shape})\]\S* copy(?:-start)?\(.*", text) == []
+    # Whatever touches the states of all slots stands outside of the rounds' loop, which is the largest.
+    if kind == "recurrent" and program == "live":
+        state_shape = state.stores[1].state.shape[1:]
+        whole = rf"f32\[{slots},{','.join(map(str, state_shape))}\]"
+        names = re.findall(r"body=%?([\w.]+)", text)
+        bodies = [re.search(rf"%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)[0] for name in names]
+        rounds = max(bodies, key=len)
+        assert f"= f32[{live}," in rounds
+        assert not re.search(rf"= {whole}", rounds)
