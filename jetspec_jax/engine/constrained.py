@@ -4,6 +4,7 @@ Shapes: L live slots, N nodes, D draft depth.
 """
 
 from collections.abc import Mapping, Sequence
+
 import jax
 import numpy as np
 from jaxtyping import Bool, Int, Int32, UInt32

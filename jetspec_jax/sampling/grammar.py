@@ -18,8 +18,6 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 #: Grammars that are kept compiled for each target.
 MOST_KEPT = 64
-# llguidance's names for the kinds that have others.
-_FORMATS = {"json": "json_schema", "json_object": "json_schema"}
 _ALL = np.uint32(0xFFFFFFFF)
 
 
@@ -87,7 +85,11 @@ class Vocabulary:
         kind, text = wanted.source
         limits = LLParserLimits(verbose_errors=False)
         try:
-            grammar = grammar_from(_FORMATS.get(kind, kind), text)  # pyright: ignore[reportArgumentType]
+            if kind in ("json", "json_object"):
+                flexible = not wanted.disable_any_whitespace
+                grammar = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": flexible})
+            else:
+                grammar = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
             raise ValueError(f"structured_outputs: {kind} does not compile: {_words(error)}") from error
         start = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)

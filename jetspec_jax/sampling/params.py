@@ -81,7 +81,9 @@ class SamplingParams:
             kind = "StructuredOutputsParams or None"
             check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams, kind)
             if self.ignore_eos:
-                raise ValueError("structured_outputs and ignore_eos contradict: a form that is complete ends the text")
+                raise ValueError(
+                    "structured_outputs and ignore_eos contradict: a form that is complete ends the text"
+                )
 
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, which has a seed of its own."""

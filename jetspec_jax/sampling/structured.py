@@ -20,7 +20,7 @@ _REPEATS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of a text: exactly one of these, under vLLM's names.
+    """The form of a text: exactly one of the first five, under vLLM's names.
 
     Attributes:
         json: A JSON schema, as a mapping or as text.
@@ -28,6 +28,8 @@ class StructuredOutputsParams:
         choice: Texts of which it is one.
         grammar: A grammar, in Lark's form or in GBNF.
         json_object: True asks for any JSON object.
+        disable_any_whitespace: Of JSON: no spaces and line breaks between its parts. A model may write these
+            without end where they are allowed.
 
     Raises:
         TypeError: Something is of a wrong type.
@@ -38,17 +40,22 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    json_object: bool | None = None
+    json_object: bool | None = False
+    disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
         """Checks what was given, and brings it into one form: text that can be compared and hashed."""
-        if self.json_object is not None:
-            object.__setattr__(self, "json_object", check_flag("json_object", self.json_object) or None)
+        if self.json_object is None:
+            object.__setattr__(self, "json_object", False)
+        for name in ("json_object", "disable_any_whitespace"):
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
         names = ("json", "regex", "choice", "grammar", "json_object")
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             those = " and ".join(given) if given else "none"
             raise ValueError(f"structured_outputs takes exactly one of {', '.join(names)}; given: {those}")
+        if self.disable_any_whitespace and self.json is None and not self.json_object:
+            raise ValueError(f"disable_any_whitespace is for json and json_object, not for {given[0]}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:

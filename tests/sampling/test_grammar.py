@@ -103,6 +103,13 @@ def test_masks_are_what_every_token_says_when_tried(vocabulary, kind):
             {"a", "ab", "é", *(a + b for a in ("a", "ab", "é") for b in ("a", "ab", "é"))},
         ),
         (Wanted(json={"enum": ["12", 12, None]}), {'"12"', "12", "null"}),
+        (
+            Wanted(
+                json={"items": {"enum": [1, "é"]}, "type": "array", "maxItems": 1},
+                disable_any_whitespace=True,
+            ),
+            {"[]", "[1]", '["é"]'},
+        ),
         (Wanted(grammar='start: "a" b\nb: "b" | "c" b?'), {"ab", "ac", "acb", "acc"}),
         (Wanted(regex="(yes)?"), {"", "yes"}),
     ],

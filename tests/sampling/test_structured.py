@@ -24,6 +24,7 @@ def test_equal_forms_are_equal_and_hashable():
         ({}, "exactly one of json, regex, choice, grammar, json_object; given: none"),
         ({"json_object": False}, "given: none"),
         ({"regex": "a", "choice": ["a"]}, "given: regex and choice"),
+        ({"regex": "a", "disable_any_whitespace": True}, "is for json and json_object, not for regex"),
         ({"json": "{"}, "json is no JSON schema"),
         ({"json": "[" * 100_000}, "json is no JSON schema"),
         ({"json": '{"a": ' * 5000 + "1" + "}" * 5000}, "json is no JSON schema"),
