@@ -22,6 +22,7 @@ from bench.common.timing import compile_seconds, median, seconds_of
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.device.mesh import WHOLE, everywhere, make_mesh
+from jetspec_jax.device.peers import say_apart
 from pallas_kernels import shards
 
 #: How XLA is told to compile the loop: by default, and with its own kernel for small sums in place of NCCL's.
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(arguments, 1, "rows", "features", "turns", "repeats")
     check_writable(arguments.json, make_folder=True)
     mesh, dtype = make_mesh(arguments.tensor_parallel), resolve_dtype(arguments.dtype)
+    say_apart((mesh,))
     rows = []
     with tqdm(total=len(arguments.rows) * (1 + len(WAYS)), unit="loop") as bar:
         for count in arguments.rows:

@@ -29,6 +29,7 @@ from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import Group, Option
 from jetspec_jax.device.mesh import describe_mesh
 from jetspec_jax.device.partition import check_partition
+from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import Weights
 from train.loop.fit import Fit
@@ -104,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     given = MESH.given(arguments)
     mesh = make_mesh(MeshSettings(**given)) if given else one_device()
+    say_apart((mesh,))
     objective = Objective(loss=arguments.loss, anchors=anchors, chunk=arguments.chunk)
     loss = distillation_loss(shape.head, shape.target, objective, dtype, remat=arguments.remat)
     # A rate of zero: the weights stay random, and the optimiser does all of its work.

@@ -117,6 +117,7 @@ class Scene:
             slots=Slots.of(
                 jnp.asarray(pages.reshape(self.batch, -1)), jnp.full(self.batch, self.context, jnp.int32)
             ),
+            room=jnp.full(self.batch, self.capacity, jnp.int32),
             anchors=jnp.asarray(rng.integers(0, decoder.target.vocab_size, self.batch, np.int32)),
             active=jnp.ones(self.batch, bool),
             settings=jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *settings),

@@ -70,9 +70,11 @@ def round_work(
     drafts = parameters(own) - features
     # Each layer's keys and values of the features, by the projections that the draft slots use too.
     features += own.layers.hidden_size * _token(own.layers)
-    rows = batch * own.block_size
+    # A tree is no deeper than it has nodes, and a causal head's slots do not know of those after them.
+    depth = min(own.depth, budget - 1)
+    rows = batch * (1 + (depth if own.causal else own.depth))
     # Embeddings and logits of the drafts are made by the target's tables, in as many parts as the target.
-    tables = _part(parts, itemsize * (lm_head + rows * target.hidden_size), 2 * batch * own.depth * lm_head)
+    tables = _part(parts, itemsize * (lm_head + rows * target.hidden_size), 2 * batch * depth * lm_head)
     layers = _part(
         head_parts,
         itemsize * (drafts + batch * _prefix(own.layers, context)),

@@ -27,6 +27,7 @@ from jetspec_jax.device.memory import (
 )
 from jetspec_jax.device.mesh import as_mesh, describe_mesh
 from jetspec_jax.device.partition import check_partition, is_split, why_whole
+from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import check_devices, compare, spans
 from jetspec_jax.models import Weights
 
@@ -185,6 +186,7 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
     def needs(mesh: Mesh | None) -> Bytes:
         return {TARGET_WEIGHTS: weight_bytes(config, dtype, mesh)}
 
+    say_apart((mesh, *others))
     for own in (mesh, *others):
         check_memory(
             lambda own=own: needs(own),

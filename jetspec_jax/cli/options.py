@@ -20,6 +20,7 @@ from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.device.groups import say_unused
 from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.mesh import make_mesh
+from jetspec_jax.device.peers import say_apart
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -391,6 +392,7 @@ def parallel_mesh(arguments: argparse.Namespace) -> Mesh | None:
     tensor, expert = (sizes.get(field, 1) for field in PARALLEL[:-1])
     mesh = make_mesh(tensor, expert)
     say_unused((mesh,))
+    say_apart((mesh,))
     return mesh
 
 

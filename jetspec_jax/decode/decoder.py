@@ -25,6 +25,7 @@ from jetspec_jax.decode.state import (
     DecodeWeights,
     RoundRecord,
     SlotSettings,
+    grow,
     insert,
     join,
     pick,
@@ -97,6 +98,7 @@ class TreeDecoder(Round):
             stores=empty_stores(spread(self.target, mesh), num_pages, page_size, dtype, free),
             proposer=None if proposer is None else proposer.empty_state(num_pages, page_size, dtype),
             slots=free,
+            room=jnp.zeros(slots, jnp.int32),
             anchors=jnp.zeros(slots, jnp.int32),
             active=jnp.zeros(slots, bool),
             settings=SlotSettings(
@@ -107,6 +109,7 @@ class TreeDecoder(Round):
                 stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
                 routing=Routing.unsaid(slots),
             ),
+            page_size=page_size,
         )
 
     def insert(
@@ -122,6 +125,13 @@ class TreeDecoder(Round):
         """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
         stores, state = split(state)
         return join(stores, insert(state, slot, pages, settings, anchor, length, active))
+
+    def grow(
+        self, state: DecodeState, slots: Int[ArrayLike, "L"], pages: Int[ArrayLike, "L T"]
+    ) -> DecodeState:
+        """Gives slots more pages: see `jetspec_jax.decode.state.grow`. ``state`` is donated."""
+        stores, state = split(state)
+        return join(stores, grow(state, slots, pages))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
@@ -153,7 +163,8 @@ class TreeDecoder(Round):
         Args:
             weights: The parameters.
             state: The state.
-            rounds: How many rounds, at most ``max_rounds``; fewer run when no slot is active any more.
+            rounds: How many rounds, at most ``max_rounds``; fewer run when no slot decodes any more. One
+                whose next round could commit more than its pages hold pauses until it gets more: see `grow`.
             live: The slots that may decode, each once and in any order; the others keep their state and cost
                 nothing. Every number of them is a program. None is all B.
 
@@ -199,7 +210,7 @@ def _decode(
             return decoder.round(weights, state)
 
         own = pick(state, live[0]) if live else state
-        own, records = repeat_rounds(step, own, rounds, most=decoder.max_rounds)
+        own, records = repeat_rounds(step, decoder.decodes, own, rounds, most=decoder.max_rounds)
         return put(state, live[0], own) if live else own, records
 
     return decoder.on_mesh(dispatch)(weights, state, rounds, *(() if live is None else (live,)))

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from jetspec_jax.decode.state import DecodeState, RoundRecord
 
 
 def repeat_rounds(
     step: Callable[[DecodeState], tuple[DecodeState, RoundRecord]],
+    decodes: Callable[[DecodeState], Bool[Array, "B"]],
     state: DecodeState,
     rounds: Int[ArrayLike, ""],
     *,
@@ -22,6 +23,7 @@ def repeat_rounds(
 
     Args:
         step: One round.
+        decodes: Which slots take part in one.
         state: Where the first begins.
         rounds: How many, at most ``most``.
         most: Static bound on the rounds.
@@ -36,7 +38,7 @@ def repeat_rounds(
 
     def goes_on(carry: tuple[Array, DecodeState, RoundRecord]) -> Array:
         done, state, _ = carry
-        return (done < jnp.minimum(rounds, most)) & jnp.any(state.active)
+        return (done < jnp.minimum(rounds, most)) & jnp.any(decodes(state))
 
     def turn(carry: tuple[Array, DecodeState, RoundRecord]) -> tuple[Array, DecodeState, RoundRecord]:
         done, state, records = carry

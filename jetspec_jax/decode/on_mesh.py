@@ -52,6 +52,7 @@ def state_specs(proposer: Proposer | None, state: DecodeState, mesh: Mesh) -> De
         stores=tuple(store.specs(shards.ALL) for store in state.stores),
         proposer=own,
         slots=WHOLE,
+        room=WHOLE,
         anchors=WHOLE,
         active=WHOLE,
         settings=WHOLE,

@@ -28,7 +28,7 @@ class Proposer(Protocol):
 
     @property
     def depth(self) -> int:
-        """D, the number of rows that `propose` yields."""
+        """D, the number of rows that `propose` can yield."""
         ...
 
     @property
@@ -45,11 +45,18 @@ class Proposer(Protocol):
         ...
 
     def propose(
-        self, weights: Any, state: Any, target: Transformer, anchors: Int[Array, "B"], slots: Slots
+        self,
+        weights: Any,
+        state: Any,
+        target: Transformer,
+        anchors: Int[Array, "B"],
+        slots: Slots,
+        depth: int | None = None,
     ) -> Float[Array, "B D V"]:
         """Draft logits: row d is the distribution of the token at depth d + 1 below the anchor.
 
-        ``slots`` may be any selection of the batch; ``slots.numbers`` say which.
+        ``slots`` may be any selection of the batch; ``slots.numbers`` say which. The first ``depth`` rows are
+        wanted; None is all.
         """
         ...
 
@@ -136,9 +143,13 @@ class DraftHeadProposer:
         target: Transformer,
         anchors: Int[Array, "B"],
         slots: Slots,
+        depth: int | None = None,
     ) -> Float[Array, "B D V"]:
         """One forward of the head over ``[anchor, MASK, MASK, ...]``; the slots' own rows are not kept."""
-        masks = jnp.full((anchors.shape[0], self.depth), self.config.mask_token_id, anchors.dtype)
+        wanted = self.depth if depth is None else depth
+        # A causal head's rows do not know of those after them; another's know of all.
+        rows = wanted if self.config.causal else self.depth
+        masks = jnp.full((anchors.shape[0], rows), self.config.mask_token_id, anchors.dtype)
         tokens = jnp.concatenate([anchors[:, None], masks], axis=1)
         block = Block.chain(tokens, "chain" if self.config.causal else "full")
         attend = attend_over(state, slots, block, implementation=self.implementation)
@@ -146,7 +157,7 @@ class DraftHeadProposer:
         slots_in = target.embed(block.tokens, scaled=self.config.scaled_embeddings)
         hidden = head(slots_in, block.positions(slots.lengths), attend)
         # The anchor's slot drafts nothing: the anchor is known.
-        return target.logits(hidden[:, 1:], capped=self.config.capped_logits)
+        return target.logits(hidden[:, 1 : 1 + wanted], capped=self.config.capped_logits)
 
     def commit(
         self,

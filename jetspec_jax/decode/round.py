@@ -13,13 +13,13 @@ Shapes: B slots, N nodes (the bucket), D draft depth, F tap size, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
@@ -48,7 +48,6 @@ from jetspec_jax.tree import (
     reach_of,
     root_tree,
     top_candidates,
-    tree_buckets,
 )
 
 
@@ -123,7 +122,8 @@ class Round:
         candidates: Tokens of a draft row that are looked at; None is the width, or without one the
             algorithm's own number.
         implementation: Of tree attention; None picks the best.
-        observes: Whether records tell what trees of each smaller bucket would have had accepted.
+        observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
+            no larger than the bucket.
         mesh: The devices that share the models; None is one. What the three parts of a round see is then a
             device's own part: `on_mesh` makes programs of them.
     """
@@ -135,7 +135,7 @@ class Round:
     algorithm: str | Algorithm = DEFAULT_ALGORITHM
     candidates: int | None = None
     implementation: str | None = None
-    observes: bool = False
+    observes: tuple[int, ...] = ()
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
@@ -160,14 +160,24 @@ class Round:
     @property
     def depth(self) -> int:
         """D, the largest depth of the trees; 0 in plain decoding."""
-        return self.proposer.depth if self.proposer is not None and self.bucket > 1 else 0
+        return 0 if self.proposer is None else min(self.proposer.depth, self.bucket - 1)
 
     def on_mesh(self, function: Callable[..., Any], **split: Any) -> Callable[..., Any]:
         """A function of weights, a state and others that all devices run: see `on_mesh`."""
         return on_mesh(self.mesh, self.target, self.proposer, function, **split)
 
+    def decodes(self, state: DecodeState) -> Bool[Array, "B"]:
+        """Slots that take part in the next round: active, and with room for all that it could commit.
+
+        What is committed beyond a request's last token needs none. A slot without room keeps its state.
+        """
+        settings = state.settings
+        deepest = jnp.minimum(jnp.minimum(settings.depth, settings.budget - 1), self.depth)
+        most = jnp.minimum(deepest + 1, settings.remaining)
+        return state.active & (state.slots.lengths + most <= state.room)
+
     def round(self, weights: DecodeWeights, state: DecodeState) -> tuple[DecodeState, RoundRecord]:
-        """One round of speculation over all slots; those that are not active keep their state."""
+        """One round of speculation over all slots; those that do not decode keep their state."""
         tree = self.propose(weights, state).tree
         settled = self.settle(weights, state, tree, self.verify(weights, state, tree))
         return settled.state, settled.record
@@ -179,7 +189,7 @@ class Round:
         target = bind(self.target, weights.target)
         with jax.named_scope("propose"):
             logits = self.proposer.propose(
-                weights.proposer, state.proposer, target, state.anchors, state.slots
+                weights.proposer, state.proposer, target, state.anchors, state.slots, self.depth
             )
             width, looked_at = self.breadth
             candidates = top_candidates(logits, looked_at)
@@ -230,14 +240,15 @@ class Round:
                 own = self.proposer.commit(weights.proposer, own, taps, state.slots, count)
             remaining = state.settings.remaining - count
             stopped = jnp.any(is_stop(accepted.tokens, state.settings.stop_bits), axis=1)
-            after = DecodeState(
+            after = replace(
+                state,
                 stores=stores,
                 proposer=own,
                 # What overshoots a request's end has no page, and no later round of a loop may look for it.
                 slots=state.slots._replace(
                     lengths=state.slots.lengths + jnp.clip(state.settings.remaining, 0, count)
                 ),
-                anchors=jnp.where(state.active, accepted.bonus, state.anchors),
+                anchors=jnp.where(self.decodes(state), accepted.bonus, state.anchors),
                 active=state.active & ~stopped & (remaining > 0),
                 settings=state.settings._replace(remaining=remaining),
             )
@@ -253,7 +264,7 @@ class Round:
             vocab_size=self.target.vocab_size,
         )
         path, _, bonus = accept(tree, choices, max_depth=self.depth)
-        taken = (path >= 0) & state.active[:, None]
+        taken = (path >= 0) & self.decodes(state)[:, None]
         # The choice at every node of the path is the next one's token, and at the last node the bonus.
         tokens = jnp.where(taken, jnp.take_along_axis(choices, jnp.maximum(path, 0), axis=1), -1)
         counts = after_forward(jnp.sum(taken, axis=1, dtype=jnp.int32), choices)
@@ -263,6 +274,7 @@ class Round:
         decodes = accepted.counts > 0
         reach = None
         if self.observes:
-            reach = reach_of(tree.scores, accepted.path, tree_buckets(self.bucket))
+            budgets = [nodes for nodes in self.observes if nodes <= self.bucket]
+            reach = reach_of(tree.scores, accepted.path, budgets)
             reach = jax.tree.map(lambda each: jnp.where(decodes[:, None], each, 0.0), reach)
         return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach)

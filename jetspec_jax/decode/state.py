@@ -5,7 +5,7 @@ Shapes: B slots, L slots of a selection, D draft depth, P pages, T pages per slo
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -97,17 +97,21 @@ class DecodeState:
         stores: The target's committed tokens, one store per layer.
         proposer: The proposer's state; None in plain decoding.
         slots: Where each slot's tokens lie in the stores, and how many they are.
+        room: How many tokens each slot's pages hold.
         anchors: The last token of each slot, not yet in the stores: the root of its next tree.
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
+        page_size: Tokens of a page.
     """
 
     stores: tuple[Store, ...]
     proposer: Any
     slots: Slots
+    room: Int32[Array, "B"]
     anchors: Int32[Array, "B"]
     active: Bool[Array, "B"]
     settings: SlotSettings
+    page_size: int = field(metadata={"static": True})
 
 
 class RoundRecord(NamedTuple):
@@ -146,12 +150,13 @@ def join(stores: Stores, state: DecodeState) -> DecodeState:
 
 def pick(state: DecodeState, numbers: Int[Array, "L"]) -> DecodeState:
     """Some slots, each once and in any order, as a state of their own; what has pages stays whole."""
-    small = state.slots, state.anchors, state.active, state.settings
-    slots, anchors, active, settings = jax.tree.map(lambda all_: all_[numbers], small)
+    small = state.slots, state.room, state.anchors, state.active, state.settings
+    slots, room, anchors, active, settings = jax.tree.map(lambda all_: all_[numbers], small)
     return replace(
         state,
         stores=tuple(store.pick(numbers) for store in state.stores),
         slots=slots,
+        room=room,
         anchors=anchors,
         active=active,
         settings=settings,
@@ -207,10 +212,30 @@ def insert(
             block_tables=state.slots.block_tables.at[slot].set(pages),
             lengths=state.slots.lengths.at[slot].set(length),
         ),
+        room=state.room.at[slot].set(_tokens_in(pages, state.page_size)),
         anchors=state.anchors.at[slot].set(anchor),
         active=state.active.at[slot].set(active),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def grow(state: DecodeState, slots: Int[Array, "L"], pages: Int[Array, "L T"]) -> DecodeState:
+    """Gives slots more pages; those that paused for want of them go on. ``state`` is donated.
+
+    Args:
+        state: The state.
+        slots: Which, each once; a number that is no slot's is nobody.
+        pages: The whole block table of each: pages that a slot had stay where they are in it.
+    """
+    tables = state.slots.block_tables.at[slots].set(pages, mode="drop")
+    room = state.room.at[slots].set(_tokens_in(pages, state.page_size), mode="drop")
+    return replace(state, slots=state.slots._replace(block_tables=tables), room=room)
+
+
+def _tokens_in(pages: Int[Array, "*L T"], page_size: int) -> Int32[Array, "*L"]:
+    """How many tokens block tables have room for."""
+    return page_size * jnp.sum(pages != NO_PAGE, axis=-1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -222,6 +247,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
             block_tables=state.slots.block_tables.at[slot].set(NO_PAGE),
             lengths=state.slots.lengths.at[slot].set(0),
         ),
+        room=state.room.at[slot].set(0),
         active=state.active.at[slot].set(False),
         # A greedy slot: what it sampled by must not keep the batch from its greedy path.
         settings=state.settings._replace(

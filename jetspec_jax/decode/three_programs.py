@@ -63,7 +63,7 @@ def settle(
     """The last part: see `Round.settle`. ``state`` is donated.
 
     Returns:
-        The state, the record of one round, with a leading axis as those of many have, and who goes on.
+        The state, the record of one round with a leading axis as of many, and who decodes in the next.
     """
     program = jit_rounds(_settle, decoder.bucket)
     return program(decoder, weights, state, tree, verified, allowed, *live)
@@ -109,7 +109,7 @@ def _settle(
     ) -> tuple[DecodeState, Any]:
         mine = jax.tree.map(lambda part: part[0], verified)
         after, record, _ = decoder.settle(weights, _picked(state, live), tree, mine, allowed)
-        told = jax.tree.map(lambda one: one[None], record), after.active
+        told = jax.tree.map(lambda one: one[None], record), decoder.decodes(after)
         return put(state, live[0], after) if live else after, told
 
     on_mesh = decoder.on_mesh(own, others=(WHOLE, _EACH, *[WHOLE] * (1 + len(live))))

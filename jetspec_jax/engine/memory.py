@@ -126,17 +126,17 @@ def state_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int
 def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
     """Bytes, from above, that the largest program of a decoder needs beside its arguments while it runs.
 
-    They are: float32 logits ``[B, N, V]`` as often as sampling copies them (or draft logits ``[B, D, V]``,
-    where those are more); the block's rows in the stash of all layers, in the taps, and in what one layer
-    makes of them, for a recurrent one also what its rows are to each other; and, where attention is plain
-    XLA, what it makes in a forward of the target, or of the head if that is more: the head has no windows.
+    They are: float32 logits ``[B, N, V]`` as often as sampling copies them; the block's rows in the stash of
+    all layers, in the taps, and in what one layer makes of them, for a recurrent one also what its rows are
+    to each other; and, where attention is plain XLA, what it makes in a forward of the target, or of the head
+    if that is more: the head has no windows.
 
     Of a mesh a device has its own heads, features and tokens of the vocabulary. What the residual stream and
     the taps take is whole, and so is the noise ``[B, D + 1, V]``, of which each device takes its tokens.
     """
     mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
     target = own_part(decoder.target, mesh)
-    logits = LOGITS_COPIES * slots * max(nodes, decoder.depth) * target.vocab_size
+    logits = LOGITS_COPIES * slots * nodes * target.vocab_size
     if size_of(mesh) > 1:
         logits += NOISE_COPIES * slots * (decoder.depth + 1) * decoder.target.vocab_size
     rows = max(slots * nodes, size.chunk_rows)

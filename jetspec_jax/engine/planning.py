@@ -25,7 +25,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_promp
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, chunks_for, default_capacity, slots_for
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import Auto, Hints, algorithm_of, tree_buckets
+from jetspec_jax.tree import USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
@@ -38,11 +38,14 @@ class EnginePlan:
         decoder: Of the largest trees that it may build.
         size: How much it holds.
         dtype: Of the weights, and so of the stores.
+        least_nodes: Of the smallest trees that "auto" may choose: the more slots decode, the smaller are
+            those that pay.
     """
 
     decoder: TreeDecoder
     size: EngineSize
     dtype: jnp.dtype
+    least_nodes: int = USUAL_LEAST
 
     @property
     def auto(self) -> Auto | None:
@@ -57,9 +60,9 @@ class EnginePlan:
         if auto is None:
             return (self.decoder,)
         plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
+        buckets = tree_buckets(self.decoder.bucket, self.least_nodes)
         trees = (
-            replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=True)
-            for bucket in tree_buckets(self.decoder.bucket)
+            replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=buckets) for bucket in buckets
         )
         return (plain, *trees)
 
@@ -84,8 +87,8 @@ class EnginePlan:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""
         mine, wanted = self.size, other.size
         return (
-            (self.decoder, self.dtype, mine.slots, mine.chunks)
-            == (other.decoder, other.dtype, wanted.slots, wanted.chunks)
+            (self.decoder, self.dtype, self.least_nodes, mine.slots, mine.chunks)
+            == (other.decoder, other.dtype, other.least_nodes, wanted.slots, wanted.chunks)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
@@ -18,7 +19,7 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord
+from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
@@ -68,6 +69,7 @@ class Runner:
         self.weights, self.size, self.dtype = weights, size, dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
+        self._grow(())  # likewise
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
         # What programs have been called: the kind, and what they are for.
@@ -96,6 +98,8 @@ class Runner:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
+        if batch.growths:
+            self._grow(batch.growths)
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
@@ -110,6 +114,14 @@ class Runner:
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, started)
+
+    def _grow(self, growths: Sequence[Growth]) -> None:
+        """All in one call, which costs the host less than one for each."""
+        count, pages = self.size.slots, self.size.pages_per_slot
+        slots, tables = np.full(count, count, np.int32), np.full((count, pages), NO_PAGE, np.int32)
+        for place, own in enumerate(growths):
+            slots[place], tables[place] = own
+        self.state = self.decoder.grow(self.state, slots, tables)
 
     def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""
@@ -198,6 +210,7 @@ class Runner:
                 block_tables=put(tables % self.size.num_pages),
                 lengths=put(np.full(batch, context, np.int32)),
             ),
+            room=put(np.full(batch, 2 * _ENDLESS - 1, np.int32)),
             active=put(np.ones(batch, bool)),
             settings=free.settings._replace(
                 budget=put(np.full(batch, bucket, np.int32)),

@@ -165,7 +165,9 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
             output.update()
             if not seen:
                 continue  # the step collected what an interrupted call had launched
-            yield _of_slot(jax.device_get(seen.pop()), request.slot)
+            passed = jax.device_get(seen.pop())
+            if passed.accepted.counts[request.slot]:  # none while it waits for a page
+                yield _of_slot(passed, request.slot)
     finally:
         engine.cancel(request)
         give_back(target, engine)

@@ -13,6 +13,9 @@ from jaxtyping import Array, Float32, Int
 
 from jetspec_jax.tree.token_tree import BUCKETS, ROOT_INDEX
 
+#: Smaller trees hardly cost less than this where few sequences decode together.
+USUAL_LEAST = 16
+
 
 class Reach(NamedTuple):
     """Drafted tokens accepted with K budgets, as the head expects and as it was; the bonus is not counted.
@@ -26,9 +29,9 @@ class Reach(NamedTuple):
     accepted: Float32[Array, "*rounds K"]
 
 
-def tree_buckets(most: int) -> tuple[int, ...]:
-    """The buckets of drafted trees up to ``most`` nodes: all but the root alone."""
-    return tuple(bucket for bucket in BUCKETS[1:] if bucket <= most)
+def tree_buckets(most: int, least: int = USUAL_LEAST) -> tuple[int, ...]:
+    """Buckets of drafted trees from ``least`` nodes to ``most``, a bucket; or that alone if it is less."""
+    return tuple(bucket for bucket in BUCKETS[1:] if min(least, most) <= bucket <= most)
 
 
 def reach_of(

@@ -10,7 +10,7 @@ ROOT_INDEX = 0
 NO_PARENT = -1
 
 # Static node counts, root included. One program is compiled per bucket; a budget is traced.
-BUCKETS = (1, 16, 32, 64, 128, 256)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @jax.tree_util.register_dataclass

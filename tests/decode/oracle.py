@@ -38,8 +38,8 @@ class OracleProposer:
     def empty_state(self, num_pages, page_size, dtype):
         return ()
 
-    def propose(self, weights, state, target, anchors, slots):
-        return self.rows(weights, slots.numbers, slots.lengths)
+    def propose(self, weights, state, target, anchors, slots, depth=None):
+        return self.rows(weights, slots.numbers, slots.lengths)[:, :depth]
 
     def prepare(self, weights):
         return weights

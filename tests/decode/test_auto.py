@@ -163,8 +163,14 @@ def test_shape_of_the_trees_is_an_option():
         SLIDING, head_config(SLIDING), TreeSettings(32, 3, algorithm=chain), jnp.dtype("float32")
     )
     assert [(own.bucket, own.algorithm, own.observes) for own in plan.decoders] == [
-        (bucket, get_algorithm("chain"), bucket > 1) for bucket in BUCKETS
+        (bucket, get_algorithm("chain"), BUCKETS[1:] if bucket > 1 else ()) for bucket in BUCKETS
     ]
+    # Those that pay where many slots decode; a small budget is a choice between it and plain decoding.
+    small = dataclasses.replace(plan, least_nodes=4)
+    assert [own.bucket for own in small.decoders] == [1, 4, 8, 16, 32]
+    assert {own.observes for own in small.decoders[1:]} == {(4, 8, 16, 32)}
+    four = dataclasses.replace(plan, decoder=dataclasses.replace(plan.decoder, bucket=4))
+    assert [own.bucket for own in four.decoders] == [1, 4]
     plain = dataclasses.replace(plan.decoder, bucket=1)
     assert dataclasses.replace(plan, decoder=plain).decoders == (plain,)
 

@@ -1,4 +1,4 @@
-"""Some slots of a state by themselves: prompts that are prefilled together, and live slots."""
+"""Some slots of a state by themselves: prompts prefilled together, live slots, slots that wait for pages."""
 
 import dataclasses
 import re
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.engine.chunks import whole_prompts
 from jetspec_jax.models import abstract, weights_of
@@ -23,6 +24,7 @@ SLOTS, PAGE, PAGES, CHUNK = 4, 8, 12, 16
 # Stores with pages, rings beside them, and recurrent states.
 CONFIGS = {"paged": TINY, "rings": with_windows(TINY, 6, None, 20), "recurrent": HYBRID}
 LENGTHS, NEW = (5, 1, 40, 17), 30
+TABLES = np.random.default_rng(0).permutation(SLOTS * PAGES).astype(np.int32).reshape(SLOTS, PAGES)
 PROMPTS = [np.random.default_rng(i).integers(0, 64, length).tolist() for i, length in enumerate(LENGTHS)]
 PARAMS = [
     SamplingParams(max_tokens=NEW, temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(SLOTS)
@@ -43,18 +45,17 @@ class Case:
         self.weights = DecodeWeights(self.target.weights, truth)
         self.decoder = TreeDecoder(config, oracle, 16, width=2, max_rounds=32)
 
-    def begin(self, shapes=((1, CHUNK), (2, CHUNK))):
-        """All slots after their prompts; what no commit has written is NaN."""
+    def begin(self, shapes=((1, CHUNK), (2, CHUNK)), pages=(PAGES,) * SLOTS):
+        """All slots after their prompts, with so many pages; what no commit has written is NaN."""
         decoder = self.decoder
         state = decoder.empty_state(
             SLOTS, num_pages=SLOTS * PAGES, pages_per_slot=PAGES, page_size=PAGE, dtype=FLOAT32
         )
         state = dataclasses.replace(state, stores=with_nan(state.stores))
-        pages = np.random.default_rng(0).permutation(SLOTS * PAGES).astype(np.int32).reshape(SLOTS, PAGES)
         for slot, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             settings = SlotSettings.of(params, (), vocab_size=64, budget=16, depth=decoder.depth)
             begins = np.int32(prompt[-1]), np.int32(0), np.bool_(len(prompt) == 1)
-            state = decoder.insert(state, np.int32(slot), pages[slot], settings, *begins)
+            state = decoder.insert(state, np.int32(slot), table(slot, pages[slot]), settings, *begins)
         left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in enumerate(PROMPTS)}
         for chunk in whole_prompts(left, shapes, SLOTS):
             state = decoder.prefill(self.weights, state, *chunk)
@@ -74,6 +75,11 @@ class Case:
                     t for t in np.asarray(records.tokens[:, place]).reshape(-1).tolist() if t >= 0
                 ]
         return [own[:NEW] for own in tokens], state
+
+
+def table(slot, pages):
+    """A slot's block table once it has so many pages."""
+    return np.where(np.arange(PAGES) < pages, TABLES[slot], NO_PAGE)
 
 
 @pytest.fixture(scope="module", params=[wide("paged"), "rings", "recurrent"])
@@ -150,6 +156,98 @@ def test_each_number_of_live_slots_is_one_program(case):
             state, _ = case.decoder.decode(case.weights, state, np.int32(2), np.array(live, np.int32))
         case.begin()
     assert seen == []
+
+
+def rounds_of(records):
+    """The rounds of each slot: what each committed, and how large its tree was."""
+    tokens, sizes = np.asarray(records.tokens), np.asarray(records.tree_sizes)
+    return [
+        [
+            (row[row >= 0].tolist(), size)
+            for row, size in zip(tokens[:, b], sizes[:, b].tolist(), strict=True)
+            if size
+        ]
+        for b in range(tokens.shape[1])
+    ]
+
+
+@pytest.mark.parametrize("live", [None, (3, 1)], ids=str)
+def test_pausing_and_growing_is_never_pausing(case, live):
+    """Round for round. Slots get a page when they have paused, and the others go on meanwhile."""
+    decoder, members = case.decoder, range(SLOTS) if live is None else live
+    own = () if live is None else (np.array(live, np.int32),)
+    state, records = decoder.decode(case.weights, case.begin(), np.int32(32), *own)
+    expected, end = rounds_of(records), kept(state)
+    assert all(sum(len(tokens) for tokens, _ in rounds) >= NEW for rounds in expected)
+
+    pages = [-(-length // PAGE) for length in LENGTHS]
+    state, found, paused = case.begin(pages=pages), [[] for _ in members], 0
+    for _ in range(60):
+        if not np.asarray(state.active)[list(members)].any():
+            break
+        waits = np.asarray(state.active & ~decoder.decodes(state))
+        before = state.slots.lengths.tolist()
+        state, records = decoder.decode(case.weights, state, np.int32(3), *own)
+        for seen, rounds in zip(found, rounds_of(records), strict=True):
+            seen += rounds
+        after = state.slots.lengths.tolist()
+        for slot in members:
+            if waits[slot]:
+                # It has kept all that it had, and gets one more.
+                assert after[slot] == before[slot]
+                pages[slot] += 1
+                paused += 1
+        grown = [slot if waits[slot] and slot in members else SLOTS for slot in range(SLOTS)]
+        tables = np.stack([table(slot, pages[slot]) for slot in range(SLOTS)])
+        state = decoder.grow(state, np.array(grown, np.int32), tables)
+    assert found == expected
+    assert paused > len(members)
+    # No slot ever had more pages than all of it fills.
+    assert all(pages[slot] <= -(-(LENGTHS[slot] - 1 + NEW) // PAGE) for slot in members)
+    jax.tree.map(np.testing.assert_array_equal, kept(state), end)
+
+
+def test_a_dispatch_ends_when_all_wait(case):
+    pages = [-(-length // PAGE) for length in LENGTHS]
+    state, records = case.decoder.decode(case.weights, case.begin(pages=pages), np.int32(32))
+    assert state.active.all()
+    assert not case.decoder.decodes(state).any()
+    before = kept(state)
+    state, records = case.decoder.decode(case.weights, state, np.int32(32))
+    assert not records.tree_sizes.any()
+    assert (records.tokens == -1).all()
+    jax.tree.map(np.testing.assert_array_equal, kept(state), before)
+
+
+@pytest.mark.parametrize(
+    ("length", "pages", "changes", "decodes"),
+    [
+        (6, 2, {}, True),  # 6 + 10 = 16
+        (7, 2, {}, False),
+        (7, 2, {"depth": 8}, True),
+        (8, 2, {"depth": 8}, False),
+        (12, 2, {"budget": 4}, True),  # no deeper than 3
+        (13, 2, {"budget": 4}, False),
+        (15, 2, {"budget": 1}, True),
+        (16, 2, {"budget": 1}, False),
+        (12, 2, {"remaining": 4}, True),  # all that it may ever get
+        (13, 2, {"remaining": 4}, False),
+        (0, 0, {}, False),
+    ],
+)
+def test_the_room_that_a_round_needs(length, pages, changes, decodes):
+    decoder = TreeDecoder(TINY, OracleProposer(TINY.vocab_size), 16)
+    state = decoder.empty_state(2, num_pages=4, pages_per_slot=3, page_size=PAGE, dtype=FLOAT32)
+    settings = SlotSettings.of(SamplingParams(max_tokens=NEW), (), vocab_size=64, budget=16, depth=9)
+    settings = settings._replace(**{name: np.int32(value) for name, value in changes.items()})
+    own = np.array([2, 0, 3], np.int32)
+    own[pages:] = NO_PAGE
+    state = decoder.insert(state, np.int32(1), own, settings, np.int32(5), np.int32(length), np.bool_(True))
+    assert decoder.decodes(state).tolist() == [False, decodes]
+    state = decoder.grow(state, np.array([1], np.int32), np.array([[2, 0, 3]], np.int32))
+    assert state.room.tolist() == [0, 24]
+    assert decoder.decodes(state).tolist() == [False, True]
+    assert decoder.release(state, np.int32(1)).room.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("program", ["live", wide("all"), "prefill"])

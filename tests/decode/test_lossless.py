@@ -51,7 +51,8 @@ class Shape:
 
 
 SHAPES = (
-    Shape(members=(1, 1), slots=1, budgets=(2, 16), width=2, causal=True, draws=80),
+    Shape(members=(1, 1), slots=1, budgets=(9, 16), width=2, causal=True, draws=60),
+    Shape(members=(2, 4), slots=4, budgets=(2, 8), width=2, causal=True, draws=20),
     Shape(members=(2, 4), slots=2, budgets=(33, 64), width=3, causal=False, draws=70),  # some wait for a slot
     Shape(members=(5, 8), slots=8, budgets=(17, 32), width=2, causal=True, draws=50),
 )

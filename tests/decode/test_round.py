@@ -84,7 +84,7 @@ def test_a_round_launched_apart(target, sequences, kind):
         "oracle": (ORACLE, plant(sequences, 64)),
     }.get(kind, (DraftHeadProposer(head.config), head.weights))
     bucket = 1 if kind.startswith("plain") else 16
-    decoder = TreeDecoder(CONFIG, proposer, bucket, width=3, observes=bucket > 1)
+    decoder = TreeDecoder(CONFIG, proposer, bucket, width=3, observes=(16,) if bucket > 1 else ())
     weights = DecodeWeights(target.weights, own)
     together = apart = begin(decoder, weights)
     whole, *parts = map(jax.jit, (decoder.round, decoder.propose, decoder.verify, decoder.settle))

@@ -14,10 +14,11 @@ from jaxtyping import Float32
 from jetspec_jax.engine.budget_policy import AutoBudget, FixedBudget, LiveSlot
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
-from jetspec_jax.tree import BUCKETS
+from jetspec_jax.tree import tree_buckets
 from jetspec_jax.tree.auto import Auto
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
+BUCKETS = (1, *tree_buckets(256))
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = ("easy", "hard", "noise", "mixed", "changing")
 SEEDS, PROMPT_TOKENS, UNCOUNTED = 10, 64, 64

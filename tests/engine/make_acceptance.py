@@ -18,7 +18,7 @@ from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
 from jetspec_jax.inspect.forward import _forward, draft_logits
 from jetspec_jax.models import bind
-from jetspec_jax.tree import BUCKETS, accept, build_tree, reach_of
+from jetspec_jax.tree import BUCKETS, accept, build_tree, reach_of, tree_buckets
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.npz")
 TOKENS, PROMPT_TOKENS, WIDTH = 512, 64, 7
@@ -75,7 +75,7 @@ def reach_everywhere(target, head, text):
         np.pad(following, ((0, 0), (0, 1)), constant_values=-1), np.asarray(tree.depths), axis=1
     )
     path = accept(tree, choices, max_depth=proposer.depth).path
-    return jax.tree.map(np.asarray, reach_of(tree.scores, path, BUCKETS[1:]))
+    return jax.tree.map(np.asarray, reach_of(tree.scores, path, tree_buckets(BUCKETS[-1])))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -104,7 +104,7 @@ def check(target, head, text, of_text):
             draft_logits(target, head, [text[:end]]), text[end - 1 : end], width=WIDTH, budget=BUCKETS[-1]
         )
         drafted = np.exp(np.asarray(tree.scores)[0, 1:])
-        expected = [drafted[: bucket - 1].sum() for bucket in BUCKETS[1:]]
+        expected = [drafted[: bucket - 1].sum() for bucket in tree_buckets(BUCKETS[-1])]
         np.testing.assert_allclose(of_text.expected[position], expected, rtol=1e-3)
 
 

@@ -48,9 +48,9 @@ LAUNCHES = {
 }
 
 
-# A tree, and the largest chunks of prompts. A sliding and a full layer; a dense one, and two with experts and
-# their bounds.
-@pytest.mark.parametrize("block", [(1, 64), (1, 1024), wide((8, 128))], ids=str)
+# A tree, the largest chunks of prompts, and small trees of many slots. A sliding and a full layer; a dense
+# one, and two with experts and their bounds.
+@pytest.mark.parametrize("block", [(1, 64), (1, 1024), wide((8, 128)), wide((8, 2))], ids=str)
 @pytest.mark.parametrize(
     ("raw", "layers"), [wide(GPT_OSS_20B, (0, 1)), (GEMMA4_26B_A4B, (4, 5)), wide(HUB_TEXT, (0, 43, 44))]
 )

@@ -246,7 +246,7 @@ class TestArguments:
 
     def test_bucket_for(self):
         assert [bucket_for(b) for b in BUCKETS] == list(BUCKETS)
-        assert [bucket_for(b) for b in (2, 17, 33, 65, 129)] == [16, 32, 64, 128, 256]
+        assert [bucket_for(b) for b in (3, 5, 9, 17, 33, 65, 129)] == [4, 8, 16, 32, 64, 128, 256]
         for budget in (-1, 0, 257):
             with pytest.raises(ValueError, match=r"1\.\.256"):
                 bucket_for(budget)

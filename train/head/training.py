@@ -21,6 +21,7 @@ from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import in_turn
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights, abstract, weights_of
@@ -74,6 +75,7 @@ def train_head(
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
     mesh = make_mesh(recipe.mesh)
+    say_apart((mesh,))
     frozen = freeze(target, mesh)
     target = frozen.decoding
     beginning = begin_head(target, recipe.head, checkpoint, recipe.seed)

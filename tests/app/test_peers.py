@@ -1,0 +1,121 @@
+"""GPUs that do not reach each other: who is asked, and what is said."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jetspec_jax import load_target
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.device import peers
+from tests.meshes import mesh_of
+
+
+class Device(SimpleNamespace):
+    """What a device says of itself."""
+
+    __hash__ = object.__hash__
+
+
+def device(number, hardware, platform="gpu", process=0):
+    return Device(id=number, local_hardware_id=hardware, platform=platform, process_index=process)
+
+
+def mesh(*devices):
+    return SimpleNamespace(devices=np.asarray(devices, object).reshape(1, -1))
+
+
+@pytest.fixture
+def said(caplog):
+    """What is logged of devices; a process says it once."""
+    peers._say.cache_clear()
+    with caplog.at_level(logging.WARNING, "jetspec_jax"):
+        yield lambda: [line for line in caplog.messages if "reach each other" in line]
+    peers._say.cache_clear()
+
+
+def bridged(first, second):
+    """Two pairs."""
+    return first // 2 == second // 2
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_only_those_of_one_group_matter(said):
+    four = [device(number, number) for number in range(4)]
+    peers.say_apart((mesh(*four[:2]), mesh(*four[2:]), None), bridged)
+    assert said() == []
+    for _ in range(2):
+        peers.say_apart((mesh(four[0], four[2]), mesh(four[1], four[3])), bridged)
+    [line] = said()
+    assert line.startswith("devices 0, 2, 1, 3 do not reach each other directly: ")
+
+
+def test_one_way_is_not_enough_and_one_alone_may_be_apart():
+    three = [device(number, number) for number in range(3)]
+    assert peers.apart(three, lambda first, second: (first, second) != (2, 0)) == [three[0], three[2]]
+
+
+def test_the_driver_is_asked_by_its_own_numbers_for_gpus_of_this_process():
+    asked = []
+
+    def reaches(*pair):
+        asked.append(pair)
+        return False
+
+    first, second = device(4, 0), device(5, 1)
+    others = [device(0, 0, process=1), device(6, 2, platform="cpu")]
+    assert peers.apart([first, second, *others], reaches) == [first, second]
+    assert asked == [(0, 1), (1, 0)]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_nobody_can_say(said):
+    peers.say_apart((mesh(device(0, 0), device(1, 1)),), lambda *_: None)
+    assert said() == []
+
+
+def test_devices_of_a_cpu(said, monkeypatch):
+    """Nobody is asked; and a target that is read asks of the devices where it will lie."""
+    asked = []
+    monkeypatch.setattr(peers, "apart", lambda devices, _: asked.append(devices) or [])
+    where = mesh_of(1, 2)
+    load_target(DEMO_TARGET, mesh=where)
+    assert asked == [list(where.devices.flat)]
+    monkeypatch.undo()
+    if where.devices.flat[0].platform == "cpu":
+        peers.say_apart((where,), lambda *_: False)
+        assert said() == []
+
+
+class Driver:
+    """NVIDIA's, for three GPUs of which the first two reach each other."""
+
+    def __init__(self, fails=()):
+        self.fails = fails
+
+    def cuInit(self, flags):
+        return "init" in self.fails
+
+    def cuDeviceGet(self, handle, number):
+        handle._obj.value = 10 + number
+        return 101 if number > 2 else 0
+
+    def cuDeviceCanAccessPeer(self, can, first, second):
+        can._obj.value = {first.value, second.value} == {10, 11}
+        return 1 if "peer" in self.fails else 0
+
+
+def test_what_the_driver_says():
+    reaches = peers.reaches_by(Driver())
+    assert [reaches(0, 1), reaches(1, 0), reaches(0, 2), reaches(0, 3)] == [True, True, False, None]
+    for failure in ("init", "peer"):
+        assert peers.reaches_by(Driver([failure]))(0, 1) is None
+
+
+def test_no_driver(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(peers.ctypes, "CDLL", missing)
+    assert peers.driver_reaches.__wrapped__()(0, 1) is None
