@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import SamplingParams, TreeDecoder
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from tests.decode.compilations import compilations
+from tests.decode.test_live import CONFIGS, PAGES, Case
 from tests.decode.tiny import HYBRID, SLIDING, TINY, TinyEngine, random_head, random_target
 from tests.marks import wide
 from tests.mesh.tiny import on_mesh
@@ -32,7 +33,7 @@ def decode(engine, rounds, *, apart):
 
 @pytest.mark.parametrize(
     ("config", "budget", "rounds"),
-    [(TINY, 1, 3), (SLIDING, 16, 1), (HYBRID, 16, 3), wide(TINY, 16, 20), wide(HYBRID, 1, 20)],
+    [(TINY, 1, 1), (SLIDING, 16, 3), wide(HYBRID, 16, 3), wide(TINY, 16, 20), wide(HYBRID, 1, 20)],
 )
 def test_rounds_of_three_programs_are_those_of_one(config, budget, rounds):
     target, head = random_target(config, 3), random_head(config, 4)
@@ -46,7 +47,22 @@ def test_rounds_of_three_programs_are_those_of_one(config, budget, rounds):
     assert seen == []
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), pytest.param((1, 4), marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["rings", "recurrent"])
+def test_live_slots_and_those_that_wait_for_pages(kind, monkeypatch):
+    """The last slot has pages for its prompt and a few tokens more."""
+    case, turns = Case(CONFIGS[kind]), [(3, 1), (0, 2)] * 20
+    pages = (PAGES, PAGES, PAGES, 4)
+    expected, _ = case.serve(case.begin(pages=pages), turns)
+    assert expected[:3] == case.expected[:3]
+    assert 0 < len(expected[3]) < len(case.expected[3])
+    run = ConstrainedRounds(case.decoder, {})
+    monkeypatch.setattr(TreeDecoder, "decode", lambda _, *given: run(*given))
+    assert case.serve(case.begin(pages=pages), turns)[0] == expected
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 4)])
 def test_on_a_mesh(mesh):
     """A vocabulary that the parts do not divide."""
     config = dataclasses.replace(SLIDING, vocab_size=67)
