@@ -20,7 +20,7 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-NUMBERS = 'start: "[" number (", " number)* "]"\nnumber: /[1-9][0-9]?/'
+NUMBERS = 'start: "[" number (", " number){0,3} "]"\nnumber: /[1-9][0-9]?/'
 
 
 def is_person(text):
@@ -44,16 +44,16 @@ def matches(regex):
 
 
 KINDS = {
-    "json": (StructuredOutputsParams(json=SCHEMA), "person = ", is_person),
+    "json": (StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True), "person = ", is_person),
     "json_object": (
         StructuredOutputsParams(json_object=True, disable_any_whitespace=True),
         "settings = ",
         is_object,
     ),
     "regex": (
-        StructuredOutputsParams(regex=r"\d{1,3}\.\d{2} [a-z]+!"),
+        StructuredOutputsParams(regex=r"\d{1,3}\.\d{2} [a-z]{1,4}!"),
         "total = ",
-        matches(r"\d{1,3}\.\d\d [a-z]+!"),
+        matches(r"\d{1,3}\.\d\d [a-z]{1,4}!"),
     ),
     "choice": (StructuredOutputsParams(choice=["numpy", "os", "sys"]), "import ", matches("numpy|os|sys")),
     "grammar": (
@@ -62,45 +62,42 @@ KINDS = {
         matches(r"\[[1-9][0-9]?(, [1-9][0-9]?)*\]"),
     ),
 }
-FREE = SamplingParams(max_tokens=16, temperature=1.0, seed=5), "def read_lines(path):"
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return LLM(budget=1, dtype="float32")
+    return LLM(budget=1, dtype="float32", max_slots=4)
 
 
 @pytest.fixture(scope="module")
 def llm(plain):
-    return LLM(plain.target, "demo", budget=16, dtype="float32")
+    return LLM(plain.target, "demo", budget=8, dtype="float32", max_slots=4)
 
 
 @pytest.mark.parametrize(
     "greedy", [{"json", "choice", "grammar"}, wide({"json_object", "regex"})], ids=["", "others"]
 )
 def test_trees_give_the_tokens_of_plain_decoding(plain, llm, greedy):
-    """The kinds are greedy or sampled, beside one without a grammar."""
-    asked = [
+    """Some of the kinds are greedy, the others sampled."""
+    params = [
         SamplingParams(
             temperature=0.0 if kind in greedy else 1.0, seed=3, max_tokens=40, structured_outputs=form
         )
         for kind, (form, *_) in KINDS.items()
     ]
-    params, prompts = [FREE[0], *asked], [FREE[1], *(prompt for _, prompt, _ in KINDS.values())]
+    prompts = [prompt for _, prompt, _ in KINDS.values()]
     trees, steps = (each.generate(prompts, params, use_tqdm=False) for each in (llm, plain))
     for own, prompt, tree, step in zip(params, prompts, trees, steps, strict=True):
         where = first_divergence(plain.target, plain.encode(prompt), own, tree.token_ids, step.token_ids)
         assert where is None or where.is_tie
     ended = 0
-    for (_, _, check), tree in zip(KINDS.values(), trees[1:], strict=True):
+    for (_, _, check), tree in zip(KINDS.values(), trees, strict=True):
         if tree.finish_reason == "stop":
             check(tree.text)
             ended += 1
-    assert ended >= 4
+    assert ended >= 4  # all but any JSON object, which may be long
     # Drafts are of use under a grammar too.
-    assert sum(own.rounds for own in trees[1:]) < 0.8 * sum(len(own.token_ids) for own in trees[1:])
-    [alone] = plain.generate(FREE[1], FREE[0], use_tqdm=False)
-    assert trees[0].token_ids == alone.token_ids
+    assert sum(own.rounds for own in trees) < 0.8 * sum(len(own.token_ids) for own in trees)
 
 
 def test_the_command(tmp_path, capsys):
