@@ -5,15 +5,16 @@ Seconds are measured beforehand (`jetspec_jax.engine.round_costs`) and corrected
 are estimated from the rounds that ran: each tells what every smaller tree would have had accepted, nothing
 about larger ones, and a plain round nothing at all. So now and then a dispatch probes a larger bucket than
 looks best. The choice changes no token and compiles nothing.
+
+Rounds are as many as fit a slice of time where requests come and go, or as many as suit a call that nobody
+joins: that is a setting of a policy.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Float
-
+from jetspec_jax.engine.acceptance import AcceptanceEstimate
+from jetspec_jax.engine.pace import Pace, Slices, mean_context
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
 
@@ -23,15 +24,6 @@ MAX_ROUNDS, USUAL_ROUNDS, ROUNDS_TO_AN_END = 256, 64, 16
 PROBE_ROUNDS = 8
 # Rounds after which "auto" looks again.
 _LOOK_ROUNDS = 32
-# Horizons of running means, in rounds of a slot: the head's expectation changes with the text; how far it is
-# off belongs to the pair and to the sampling. Plain rounds show neither, and the text may change in them.
-_RECENT, _LONG, _FADING = 16, 512, 128
-# The first guess: drafted tokens accepted for each doubling of the nodes, more than with most pairs, so that
-# what is not known is tried; it counts as so many rounds.
-_PER_DOUBLING, _PRIOR_ROUNDS = 0.5, 2
-# Of the pace: the horizon in rounds, the part of an error that is taken for one of all buckets, and the
-# largest error, as a logarithm: an interruption says nothing.
-_PACE, _SHARED, _OUTLIER = 256, 0.9, 0.25
 
 
 class LiveSlot(NamedTuple):
@@ -42,12 +34,14 @@ class LiveSlot(NamedTuple):
         left: Tokens that it may still get.
         sampled: Whether its temperature is above 0.
         watched: Whether the caller may end it at any token.
+        fresh: Whether it has had no round yet.
     """
 
     committed: int
     left: int
     sampled: bool
     watched: bool
+    fresh: bool = False
 
 
 class Dispatch(NamedTuple):
@@ -67,7 +61,7 @@ class BudgetPolicy(Protocol):
     """Decides before every dispatch, and may learn from what dispatches did."""
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
-        """The next dispatch, for the requests that decode, while so many others wait for a slot."""
+        """The next dispatch, for those that decode, while so many others wait for a slot or are prefilled."""
         ...
 
     def observe(self, record: DispatchRecord) -> None:
@@ -76,7 +70,7 @@ class BudgetPolicy(Protocol):
 
 
 def rounds_for(live: Sequence[LiveSlot], waiting: int, max_rounds: int = MAX_ROUNDS) -> int:
-    """Rounds of a dispatch that suit the requests."""
+    """Rounds of a dispatch that suit the requests of a call."""
     # A slot that somebody waits for may end among others, and a watched one at any token.
     if (waiting and len(live) > 1) or any(slot.watched for slot in live):
         return min(ROUNDS_TO_AN_END, max_rounds)
@@ -89,33 +83,60 @@ def _most_left(live: Sequence[LiveSlot]) -> int:
     return max([1, *(slot.left for slot in live)])
 
 
+def sliced_rounds(slices: Slices, pace: Pace, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
+    """Rounds of a dispatch that fit a slice; one where somebody has had none, whose first token is due."""
+    if any(slot.fresh for slot in live):
+        return 1
+    pair = pace.live_for(len(live)), bucket
+    context = mean_context([slot.committed for slot in live])
+    return min(slices.rounds(pace, pair, context, hurried=waiting > 0), _most_left(live), MAX_ROUNDS)
+
+
 class FixedBudget:
     """One bucket, always."""
 
-    def __init__(self, bucket: int):
-        """Takes the bucket: nodes of a tree, root included."""
-        self._bucket = bucket
+    def __init__(self, bucket: int, costs: RoundCosts | None = None, slices: Slices | None = None):
+        """Takes its settings.
+
+        Args:
+            bucket: Nodes of a tree, root included.
+            costs: What its rounds take; only slices need it.
+            slices: How long dispatches are; None suits calls.
+        """
+        self._bucket, self._slices = bucket, slices
+        self._pace = None if costs is None else Pace(costs)
+        self._context = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """As many rounds as suit the requests."""
-        return Dispatch(self._bucket, rounds_for(live, waiting))
+        self._context = mean_context([slot.committed for slot in live])
+        if self._slices is None or self._pace is None:
+            return Dispatch(self._bucket, rounds_for(live, waiting))
+        return Dispatch(self._bucket, sliced_rounds(self._slices, self._pace, self._bucket, live, waiting))
 
     def observe(self, record: DispatchRecord) -> None:
-        """Learns nothing."""
+        """Learns how long its rounds take."""
+        rounds = int((record.tree_sizes > 0).any(axis=1).sum())
+        if rounds and record.seconds is not None and self._pace is not None:
+            self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
 
 
 class AutoBudget:
     """The bucket that is expected to commit the most tokens per second."""
 
-    def __init__(self, buckets: Sequence[int], costs: RoundCosts, probing: float):
+    def __init__(
+        self, buckets: Sequence[int], costs: RoundCosts, probing: float, slices: Slices | None = None
+    ):
         """Begins with a guess.
 
         Args:
             buckets: Those to choose from, in rising order; the first is 1.
-            costs: What their rounds take.
+            costs: What their rounds take; has no rounds of shapes that are not to be chosen.
             probing: Share of the time that probes may lose.
+            slices: How long dispatches are; None suits calls.
         """
         self._buckets, self._pace, self._probing = tuple(buckets), Pace(costs), probing
+        self._slices = slices
         # Greedy and sampled requests have other shares of their drafts accepted.
         self._acceptances = {sampled: AcceptanceEstimate(buckets[1:]) for sampled in (False, True)}
         self._acceptance = self._acceptances[False]
@@ -125,24 +146,32 @@ class AutoBudget:
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """The bucket that looks best, or a larger one when probing can afford it."""
         self._acceptance = self._acceptances[any(slot.sampled for slot in live)]
-        self._context = sum(slot.committed for slot in live) / max(len(live), 1)
-        rounds, left = min(rounds_for(live, waiting), _LOOK_ROUNDS), _most_left(live)
-        tokens = [min(count, left) for count in self._acceptance.tokens()]
-        seconds = [self._pace.seconds(bucket, self._context, rounds) for bucket in self._buckets]
+        self._context = mean_context([slot.committed for slot in live])
+        slots, left = self._pace.live_for(len(live)), _most_left(live)
+        # Rounds of many slots may have small trees alone.
+        buckets = self._buckets[: len(self._pace.costs.buckets(slots))]
+        rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
+        tokens = [min(count, left) for count in self._acceptance.tokens()[: len(buckets)]]
+        seconds = [
+            self._pace.seconds((slots, bucket), self._context, turns)
+            for bucket, turns in zip(buckets, rounds, strict=True)
+        ]
         rates = [count / each for count, each in zip(tokens, seconds, strict=True)]
         best = rates.index(max(rates))
         probe = max(range(best + 1, len(rates)), key=rates.__getitem__, default=best)
-        turns = min(rounds, PROBE_ROUNDS)
-        each = self._pace.seconds(self._buckets[probe], self._context, turns)
+        turns = self._few(rounds[probe], (slots, buckets[probe]), PROBE_ROUNDS)
+        each = self._pace.seconds((slots, buckets[probe]), self._context, turns)
         loss = turns * max(each - tokens[probe] / rates[best], 0.0)
         self._most, self._earned = loss, -loss / turns
         if probe > best and self._account >= loss:
-            return Dispatch(self._buckets[probe], turns)
+            return Dispatch(buckets[probe], turns)
+        turns = rounds[best]
         if best > 0:
             # At first a few, then as many as the estimate rests on.
-            rounds = min(rounds, max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1])))
+            most = max(PROBE_ROUNDS, int(self._acceptance.rounds[best - 1]))
+            turns = self._few(turns, (slots, buckets[best]), most)
         self._earned = self._probing * seconds[best]
-        return Dispatch(self._buckets[best], rounds)
+        return Dispatch(buckets[best], turns)
 
     def observe(self, record: DispatchRecord) -> None:
         """Learns from rounds of requests like those of the last choice."""
@@ -157,7 +186,18 @@ class AutoBudget:
         else:
             self._acceptance.learn(record.expected[ran], record.accepted[ran])
         if record.seconds is not None:
-            self._pace.learn(record.bucket, self._context, rounds, record.seconds)
+            self._pace.learn((len(record.live), record.bucket), self._context, rounds, record.seconds)
+
+    def _rounds(self, bucket: int, live: Sequence[LiveSlot], waiting: int) -> int:
+        if self._slices is not None:
+            return sliced_rounds(self._slices, self._pace, bucket, live, waiting)
+        return min(rounds_for(live, waiting), _LOOK_ROUNDS)
+
+    def _few(self, rounds: int, pair: tuple[int, int], most: int) -> int:
+        """At most so many rounds, but no fewer than a slice has to have."""
+        if self._slices is not None:
+            most = max(most, self._slices.least(self._pace, pair, self._context))
+        return min(rounds, most)
 
 
 class LatePolicy:
@@ -188,60 +228,3 @@ class LatePolicy:
     def observe(self, record: DispatchRecord) -> None:
         """Keeps the record."""
         self._record = record
-
-
-class AcceptanceEstimate:
-    """Running estimate of the tokens that a round of each of K buckets commits."""
-
-    def __init__(self, buckets: Sequence[int]):
-        """Begins with a guess; the buckets are those of drafted trees, in rising order."""
-        guess = _PER_DOUBLING * np.log2(np.asarray(buckets, float))
-        # Drafted tokens: expected in recent rounds, expected in the long run, accepted in the long run.
-        self._means = np.stack([guess] * 3)
-        # Rounds of a slot that each bucket's means rest on.
-        self.rounds = np.full(len(buckets), float(_PRIOR_ROUNDS))
-
-    def tokens(self) -> list[float]:
-        """Tokens of a round: of a plain one, then of each bucket; never fewer with more nodes."""
-        recent, expected, accepted = self._means
-        return np.maximum.accumulate([1.0, *(1.0 + recent * accepted / expected)]).tolist()
-
-    def fade(self, rounds: int) -> None:
-        """After so many rounds of a slot without trees, its expectation nears that of the long run."""
-        self._means[0] += -math.expm1(-rounds / _FADING) * (self._means[1] - self._means[0])
-
-    def learn(self, expected: Float[np.ndarray, "S k"], accepted: Float[np.ndarray, "S k"]) -> None:
-        """Takes in S >= 1 rounds of a slot: drafted tokens of their bucket and of all smaller ones."""
-        rounds, k = expected.shape
-        values = np.stack([expected.mean(0), expected.mean(0), accepted.mean(0)])
-        forgets = -np.expm1(-rounds / np.array([[_RECENT], [_LONG], [_LONG]]))
-        # The plain mean at first, then one that forgets.
-        weights = np.maximum(forgets, rounds / (self.rounds[:k] + rounds))
-        before = self._means[:, k - 1 : k].copy()
-        # Means are divided by each other, so none is 0.
-        self._means[:, :k] += weights * (np.maximum(values, 1e-6) - self._means[:, :k])
-        # Larger trees than these rounds had rise and fall with the largest that they had.
-        self._means[:, k:] *= self._means[:, k - 1 : k] / before
-        self.rounds[:k] += rounds
-
-
-class Pace:
-    """Seconds of rounds: what they cost alone, times a running ratio of all buckets and one of each."""
-
-    def __init__(self, costs: RoundCosts):
-        """Begins with what the costs say."""
-        self._costs = costs
-        # Logarithms of the ratios.
-        self._common, self._each = 0.0, dict.fromkeys(costs.seconds, 0.0)
-
-    def seconds(self, bucket: int, context: float, rounds: float) -> float:
-        """Seconds of a round of a bucket, in a dispatch of so many rounds."""
-        return math.exp(self._common + self._each[bucket]) * self._costs.at(bucket, context, rounds)
-
-    def learn(self, bucket: int, context: float, rounds: int, seconds: float) -> None:
-        """Takes in how long a dispatch of so many rounds took."""
-        error = math.log(seconds / (rounds * self.seconds(bucket, context, rounds)))
-        step = -math.expm1(-rounds / _PACE) * min(error, _OUTLIER)
-        # A busy machine or a large batch slows all buckets down.
-        self._common += _SHARED * step
-        self._each[bucket] += (1 - _SHARED) * step

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Iterator
 
 from jetspec_jax.decode.state import DecodeWeights
@@ -30,8 +31,8 @@ class Engine:
     It lives by `admit`, `launch` and `collect`, of which only `collect` waits for the device. Text is not
     its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
 
-    On a mesh of several processes all make the same calls. Before every launch the first process says how
-    long the last one took, and which requests it no longer wants.
+    On a mesh of several processes all make the same calls. Before every launch the first process says what
+    time it is, how long the last one took, and which requests it no longer wants.
 
     An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
     decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
@@ -59,19 +60,22 @@ class Engine:
         self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
         self.broken = False
         try:
-            self.scheduler = Scheduler(plan.size, self._policy())
+            most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
+            self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
         except BaseException:
             self.runner.free()  # the traceback may hold on to them
             raise
         if plan.decoder.implementation is None:
             say_which_attention()
+        if not plan.size.shares_pages:
+            say_what_is_not_shared(plan.decoder.target.model_type)
 
     def admit(self, request: Request) -> Request:
         """Queues a request.
 
         Raises:
-            ValueError: It needs more pages than there are; or several processes serve it, and have not
-                compared it.
+            ValueError: It can never be served; or several processes serve it, and have not compared it.
+            QueueFull: As many requests wait as may.
         """
         if self._step and not request.shared:
             raise ValueError(
@@ -98,12 +102,13 @@ class Engine:
             raise RuntimeError(LOST)
         if self.runner.in_flight:
             raise RuntimeError("a batch was launched and not collected")
-        policy = self.scheduler.policy
+        policy, now = self.scheduler.policy, time.monotonic()
         if isinstance(policy, LatePolicy):
             how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
-            policy.seconds = agreed(policy.seconds, f"{self._step}: {how}")
+            policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds), decode, timed=timed)
+            batch = self.scheduler.next_batch(most_rounds, now)
+            self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.
@@ -157,10 +162,13 @@ class Engine:
         return self.scheduler.busy
 
     def _policy(self) -> BudgetPolicy:
-        auto = self.plan.auto
-        policy: BudgetPolicy = FixedBudget(self.plan.decoder.bucket)
-        if auto is not None:
-            policy = AutoBudget(tuple(self.runner.decoders), self.runner.round_costs(), auto.probing)
+        auto, slices = self.plan.auto, self.plan.slices
+        # What rounds cost is measured only for those who ask for it.
+        costs = None if auto is None and slices is None else self.runner.round_costs()
+        if auto is None or costs is None:
+            policy = FixedBudget(self.plan.decoder.bucket, costs, slices)
+        else:
+            policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
         return LatePolicy(policy) if self._step else policy
 
 
@@ -169,3 +177,12 @@ def say_which_attention() -> None:
     """Logs, once in a process, why the GPU kernels cannot run, if they cannot."""
     if problem := gpu_problem():
         _log.warning("tree attention runs on XLA: %s", problem)
+
+
+@functools.cache
+def say_what_is_not_shared(model_type: str) -> None:
+    """Logs, once in a process for each type of model, that requests share no pages."""
+    _log.info(
+        "%s: each slot has windows or states of its own, so requests share no beginnings",
+        model_type,
+    )

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from jetspec_jax.arguments import shown
+from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
 
 
@@ -25,6 +26,7 @@ class Completion:
         prompt_token_ids: The prompt's tokens.
         prompt: The prompt's text; None if it was given as tokens.
         index: Which of its prompt's ``n`` completions it is, from 0 on.
+        metrics: Where its time went, and what drafting brought; None if nobody has measured it.
     """
 
     text: str | None
@@ -36,6 +38,8 @@ class Completion:
     # The same tokens make the same completion, whatever they were made of.
     prompt: str | None = field(default=None, compare=False)
     index: int = 0
+    # The same tokens may take longer.
+    metrics: RequestMetrics | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """The text, and how it came about."""
@@ -87,7 +91,13 @@ class Output:
         self._whole = True
 
     def update(self) -> None:
-        """Takes what the request has got since the last time; after an interrupted update all of it anew."""
+        """Takes what the request has got since the last time; after an interrupted update all of it anew.
+
+        Raises:
+            DeadlinePassed: The request was not served in its time.
+        """
+        if self.request.error is not None:
+            raise self.request.error
         if not self._whole:
             self._begin()
         self._whole = False
@@ -139,6 +149,7 @@ class Output:
             request.prompt.tolist(),
             request.text,
             request.index,
+            RequestMetrics.of(request, rounds),
         )
 
     def _decode(self, token: int) -> bool:

@@ -21,11 +21,21 @@ from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
+from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.size import MAX_SLOTS, EngineSize, chunks_for, default_capacity, slots_for
+from jetspec_jax.engine.size import (
+    MAX_SLOTS,
+    MOST_ROWS,
+    PREFILL_TOKENS,
+    EngineSize,
+    chunks_for,
+    default_capacity,
+    powers_of_two,
+    slots_for,
+)
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
+from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
@@ -40,12 +50,14 @@ class EnginePlan:
         dtype: Of the weights, and so of the stores.
         least_nodes: Of the smallest trees that "auto" may choose: the more slots decode, the smaller are
             those that pay.
+        slices: How long dispatches are; None suits calls that nobody joins.
     """
 
     decoder: TreeDecoder
     size: EngineSize
     dtype: jnp.dtype
     least_nodes: int = USUAL_LEAST
+    slices: Slices | None = None
 
     @property
     def auto(self) -> Auto | None:
@@ -82,6 +94,28 @@ class EnginePlan:
         if mesh == self.decoder.mesh:
             return self
         return replace(self, decoder=replace(self.decoder, mesh=mesh))
+
+    def for_many(
+        self,
+        *,
+        live: Sequence[int] | None = None,
+        prefill_tokens: int | None = PREFILL_TOKENS,
+        most_rows: int | None = MOST_ROWS,
+        least_nodes: int = BUCKETS[1],
+        slices: Slices | None = None,
+    ) -> "EnginePlan":
+        """The same engine for requests that come and go at any time, of which many decode together.
+
+        Args:
+            live: Numbers of live slots that have programs, beside all; None is 1, 2, 4, ….
+            prefill_tokens: Prompt tokens between two dispatches, at most; None is no bound.
+            most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
+            least_nodes: Of the smallest trees that "auto" may choose.
+            slices: How long dispatches are; None is as `Slices` says.
+        """
+        own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
+        size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
+        return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     def serves(self, other: "EnginePlan") -> bool:
         """Whether an engine of this plan does what one of the other would do, in the same programs."""

@@ -4,14 +4,11 @@ Shapes: R rounds that ran, L slots that a dispatch is for, D draft depth, K buck
 prompts of a forward, C tokens of a chunk.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
-from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -86,7 +83,6 @@ class Batch(NamedTuple):
         live: The slots that rounds are for, each once: all, in order, or a power of two of them in any order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
         rounds: At most so many; 0 is none.
-        matchers: Of slots whose outputs follow grammars, by slot.
     """
 
     releases: tuple[int, ...]
@@ -96,7 +92,6 @@ class Batch(NamedTuple):
     live: tuple[int, ...]
     bucket: int
     rounds: int
-    matchers: Mapping[int, Matcher] = MappingProxyType({})
 
 
 class DispatchRecord(NamedTuple):

@@ -1,16 +1,31 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
 
+import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
+
+
+class DeadlinePassed(TimeoutError):
+    """A request was not served by the time that it had."""
+
+
+class State(enum.Enum):
+    """How far a request is."""
+
+    WAITING = "waits for a slot"
+    PREFILLING = "has a slot, and tokens before its anchor to commit"
+    DECODING = "decodes"
+    ENDED = "has ended, or nobody waits for it"
 
 
 @dataclass(eq=False)
@@ -26,21 +41,36 @@ class Request:
         routing: What is known of it, for algorithms that look at that; None is nothing.
         text: What its prompt was made of; None if it was token ids.
         index: Which of its prompt's completions it is.
+        priority: Lower numbers are served first.
+        deadline: When it is given up, by `time.monotonic`; None is never.
+        cache_salt: Pages are shared only among requests with the same salt.
         matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
-        finish_reason: "stop" (a token of ``stop_ids``) or "length"; None while it goes on.
+        finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it goes on.
+        error: Why it failed.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
         shared: Whether several processes serve it together: then it is over for all at the same step, once
             the first of them wants it no longer.
         closed: Whether that has come.
-        slot: Where it decodes; -1 while it waits.
-        pages: What it holds while it decodes.
+        arrival: When it came, by `time.monotonic`, as are the next three.
+        started: When it first got a slot.
+        first_token: When it got its first token.
+        ended: When it ended.
+        prefix_tokens: Tokens of its prompt that were in the stores when it came.
+        preemptions: How often it lost its slot.
+        number: Its place in the order of arrival.
+        overtaken: How often one that came later was served before it.
+        slot: Where it decodes, or did; -1 while it waits.
+        pages: What it holds.
+        committed: Its tokens in the stores.
+        keys: Names of its first full pages: see `page_keys`.
+        named: How many of its pages the pool knows by name.
     """
 
-    prompt: np.ndarray
+    prompt: Int32[np.ndarray, "T"]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     budget: int = 1
@@ -48,17 +78,33 @@ class Request:
     routing: Routing | None = None
     text: str | None = None
     index: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: Exception | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
     shared: bool = False
     closed: bool = False
+    # What follows is the scheduler's.
+    arrival: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    prefix_tokens: int = 0
+    preemptions: int = 0
+    number: int = -1
+    overtaken: int = 0
     slot: int = -1
-    pages: Sequence[int] = ()
+    pages: list[int] = field(default_factory=list)
+    committed: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    named: int = 0
 
     @property
     def open(self) -> bool:
@@ -79,25 +125,51 @@ class Request:
         return self.closed if self.shared else self.abandoned
 
     @property
+    def state(self) -> State:
+        """How far it is."""
+        if not self.open:
+            return State.ENDED
+        if self.slot < 0:
+            return State.WAITING
+        return State.PREFILLING if self.to_prefill else State.DECODING
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens that it gets."""
         assert self.params.max_tokens is not None, "whoever makes a request says where the context ends"
         return self.params.max_tokens
 
     @property
-    def num_pages(self) -> int:
-        """Pages for its prompt and output. A last round may overshoot them: a commit drops such rows."""
-        return pages_for(len(self.prompt) + self.max_tokens)
+    def length(self) -> int:
+        """Tokens of its prompt and of what it has got; the last of them is its anchor."""
+        return len(self.prompt) + len(self.tokens)
 
     @property
-    def committed(self) -> int:
-        """Its tokens in the stores, once it decodes: all but the last, the anchor."""
-        return len(self.prompt) + len(self.tokens) - 1
+    def to_prefill(self) -> int:
+        """Tokens before its anchor that are not in the stores."""
+        return self.length - 1 - self.committed
 
     @property
     def left(self) -> int:
-        """Tokens that it may still get."""
+        """Tokens that rounds may still give it."""
         return self.max_tokens - len(self.tokens)
+
+    @property
+    def num_pages(self) -> int:
+        """Most pages that it can use. A last round may overshoot them: a commit drops such rows."""
+        return pages_for(len(self.prompt) + self.max_tokens)
+
+    def pages_ahead(self, tokens: int) -> int:
+        """Pages for all before its anchor and so many tokens more, or all that it can use."""
+        return min(pages_for(self.length - 1 + tokens), self.num_pages)
+
+    def span(self, start: int, stop: int) -> Int32[np.ndarray, "S"]:
+        """Tokens of its prompt and of what it has got: from one place to before another."""
+        size = len(self.prompt)
+        if stop <= size:
+            return self.prompt[start:stop]
+        more = np.asarray(self.tokens[max(start - size, 0) : stop - size], np.int32)
+        return np.concatenate([self.prompt[start:], more]) if start < size else more
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
@@ -105,6 +177,8 @@ class Request:
             if self.finish_reason is not None:
                 return
             self.tokens.append(token)
+            # The anchor before it is in the stores now.
+            self.committed += 1
             if token in self.stop_ids:
                 self.finish_reason = "stop"
             elif len(self.tokens) == self.max_tokens:
@@ -117,13 +191,15 @@ class Request:
             self.tree_sizes.append(tree_size)
             self.take(tokens)
 
-    def follow(self) -> None:
-        """Takes its tokens through its grammar, if it has one.
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, unless it has ended."""
+        if self.finish_reason is None:
+            self.finish_reason, self.error = "error", error
 
-        Raises:
-            ValueError: The grammar has no way on.
-        """
+    def follow(self) -> None:
+        """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
         if self.matcher is not None:
             self.matcher.advance(self.tokens[self.matcher.count :])
             if self.matcher.problem is not None:
-                raise ValueError(f"structured_outputs: {self.matcher.problem}")
+                self.finish_reason = "error"
+                self.error = ValueError(f"structured_outputs: {self.matcher.problem}")

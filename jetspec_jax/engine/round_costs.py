@@ -1,78 +1,162 @@
-"""What a round costs on this device, by bucket and context: measured once, with the programs that decode."""
+"""What a round costs here, by live slots, bucket and context: measured with the programs that decode.
+
+A pair is a number of live slots and a bucket: the shape of a round's program.
+"""
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from jetspec_jax.progress import unseen
 
-#: Timed pairs of dispatches of each bucket and context, whose median counts.
-REPEATS = 7
+#: The shape of a round: live slots, and nodes of a tree with its root.
+Pair = tuple[int, int]
+
+#: Timed pairs of dispatches of each shape and context, whose median counts; and of all shapes, at most.
+REPEATS, ALL_REPEATS = 7, 60
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
+#: Shapes that are all timed; of more, some are timed, and the others lie on planes between them.
+MOST_TIMED = 12
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of the rounds of each bucket.
+    """Seconds of the rounds of each shape.
 
     Attributes:
         contexts: Two numbers of committed tokens, in rising order.
         seconds: Of a round alone, at both contexts.
         dispatches: What a dispatch takes beside its rounds: the launch, and the wait for its records.
+        guessed: Shapes that were not timed.
     """
 
     contexts: tuple[int, int]
-    seconds: Mapping[int, tuple[float, float]]
-    dispatches: Mapping[int, float]
+    seconds: Mapping[Pair, tuple[float, float]]
+    dispatches: Mapping[Pair, float]
+    guessed: frozenset[Pair] = frozenset()
 
-    def at(self, bucket: int, context: float, rounds: float) -> float:
+    def at(self, pair: Pair, context: float, rounds: float) -> float:
         """Seconds of a round after so many tokens, with its share of a dispatch of so many rounds."""
-        (low, high), (first, last) = self.contexts, self.seconds[bucket]
+        (low, high), (first, last) = self.contexts, self.seconds[pair]
         alone = first + (context - low) / (high - low) * (last - first)
         # A line that noise makes fall must not reach zero far outside.
-        return max(alone, 0.5 * min(first, last)) + self.dispatches[bucket] / rounds
+        return max(alone, 0.5 * min(first, last)) + self.dispatches[pair] / rounds
+
+    def buckets(self, live: int) -> tuple[int, ...]:
+        """Buckets of the rounds of so many live slots, in rising order."""
+        return tuple(sorted(bucket for slots, bucket in self.seconds if slots == live))
 
 
 def measure_round_costs(
-    time_dispatch: Callable[[int, int, int], float],
-    buckets: Sequence[int],
+    time_dispatch: Callable[[Pair, int, int], float],
+    pairs: Sequence[Pair],
     contexts: tuple[int, int],
     rounds: int,
 ) -> RoundCosts:
-    """Times dispatches at a short and a long context, interleaved over the buckets.
+    """Times dispatches at a short and a long context, interleaved over the shapes.
+
+    All shapes run, so that all are compiled; of many not all are timed.
 
     Args:
-        time_dispatch: Runs a dispatch of a bucket, at a context, of so many rounds; returns its seconds. Its
-            first call of a bucket may compile.
-        buckets: Nodes of a tree, root included.
+        time_dispatch: Runs a dispatch of a shape, at a context, of so many rounds; returns its seconds. Its
+            first call of a shape may compile.
+        pairs: All shapes that there are.
         contexts: Two numbers of committed tokens, in rising order.
         rounds: Of a timed dispatch, at most; at least 2.
     """
-    for bucket in tqdm(buckets, desc="compiling", delay=2, disable=unseen(), leave=False):
-        time_dispatch(bucket, contexts[0], 1)
+    timed = timed_pairs(pairs)
+    for pair in tqdm(pairs, desc="compiling", delay=2, disable=unseen(), leave=False):
+        time_dispatch(pair, contexts[0], 1)
     turns = {}
-    for bucket in buckets:
-        enough = math.ceil(DISPATCH_SECONDS / time_dispatch(bucket, contexts[0], 1))
-        turns[bucket] = min(rounds, max(4, enough))
-    times: dict[tuple[int, int], list[float]] = {(own, at): [] for own in buckets for at in contexts}
-    beside: dict[int, list[float]] = {bucket: [] for bucket in buckets}
-    for _ in tqdm(range(REPEATS), desc="round costs", delay=2, disable=unseen(), leave=False):
-        for (bucket, context), own in times.items():
+    for pair in timed:
+        enough = math.ceil(DISPATCH_SECONDS / time_dispatch(pair, contexts[0], 1))
+        turns[pair] = min(rounds, max(4, enough))
+    times: dict[tuple[Pair, int], list[float]] = {(own, at): [] for own in timed for at in contexts}
+    beside: dict[Pair, list[float]] = {pair: [] for pair in timed}
+    repeats = min(REPEATS, ALL_REPEATS // len(timed))
+    for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
+        for (pair, context), own in times.items():
             # Two dispatches tell the rounds from what the dispatch takes.
-            one = time_dispatch(bucket, context, 1)
-            more = time_dispatch(bucket, context, turns[bucket])
-            own.append((more - one) / (turns[bucket] - 1))
-            beside[bucket].append(one - own[-1])
+            one = time_dispatch(pair, context, 1)
+            more = time_dispatch(pair, context, turns[pair])
+            own.append((more - one) / (turns[pair] - 1))
+            beside[pair].append(one - own[-1])
     middle = {at: max(statistics.median(own), 1e-9) for at, own in times.items()}
+    known = {pair: (middle[pair, contexts[0]], middle[pair, contexts[1]]) for pair in timed}
+    own_cost = {pair: max(statistics.median(own), 0.0) for pair, own in beside.items()}
+    return complete_costs(contexts, known, own_cost, pairs)
+
+
+def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    """The shapes to time, in rising order: of many a corner, a middle and an end in both directions.
+
+    Example: of 1, 2, 4, 8 and 16 live slots and buckets 1, 2, 4, … 64 these are 1, 4 and 16 live slots, each
+    with 1, 2, 8 and 64 nodes.
+    """
+    every = sorted(set(pairs))
+    if len(every) <= MOST_TIMED:
+        return tuple(every)
+    chosen = []
+    for live in _spread(sorted({slots for slots, _ in every})):
+        buckets = [bucket for slots, bucket in every if slots == live]
+        plain, trees = [own for own in buckets if own == 1], [own for own in buckets if own > 1]
+        chosen += [(live, bucket) for bucket in (*plain, *_spread(trees))]
+    return tuple(chosen)
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """The first, the last, and the one in the middle."""
+    return sorted({values[0], values[(len(values) - 1) // 2], values[-1]}) if values else []
+
+
+def complete_costs(
+    contexts: tuple[int, int],
+    seconds: Mapping[Pair, tuple[float, float]],
+    dispatches: Mapping[Pair, float],
+    pairs: Iterable[Pair],
+) -> RoundCosts:
+    """Costs of all shapes, from those of some.
+
+    The model: a round costs something, so much more for each live slot, and so much more for each of its
+    rows; between timed shapes, and beyond the last, these three are the same. So costs lie on a line over the
+    nodes for a number of live slots, and on a line over the live slots for a number of nodes. Plain rounds
+    draft nothing, and have a line of their own.
+    """
+    every = sorted(set(pairs))
+    low, high = ({pair: own[at] for pair, own in seconds.items()} for at in (0, 1))
     return RoundCosts(
         contexts,
-        {bucket: (middle[bucket, contexts[0]], middle[bucket, contexts[1]]) for bucket in buckets},
-        {bucket: max(statistics.median(own), 0.0) for bucket, own in beside.items()},
+        {pair: (_guess(low, pair), _guess(high, pair)) for pair in every},
+        {pair: _guess(dispatches, pair) for pair in every},
+        frozenset(every) - frozenset(seconds),
     )
+
+
+def _guess(known: Mapping[Pair, float], pair: Pair) -> float:
+    live, bucket = pair
+    over_slots = {}
+    for slots in {slots for slots, _ in known}:
+        own = {nodes: cost for (at, nodes), cost in known.items() if at == slots}
+        over_nodes = {nodes: cost for nodes, cost in own.items() if (nodes == 1) == (bucket == 1)}
+        # One who has plain rounds alone has no trees to ask for.
+        over_slots[slots] = _on_line(over_nodes or own, bucket)
+    return _on_line(over_slots, live)
+
+
+def _on_line(points: Mapping[int, float], x: float) -> float:
+    """The value at x of straight lines from point to point; beyond them the last line goes on."""
+    places = sorted(points)
+    if x in points or len(places) == 1:
+        return points.get(int(x), points[places[0]])
+    after = next((index for index, place in enumerate(places) if place > x), len(places) - 1)
+    left, right = places[max(after, 1) - 1], places[max(after, 1)]
+    share = (x - left) / (right - left)
+    # Noise may make a line fall, but nothing costs nothing.
+    return max(points[left] + share * (points[right] - points[left]), 0.5 * min(points.values()))
 
 
 def timed_contexts(capacity: int, rounds: int, most: int) -> tuple[int, int, int]:

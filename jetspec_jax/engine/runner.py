@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
-from jetspec_jax.engine.round_costs import RoundCosts, measure_round_costs, timed_contexts
+from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.progress import waiting
+from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
 #: slots where they are not all.
@@ -75,15 +76,24 @@ class Runner:
         # What programs have been called: the kind, and what they are for.
         self._compiled: set[tuple[str, int, int]] = set()
 
-    def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
+    def launch(
+        self,
+        batch: Batch,
+        decode: Decode | None = None,
+        *,
+        timed: bool = True,
+        matchers: Mapping[int, Matcher] | None = None,
+    ) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
 
         Args:
             batch: What to do.
-            decode: What runs the rounds; None is the decoder of the batch's bucket.
+            decode: What runs the rounds; None is `decode` of the bucket's decoder.
             timed: Whether `collect` follows as soon as the rounds end.
+            matchers: By slot, the grammars that outputs follow: with any, this waits for all rounds but the
+                last.
         """
-        decoder, kind = self.decoders[batch.bucket], "masked rounds" if batch.matchers else "rounds"
+        decoder, kind = self.decoder, "masked rounds" if matchers else "rounds"
         rounds = kind, len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
@@ -103,14 +113,12 @@ class Runner:
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
-        timed = timed and not batch.chunks and not batch.matchers and rounds in self._compiled
+        timed = timed and not batch.chunks and not matchers and rounds in self._compiled
         started = time.perf_counter() if timed else None
-        run, records = decode or decoder.decode, None
-        if batch.matchers:
-            assert decode is None, "whoever looks at rounds has no grammar"
-            run = ConstrainedRounds(decoder, batch.matchers)
+        records = None
         if batch.rounds:
-            own = self._live(batch.live)
+            own, chosen = self._live(batch.live), self.decoders[batch.bucket]
+            run = decode or (ConstrainedRounds(chosen, matchers) if matchers else chosen.decode)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, started)
@@ -161,7 +169,7 @@ class Runner:
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
-        shape = 0, len(batch.live), self.decoders[batch.bucket].depth + 1
+        shape = 0, len(batch.live), self.decoder.depth + 1
         return DispatchRecord(
             batch.bucket, batch.live, None, np.zeros(shape, np.int32), np.zeros(shape[:2], np.int32)
         )
@@ -176,29 +184,29 @@ class Runner:
             array.delete()
 
     def round_costs(self) -> RoundCosts:
-        """What rounds of every bucket cost here: measured once for each kind of engine in a process.
+        """What rounds of every shape cost here: measured once for each kind of engine in a process.
 
-        Compiles the programs of all buckets, so that a change of the bucket compiles nothing.
+        Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
         key = tuple(self.decoders.values()), self.size, self.dtype
         if key not in _COSTS:
             deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
             low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-            _COSTS[key] = measure_round_costs(self.time_dispatch, tuple(self.decoders), (low, high), rounds)
+            shapes = self.size.rounds(tuple(self.decoders))
+            _COSTS[key] = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
         return _COSTS[key]
 
-    def time_dispatch(self, bucket: int, context: int, rounds: int, live: int | None = None) -> float:
+    def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.
 
         What the slots' pages hold is of no use afterwards.
 
         Args:
-            bucket: Nodes of a tree, root included.
+            shape: How many slots are live, and nodes of a tree, root included.
             context: Committed tokens of each slot.
             rounds: How many.
-            live: How many slots are live; None is all.
         """
-        live = self.size.slots if live is None else live
+        live, bucket = shape
         decoder, free = self.decoders[bucket], self.state
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.

@@ -1,36 +1,71 @@
 """Who waits, who runs, who gets pages, and what the next batch is: the host's decisions, without a device."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from jaxtyping import Int32
 
-from jetspec_jax.cache.slots import NO_PAGE
-from jetspec_jax.engine.budget_policy import BudgetPolicy, LiveSlot
-from jetspec_jax.engine.chunks import whole_prompts
-from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import Admission, Batch, DispatchRecord
-from jetspec_jax.engine.request import Request
+from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
+from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.line import check_room, count_overtaken, in_order
+from jetspec_jax.engine.pages import PagePool, page_keys
+from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth
+from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.tree.routing import Routing
 
 
 class Scheduler:
-    """Requests in slots over one pool of pages: first come, first served.
+    """Requests in slots over one pool of pages.
 
-    `next_batch` and `take` are called in turn. Pages are reserved for all of a request when it gets its slot.
-    Only the requests are kept: which slots and pages are free follows from who holds them, and a request that
-    nobody waits for holds nothing.
+    `next_batch` and `take` are called in turn, and only they give slots and pages, or take them. Requests are
+    served in the order of `jetspec_jax.engine.line.rank`: one that finds no slot or too few pages lets nobody
+    pass. It gets the pages of its prompt and of one round, and before each dispatch those of the rounds to
+    come. Where they are too few for a round of all that decode, these are taken in turn:
+
+    1. pages that nobody holds, though they are cached;
+    2. what others hold for rounds that needed less;
+    3. slot and pages of the last in order that runs. It waits again, before all that came after it, and later
+       goes on with its tokens as its prompt. Noise belongs to positions, so it gets the same tokens as if
+       nothing had happened.
+
+    The first in order never loses anything, and all pages together are enough for it; so it ends, and then
+    another one is the first.
     """
 
-    def __init__(self, size: EngineSize, policy: BudgetPolicy):
-        """All slots and pages are free."""
+    def __init__(
+        self,
+        size: EngineSize,
+        policy: BudgetPolicy,
+        round_tokens: int,
+        *,
+        most_waiting: int | None = None,
+    ):
+        """All slots and pages are free.
+
+        Args:
+            size: How much there is.
+            policy: Chooses each dispatch.
+            round_tokens: Tokens that a round commits to a slot, at most.
+            most_waiting: Requests that may wait for a slot; None is no bound.
+        """
         self.size, self.policy = size, policy
+        self.pool = PagePool(size.num_pages, shares=size.shares_pages)
+        self._round_tokens, self.most_waiting = round_tokens, most_waiting
         self._requests: list[Request] = []
+        self._arrivals = 0
         # Slots that the device believes to be taken.
         self._taken: set[int] = set()
-        # The members of the last batch.
-        self._members: list[Request] = []
+        # Those of the last batch that have a slot, and those of them that decode.
+        self._running: Sequence[Request] = ()
+        self._members: Sequence[Request] = ()
+        # Whose pages the device has not been told.
+        self._untold: set[Request] = set()
 
     @property
     def requests(self) -> list[Request]:
@@ -40,131 +75,324 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.requests)
+        return any(request.open for request in self._requests)
 
     @property
-    def pool(self) -> PagePool:
-        """The pages that are free now."""
-        return _pool(self.size, self.requests)
+    def free_pages(self) -> int:
+        """Pages that are free, or will be in the next batch; cached ones count as free."""
+        return self.size.num_pages - len({page for request in self.requests for page in request.pages})
 
     @property
     def free_slots(self) -> list[int]:
-        """The slots that are free now."""
-        return _free_slots(self.size, self.requests)
+        """The slots that are free, or will be in the next batch."""
+        taken = {request.slot for request in self.requests}
+        return [slot for slot in range(self.size.slots) if slot not in taken]
 
     @property
     def room(self) -> int:
         """Requests that would get a slot at once."""
         return self.size.slots - len(self.requests)
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    @property
+    def matchers(self) -> dict[int, Matcher]:
+        """By slot, the grammars of those that decode in the last batch."""
+        return {own.slot: own.matcher for own in self._members if own.matcher is not None}
+
+    def add(self, request: Request, now: float | None = None) -> None:
+        """Queues a request that comes now, by `time.monotonic`.
 
         Raises:
-            ValueError: It needs more pages than there are.
+            ValueError: It can never be served: it needs more pages than there are, or than a slot can name.
+            QueueFull: As many wait as may.
         """
-        if request.num_pages > self.size.num_pages:
-            raise ValueError(
-                f"the request needs {request.num_pages} pages, and the engine has {self.size.num_pages}"
-            )
+        for most, holder in (
+            (self.size.num_pages, "the engine has"),
+            (self.size.pages_per_slot, "a slot can name"),
+        ):
+            if request.num_pages > most:
+                raise ValueError(
+                    f"the request needs {request.num_pages} pages for {len(request.prompt)} prompt tokens "
+                    f"and max_tokens={request.max_tokens}, and {holder} {most}"
+                )
+        if self.most_waiting is not None:
+            check_room(sum(own.state is State.WAITING for own in self._requests), self.most_waiting)
+        request.arrival = time.monotonic() if now is None else now
+        request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is; its slot and pages are free again."""
+        """Takes a request out, wherever it is; the next batch has its slot and pages. From any thread."""
         request.abandoned = True
 
-    def next_batch(self, most_rounds: int | None = None) -> Batch:
+    def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch:
         """What the device does next: admissions, their prompts, and rounds for all that decode.
 
         Args:
             most_rounds: Rounds after which the caller wants to look; None leaves it to the policy.
+            now: By `time.monotonic`: for deadlines, and for figures.
         """
-        # Whoever is abandoned from here on still holds what it has until the next batch.
-        self._requests = self.requests
-        admitted = self._admit()
-        self._members = [request for request in self._requests if request.slot >= 0]
-        before, self._taken = self._taken, {request.slot for request in self._members}
-        live = [
-            LiveSlot(
-                request.committed, request.left, request.params.temperature > 0, bool(request.params.stop)
-            )
-            for request in self._members
-        ]
-        choice = self.policy.choose(live, len(self._requests) - len(self._members))
+        now = time.monotonic() if now is None else now
+        self._end(now)
+        running = list(in_order(request for request in self._requests if request.slot >= 0))
+        admitted, chunks = self._begin(running, now)
+        members = [request for request in running if not request.to_prefill]
+        others = len(self._requests) - len(members)
+        choice = self._choose(members, others, most_rounds)
+        before, self._taken = self._taken, {request.slot for request in running}
+        self._running, self._members = running, members
+        grown, self._untold = self._untold.intersection(running) - admitted.keys(), set()
         return Batch(
             tuple(sorted(before - self._taken)),  # an admission clears the slot itself
-            tuple(self._admission(request) for request in admitted),
-            (),
-            tuple(
-                whole_prompts(
-                    {request.slot: request.prompt[:-1] for request in admitted},
-                    self.size.chunks,
-                    self.size.slots,
-                )
-            ),
-            tuple(range(self.size.slots)),
+            tuple(self._admission(request, length) for request, length in admitted.items()),
+            tuple(Growth(request.slot, self._table(request)) for request in running if request in grown),
+            tuple(chunks),
+            self._live(members),
             choice.bucket,
-            choice.rounds if most_rounds is None else min(choice.rounds, most_rounds),
-            {own.slot: own.matcher for own in self._members if own.matcher is not None},
+            choice.rounds,
         )
 
-    def take(self, dispatch: DispatchRecord) -> list[Request]:
-        """Hands out what a batch did. The requests that got something.
+    def take(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
+        """Hands out what a batch did. The requests that decoded.
 
         Raises:
             ValueError: A request that runs met logits that are not numbers.
         """
+        now = time.monotonic() if now is None else now
+        columns = {slot: column for column, slot in enumerate(record.live)}
         served = [request for request in self._members if not request.dropped]
-        _check_choices(dispatch, [request.slot for request in served])
+        _check_choices(record, [columns[request.slot] for request in served])
         for request in served:
-            ran = dispatch.tree_sizes[:, request.slot] > 0
-            own = dispatch.tokens[ran, request.slot]
-            sizes = dispatch.tree_sizes[ran, request.slot].tolist()
-            for tokens, count, size in zip(own.tolist(), (own >= 0).sum(axis=1).tolist(), sizes, strict=True):
-                request.take_round(tokens[:count], size)
-        for request in served:
-            request.follow()
-        self._members = []
-        self.policy.observe(dispatch)
+            _hand_out(request, record, columns[request.slot], now)
+        for request in self._running:
+            self._name_pages(request)
+            if not request.open:
+                self._free(request)
+        if self._members:
+            self.policy.observe(record)
+        self._running = self._members = ()
         return served
 
-    def _admit(self) -> list[Request]:
-        """Gives free slots and pages to those that wait, in order."""
-        waiting = [request for request in self._requests if request.slot < 0]
-        if not waiting:
-            return []
-        slots, pool = _free_slots(self.size, self._requests), _pool(self.size, self._requests)
+    def _end(self, now: float) -> None:
+        """Lets go of those that nobody waits for, or whose time is over."""
+        everyone, self._requests = self._requests, []
+        for request in everyone:
+            if request.deadline is not None and request.deadline <= now and request.open:
+                request.fail(_too_late(request, now))
+            # Asked once: from here on whoever is abandoned holds what it has until the next batch.
+            if request.open:
+                self._requests.append(request)
+            else:
+                self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Takes all pages from a request."""
+        self.pool.give_back(request.pages)
+        request.pages = []
+
+    def _make_room(self, running: list[Request]) -> bool:
+        """Gets pages for a round of everyone that decodes; false if somebody lost its slot for that.
+
+        Those are no longer among ``running``, which is in order.
+        """
+        everyone = len(running)
+        for request in tuple(running):
+            while request.slot >= 0:
+                missing = request.pages_ahead(self._round_tokens) - len(request.pages)
+                pages = self._obtain(missing, running) if missing > 0 else []
+                if pages is not None:
+                    self._grow(request, pages)
+                    break
+                self._preempt(running.pop())
+        return len(running) == everyone
+
+    def _preempt(self, request: Request) -> None:
+        """Takes slot and pages from a request, which waits again."""
+        self._free(request)
+        request.slot, request.committed, request.named = -1, 0, 0
+        request.preemptions += 1
+        request.overtaken += 1
+
+    def _obtain(
+        self, count: int, running: Sequence[Request], shared: Sequence[int] = (), spare: int = 0
+    ) -> list[int] | None:
+        """As `PagePool.take`; where pages are too few, also those that others hold for later rounds."""
+        pages = self.pool.take(count, shared, spare=spare)
+        if pages is None:
+            for request in running:
+                enough = request.pages_ahead(self._round_tokens)
+                if len(request.pages) > enough:
+                    self.pool.give_back(request.pages[enough:])
+                    del request.pages[enough:]
+                    self._untold.add(request)
+            pages = self.pool.take(count, shared, spare=spare)
+        return pages
+
+    def _grow(self, request: Request, pages: list[int]) -> None:
+        if pages:
+            request.pages += pages
+            self._untold.add(request)
+
+    def _begin(self, running: list[Request], now: float) -> tuple[dict[Request, int], list[Chunk]]:
+        """Makes room for those that run, admits others, who join them, and prefills.
+
+        Returns:
+            Those that were admitted, with the tokens that their pages hold already; and forwards of prompts.
+        """
+        admitted: dict[Request, int] = {}
+        chunks: list[Chunk] = []
+        has_room, left = self._make_room(running), self.size.prefill_tokens
+        while True:
+            if has_room:
+                admitted |= {request: request.committed for request in self._admit(running, now)}
+            more = self._prefill(running, left)
+            if not more:
+                return admitted, chunks
+            chunks += more
+            left = None if left is None else left - sum(int(chunk.counts.sum()) for chunk in more)
+            # Forwards run in order: prompts that begin alike share what the ones before them fill.
+            for request in running:
+                self._name_pages(request)
+
+    def _admit(self, running: list[Request], now: float) -> list[Request]:
+        """Gives free slots and pages to those that wait, in order; they join the running."""
+        taken = {request.slot for request in running}
+        slots = [slot for slot in range(self.size.slots) if slot not in taken]
+        line = in_order(request for request in self._requests if request.slot < 0) if slots else ()
+        # Pages that a prompt is just filling: who needs the same waits for them.
+        filling = {key for request in running for key in self._keys(request)[request.named :]}
         admitted = []
-        for slot, request in zip(slots, waiting, strict=False):
-            pages = pool.reserve(request.num_pages)
+        for slot, request in zip(slots, line, strict=False):
+            keys = self._keys(request)
+            shared = self.pool.find(keys)
+            if not filling.isdisjoint(keys[len(shared) : len(shared) + 1]):
+                break
+            # A page is left for each that runs: else it would soon be taken back.
+            count = request.pages_ahead(self._round_tokens)
+            pages = self._obtain(count, running, shared, spare=len(running))
             if pages is None:
                 break
             request.slot, request.pages = slot, pages
+            request.named, request.committed = len(shared), PAGE_SIZE * len(shared)
+            if request.started is None:
+                request.started, request.prefix_tokens = now, request.committed
+            filling.update(keys[len(shared) :])
             admitted.append(request)
+            running.append(request)
+            count_overtaken(request, line[len(admitted) :])
         return admitted
 
-    def _admission(self, request: Request) -> Admission:
+    def _prefill(self, running: Sequence[Request], most: int | None) -> list[Chunk]:
+        """Forwards for so many tokens of prompts, which count as committed from here on."""
+        prefilling = {request.slot: request for request in in_order(running) if request.to_prefill}
+        left = {
+            slot: request.span(request.committed, request.length - 1) for slot, request in prefilling.items()
+        }
+        chunks = cut_prompts(left, self.size.chunks, self.size.slots, most)
+        for chunk in chunks:
+            for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
+                if count:
+                    prefilling[slot].committed += count
+        return chunks
+
+    def _choose(self, members: Sequence[Request], others: int, most_rounds: int | None) -> Dispatch:
+        """The policy's choice, with pages for all its rounds as far as there are pages.
+
+        A slot that reaches the end of its pages pauses for the rest of the dispatch.
+        """
+        if not members:
+            return Dispatch(1, 0)
+        bucket, rounds = self.policy.choose([_live_slot(request) for request in members], others)
+        rounds = rounds if most_rounds is None else min(rounds, most_rounds)
+        tokens = rounds * (1 if bucket == 1 else self._round_tokens)
+        for request in members:
+            missing = request.pages_ahead(tokens) - len(request.pages)
+            self._grow(request, self.pool.take(min(max(missing, 0), self.pool.num_free)) or [])
+        return Dispatch(bucket, rounds)
+
+    def _live(self, members: Sequence[Request]) -> tuple[int, ...]:
+        """The slots of those that decode, and idle ones up to a number for which there is a program."""
+        if not members:
+            return ()
+        slots = {request.slot for request in members}
+        idle = [slot for slot in range(self.size.slots) if slot not in slots]
+        padding = self.size.live_for(len(slots)) - len(slots)
+        return tuple(sorted([*slots, *idle[:padding]]))
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """Names of the full pages before a request's anchor, as far as it shares any."""
+        full = (request.length - 1) // PAGE_SIZE if self.pool.shares else 0
+        known = len(request.keys)
+        if known < full:
+            parent = request.keys[-1] if known else None
+            tokens = request.span(PAGE_SIZE * known, PAGE_SIZE * full)
+            request.keys += page_keys(tokens, parent, request.cache_salt)
+        return request.keys
+
+    def _name_pages(self, request: Request) -> None:
+        """Lets others share the pages that a request has filled."""
+        full = request.committed // PAGE_SIZE
+        if request.pages and full > request.named and self.pool.shares:
+            keys = self._keys(request)
+            self.pool.share(request.pages[request.named : full], keys[request.named : full])
+            request.named = full
+
+    def _table(self, request: Request) -> Int32[np.ndarray, "T"]:
         table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
         table[: len(request.pages)] = request.pages
-        params, stops = replace(request.params, stop=()), tuple(sorted(request.stop_ids))
-        routing = Routing.of_one(None) if request.routing is None else request.routing
-        anchor, active = int(request.prompt[-1]), len(request.prompt) == 1
-        begins = 0, anchor, active, params, request.max_tokens
-        return Admission(request.slot, table, *begins, stops, request.budget, request.depth, routing)
+        return table
+
+    def _admission(self, request: Request, length: int) -> Admission:
+        return Admission(
+            request.slot,
+            self._table(request),
+            length=length,
+            anchor=int(request.span(request.length - 1, request.length)[0]),
+            active=length == request.length - 1,
+            params=replace(request.params, stop=()),
+            remaining=request.left,
+            stop_ids=tuple(sorted(request.stop_ids)),
+            budget=request.budget,
+            depth=request.depth,
+            routing=Routing.of_one(None) if request.routing is None else request.routing,
+        )
 
 
-def _pool(size: EngineSize, requests: list[Request]) -> PagePool:
-    return PagePool(size.num_pages, (page for request in requests for page in request.pages))
+def _too_late(request: Request, now: float) -> DeadlinePassed:
+    given, waited = request.deadline, now - request.arrival
+    assert given is not None
+    return DeadlinePassed(
+        f"the request had {given - request.arrival:.3f} s; after {waited:.3f} s it "
+        f"{'still waits for a slot' if request.slot < 0 else f'has {len(request.tokens)} tokens'}"
+    )
 
 
-def _free_slots(size: EngineSize, requests: list[Request]) -> list[int]:
-    taken = {request.slot for request in requests}
-    return [slot for slot in range(size.slots) if slot not in taken]
+def _live_slot(request: Request) -> LiveSlot:
+    return LiveSlot(
+        request.committed,
+        request.left,
+        sampled=request.params.temperature > 0,
+        watched=bool(request.params.stop),
+        fresh=not request.tokens,
+    )
 
 
-def _check_choices(dispatch: DispatchRecord, slots: list[int]) -> None:
-    """Refuses to hand out anything of a batch that lacks a token for one of these slots."""
-    if (dispatch.tokens[:, slots] == NO_CHOICE).any():
+def _hand_out(request: Request, record: DispatchRecord, column: int, now: float) -> None:
+    """Gives a request what the rounds of a dispatch committed to its slot."""
+    ran = record.tree_sizes[:, column] > 0
+    own = record.tokens[ran, column]
+    sizes = record.tree_sizes[ran, column].tolist()
+    for tokens, count, size in zip(own.tolist(), (own >= 0).sum(axis=1).tolist(), sizes, strict=True):
+        request.take_round(tokens[:count], size)
+    request.follow()
+    if request.first_token is None and request.tokens:
+        request.first_token = now
+    if request.ended is None and request.finish_reason is not None:
+        request.ended = now
+
+
+def _check_choices(record: DispatchRecord, columns: list[int]) -> None:
+    """Refuses to hand out anything of a dispatch that lacks a token for one of these live slots."""
+    if (record.tokens[:, columns] == NO_CHOICE).any():
         raise ValueError(
             "the target's logits are not numbers: its weights are damaged, or its hidden states outgrow "
             "their type, as those of models that were trained in bfloat16 may in float16"

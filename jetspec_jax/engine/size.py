@@ -1,5 +1,7 @@
-"""How much an engine holds at a time."""
+"""How much an engine holds at a time, and the shapes of its programs."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetspec_jax.arguments import check_integer
@@ -7,6 +9,9 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
 MAX_SLOTS = 8
+#: Of an engine for many: prompt tokens between two dispatches, which a GPU takes in while others hardly wait;
+#: and nodes of all live slots together, beyond which trees no longer pay.
+PREFILL_TOKENS, MOST_ROWS = 1024, 1024
 # Prompts that one forward takes in, and rows of each: few shapes, as each is a program. A GPU computes 1,024
 # rows in the time in which it reads the weights a few times; on a CPU every row is work.
 _GPU_CHUNKS, _CPU_CHUNKS = ((1, 128), (1, 1024), (8, 128)), ((1, 128),)
@@ -16,19 +21,29 @@ DEFAULT_CAPACITY = 1024
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How much an engine holds.
+    """How much an engine holds, and the shapes that its programs are compiled for.
 
     Attributes:
         slots: Requests that decode at the same time.
         capacity: Tokens of a slot, prompt and output together.
         num_pages: Pages of all slots together.
         chunks: Shapes of the forwards of prompts: how many prompts, and how many rows of each.
+        live: Numbers of slots, in rising order, for which rounds are compiled beside all of them: a dispatch
+            takes the smallest that holds those that decode.
+        prefill_tokens: Prompt tokens that are committed between two dispatches, at most; None is no bound.
+        most_rows: Nodes of all live slots together beyond which there are no larger trees to choose; None is
+            no bound.
+        shares_pages: Whether requests that begin alike share pages: see `PagePool`.
     """
 
     slots: int
     capacity: int
     num_pages: int
     chunks: tuple[tuple[int, int], ...] = _CPU_CHUNKS
+    live: tuple[int, ...] = ()
+    prefill_tokens: int | None = None
+    most_rows: int | None = None
+    shares_pages: bool = True
 
     @classmethod
     def of(
@@ -39,7 +54,7 @@ class EngineSize:
         num_pages: int | None = None,
         chunks: tuple[tuple[int, int], ...] | None = None,
     ) -> "EngineSize":
-        """A size, checked; None is the usual capacity, pages for every slot to be full, a CPU's chunks.
+        """A size, checked; None is the usual capacity, pages for every slot to be full, or a CPU's chunks.
 
         Raises:
             TypeError: It is no integer.
@@ -51,7 +66,8 @@ class EngineSize:
             raise ValueError(f"an engine needs at least one slot, not {slots}")
         check_integer("capacity", capacity, 1, limit)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
-        return cls(slots, capacity, num_pages, _CPU_CHUNKS if chunks is None else chunks)
+        chunks = _CPU_CHUNKS if chunks is None else chunks
+        return cls(slots, capacity, num_pages, chunks, shares_pages=can_share_pages(target))
 
     @property
     def pages_per_slot(self) -> int:
@@ -63,6 +79,30 @@ class EngineSize:
         """Rows of the largest forward of prompts."""
         return max(prompts * rows for prompts, rows in self.chunks)
 
+    def live_for(self, count: int) -> int:
+        """Slots of a dispatch in which ``count`` decode."""
+        return next((own for own in self.live if own >= count), self.slots)
+
+    def rounds(self, buckets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Shapes of rounds, live slots and nodes, for buckets in rising order; the first has them all."""
+        most = math.inf if self.most_rows is None else self.most_rows
+        return tuple(
+            (live, bucket)
+            for live in sorted({*self.live, self.slots})
+            for bucket in buckets
+            if bucket == buckets[0] or live * bucket <= most
+        )
+
+
+def can_share_pages(target: ModelConfig) -> bool:
+    """Whether all that a target keeps of a slot's tokens lies on pages."""
+    return all(layer.window is None and layer.recurrence is None for layer in target.layers)
+
+
+def powers_of_two(slots: int) -> tuple[int, ...]:
+    """Numbers of live slots for an engine of many: 1, 2, 4, … below all of them."""
+    return tuple(1 << power for power in range((slots - 1).bit_length()))
+
 
 def default_capacity(config: ModelConfig, need: int) -> int:
     """Tokens per slot: the usual capacity, or the next power of two that holds ``need``."""
@@ -71,7 +111,7 @@ def default_capacity(config: ModelConfig, need: int) -> int:
 
 
 def chunks_for(slots: int, *, gpu: bool) -> tuple[tuple[int, int], ...]:
-    """The usual shapes of forwards of prompts that so many slots have a use for."""
+    """The usual shapes of forwards of prompts for so many slots, with or without GPU kernels."""
     return tuple(shape for shape in (_GPU_CHUNKS if gpu else _CPU_CHUNKS) if shape[0] <= slots)
 
 

@@ -42,7 +42,8 @@ def plain(target):
 def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name, monkeypatch):
     """The oracle hides what follows among decoys, so that paths are deep and branch."""
     # Rounds of one price: what they take here must not keep "auto" from trees.
-    costs = RoundCosts((16, 48), dict.fromkeys(BUCKETS, (1.0, 1.0)), dict.fromkeys(BUCKETS, 0.0))
+    shapes = [(2, bucket) for bucket in BUCKETS]
+    costs = RoundCosts((16, 48), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
     monkeypatch.setattr(Runner, "round_costs", lambda runner: costs)
     engine = TinyEngine(
         target,

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.decode.state import grow
 from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
 from jetspec_jax.engine.planning import plan_engine
@@ -45,8 +47,8 @@ def head():
 @pytest.fixture
 def known_costs(monkeypatch):
     """No clock: a tree round takes twice a plain one's time, whatever was measured."""
-    seconds = {bucket: (1.0 + (bucket > 1),) * 2 for bucket in BUCKETS}
-    costs = RoundCosts((64, 128), seconds, dict.fromkeys(BUCKETS, 0.1))
+    seconds = {(2, bucket): (1.0 + (bucket > 1),) * 2 for bucket in BUCKETS}
+    costs = RoundCosts((64, 128), seconds, dict.fromkeys(seconds, 0.1))
     monkeypatch.setattr(Runner, "round_costs", lambda _: costs)
     collect = Runner.collect
 
@@ -104,14 +106,20 @@ def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
     engine = oracle[0]()
     for prompt, most in zip(PROMPTS, (90, 1), strict=True):
         engine.submit(prompt, dataclasses.replace(PARAMS[0], max_tokens=most))
-    engine.step(1)
+    # One round, with pages for all that follow.
+    engine.step(9, lambda weights, state, _: engine.plan.decoder.decode(weights, state, np.int32(1)))
 
     @jax.jit
     def round_of_both(weights, state):
         (_, small), (after, large) = (engine.runner.decoders[own].round(weights, state) for own in (16, 32))
         return after, (small, small.counts), (large, large.counts)
 
+    # The engine gives pages before each dispatch; here nobody else wants any.
     state, beyond = engine.runner.state, 0
+    held = [page for page in state.slots.block_tables[0].tolist() if page != NO_PAGE]
+    others = [page for page in range(engine.plan.size.num_pages) if page not in held]
+    pages = np.array(held + others, np.int32)[: engine.plan.size.pages_per_slot]
+    state = grow(state, np.zeros(1, np.int32), pages[None])
     for _ in range(8):
         state, *both = round_of_both(engine.weights, state)
         (small, small_counts), (large, large_counts) = jax.device_get(both)

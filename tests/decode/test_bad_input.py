@@ -234,7 +234,7 @@ def test_an_engine_goes_on_after_an_error(target):
         with pytest.raises(ValueError, match=r"empty|token id|limit"):
             engine.submit(prompt, SHORT)
     finish(engine)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
+    assert engine.scheduler.free_pages == engine.plan.size.num_pages
     assert len(good.tokens) == 30
     [again] = serve(engine, [GOOD], [SamplingParams(max_tokens=30)])
     assert again.token_ids == good.tokens

@@ -107,8 +107,8 @@ def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     finish(engine)
     engine.launch()  # tells the device of those that ended last
     engine.collect()
-    state, pool = engine.runner.state, engine.scheduler.pool
-    assert pool.num_free == pool.num_pages == SLOTS * LIMIT // PAGE_SIZE
+    state = engine.runner.state
+    assert engine.scheduler.free_pages == SLOTS * LIMIT // PAGE_SIZE
     assert not np.asarray(state.active).any()
     # A free slot names no page, so nothing can be written through it.
     assert (np.asarray(state.slots.block_tables) == NO_PAGE).all()
@@ -278,7 +278,7 @@ def end(oracle_engine, path, eos=(), **settings):
     engine = oracle_engine([prompt], [params])
     engine.target = dataclasses.replace(engine.target, eos_token_ids=eos)
     [got] = serve(engine, [prompt], [params])
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
+    assert engine.scheduler.free_pages == engine.plan.size.num_pages
     return got
 
 
@@ -405,8 +405,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
     engine = llm.target.keeper.engine
 
     def is_free():
-        pool = engine.scheduler.pool
-        return not engine.busy and pool.num_free == pool.num_pages
+        return not engine.busy and engine.scheduler.free_pages == engine.plan.size.num_pages
 
     stream = llm.stream(prompt, params)
     next(stream)

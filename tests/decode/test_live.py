@@ -11,7 +11,7 @@ import pytest
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.engine.chunks import whole_prompts
+from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
@@ -57,7 +57,7 @@ class Case:
             begins = np.int32(prompt[-1]), np.int32(0), np.bool_(len(prompt) == 1)
             state = decoder.insert(state, np.int32(slot), table(slot, pages[slot]), settings, *begins)
         left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in enumerate(PROMPTS)}
-        for chunk in whole_prompts(left, shapes, SLOTS):
+        for chunk in cut_prompts(left, shapes, SLOTS):
             state = decoder.prefill(self.weights, state, *chunk)
         return state
 

@@ -11,7 +11,7 @@ from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSe
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.engine.chunks import whole_prompts
+from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
@@ -65,7 +65,7 @@ def begin(decoder, weights):
         begins = np.int32(prompt[-1]), np.int32(0), np.bool_(False)
         state = decoder.insert(state, np.int32(slot), pages[slot], settings, *begins)
     left = {slot: np.array(prompt[:-1], np.int32) for slot, prompt in enumerate(PROMPTS)}
-    for chunk in whole_prompts(left, [(1, CHUNK), (2, CHUNK)], len(PROMPTS)):
+    for chunk in cut_prompts(left, [(1, CHUNK), (2, CHUNK)], len(PROMPTS)):
         state = decoder.prefill(weights, state, *chunk)
     return state
 

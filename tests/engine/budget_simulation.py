@@ -73,30 +73,30 @@ def qwen3_8b():
     seconds = {}
     for bucket in BUCKETS:
         own = slope[1] + (slope[128] - slope[1]) * (bucket - 1) / 127
-        seconds[bucket] = tuple(1e-3 * (ms[bucket] + own * (context - 1024)) for context in (64, 1024))
-    return RoundCosts((64, 1024), seconds, dict.fromkeys(BUCKETS, DISPATCH))
+        seconds[1, bucket] = tuple(1e-3 * (ms[bucket] + own * (context - 1024)) for context in (64, 1024))
+    return RoundCosts((64, 1024), seconds, dict.fromkeys(seconds, DISPATCH))
 
 
 def beside_a_head(costs):
     """The costs of an engine that has a draft head."""
-    plain = tuple(BESIDE_A_HEAD * own for own in costs.seconds[1])
-    return RoundCosts(costs.contexts, {**costs.seconds, 1: plain}, costs.dispatches)
+    plain = tuple(BESIDE_A_HEAD * own for own in costs.seconds[1, 1])
+    return RoundCosts(costs.contexts, {**costs.seconds, (1, 1): plain}, costs.dispatches)
 
 
 def a_little_wrong(costs, rng):
     """A table as a short measurement gives it."""
-    factors = {bucket: np.exp(rng.normal(0, WRONG)) for bucket in costs.seconds}
-    seconds = {b: tuple(factors[b] * own for own in pair) for b, pair in costs.seconds.items()}
+    factors = {shape: np.exp(rng.normal(0, WRONG)) for shape in costs.seconds}
+    seconds = {shape: tuple(factors[shape] * own for own in both) for shape, both in costs.seconds.items()}
     return RoundCosts(costs.contexts, seconds, costs.dispatches)
 
 
 def run_dispatch(text, start, dispatch, rng, costs, timed=True):
     """One dispatch from a position of a text: its record, and its seconds."""
     index, at, rows = BUCKETS.index(dispatch.bucket), start, []
-    seconds = costs.dispatches[dispatch.bucket]
+    seconds = costs.dispatches[1, dispatch.bucket]
     while at < len(text.accepted) and len(rows) < dispatch.rounds:
         rows.append(at)
-        seconds += costs.at(dispatch.bucket, PROMPT_TOKENS + at, np.inf)
+        seconds += costs.at((1, dispatch.bucket), PROMPT_TOKENS + at, np.inf)
         at += 1 + (int(text.accepted[at, index - 1]) if index else 0)
     seconds *= np.exp(rng.normal(0, NOISE))
     # Rows after the end did not decode.

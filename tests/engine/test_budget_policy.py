@@ -5,16 +5,17 @@ import math
 import numpy as np
 import pytest
 
+from jetspec_jax.engine.acceptance import AcceptanceEstimate
 from jetspec_jax.engine.budget_policy import (
+    MAX_ROUNDS,
     PROBE_ROUNDS,
-    AcceptanceEstimate,
     AutoBudget,
     Dispatch,
     FixedBudget,
     LiveSlot,
-    Pace,
     rounds_for,
 )
+from jetspec_jax.engine.pace import Pace, Slices
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.round_costs import RoundCosts
 from tests.engine import budget_simulation
@@ -23,14 +24,15 @@ BUCKETS = (1, 16, 32, 64, 128, 256)
 LIVE = [LiveSlot(300, 5000, False, False)]
 
 
-def slot(left=5000, sampled=False, watched=False):
-    return LiveSlot(300, left, sampled, watched)
+def slot(left=5000, sampled=False, watched=False, fresh=False):
+    return LiveSlot(300, left, sampled, watched, fresh)
 
 
-def costs_of(*seconds, dispatch=0.0):
-    buckets = BUCKETS[: len(seconds)]
-    pairs = {bucket: (one, one) for bucket, one in zip(buckets, seconds, strict=True)}
-    return RoundCosts((64, 768), pairs, dict.fromkeys(buckets, dispatch))
+def costs_of(*seconds, dispatch=0.0, lives=(1, 2, 3)):
+    """The same for any number of live slots."""
+    own = dict(zip(BUCKETS[: len(seconds)], seconds, strict=True))
+    shapes = {(live, bucket): (one, one) for live in lives for bucket, one in own.items()}
+    return RoundCosts((64, 768), shapes, dict.fromkeys(shapes, dispatch))
 
 
 def auto_of(*seconds, dispatch=0.0, probing=0.0):
@@ -43,8 +45,9 @@ def record_of(bucket, rounds, drafted=(), seconds=None, slots=1):
     tokens[..., 0] = 7
     sizes = np.full((rounds, slots), bucket, np.int32)
     reach = np.broadcast_to(np.asarray(drafted, np.float32), (rounds, slots, len(drafted)))
+    live = tuple(range(slots))
     return DispatchRecord(
-        bucket, (0,), seconds, tokens, sizes, *((reach, reach) if drafted else (None, None))
+        bucket, live, seconds, tokens, sizes, *((reach, reach) if drafted else (None, None))
     )
 
 
@@ -130,7 +133,7 @@ class TestAuto:
         for _ in range(100):
             policy.observe(record_of(1, 32, seconds=32 * 0.5))
             policy.observe(record_of(1, 32))
-        np.testing.assert_allclose(policy._pace.seconds(1, 300, 32), 0.5, rtol=0.01)
+        np.testing.assert_allclose(policy._pace.seconds((1, 1), 300, 32), 0.5, rtol=0.01)
 
     def test_greedy_and_sampled_requests_are_told_apart(self):
         policy = auto_of(1.0, 1.5)
@@ -141,7 +144,7 @@ class TestAuto:
         assert policy.choose([slot(), slot(sampled=True)], 0).bucket == 1
 
     def test_slots_that_do_not_decode_tell_nothing(self):
-        one, two = auto_of(1.0, 1.2), auto_of(1.0, 1.2)
+        one, two = (AutoBudget(BUCKETS[:2], costs_of(1.0, 1.2, lives=(live,)), 0.0) for live in (1, 2))
         for _ in range(50):
             alone = record_of(16, 8, (2.0,), seconds=9.0)
             one.observe(alone)
@@ -155,15 +158,15 @@ class TestAuto:
             two.observe(DispatchRecord(16, (0, 1), 9.0, tokens, sizes, *wide))
             assert one.choose(LIVE, 0) == two.choose(LIVE, 0)
         assert one._acceptance.tokens() == two._acceptance.tokens()
-        assert one._pace.seconds(16, 300, 8) == two._pace.seconds(16, 300, 8)
+        assert one._pace.seconds((1, 16), 300, 8) == two._pace.seconds((2, 16), 300, 8)
 
     def test_a_dispatch_in_which_nobody_decoded_changes_nothing(self):
         policy = auto_of(1.0, 2.0, 3.0)
-        before = policy._acceptance.tokens(), policy._pace.seconds(32, 300, 8)
+        before = policy._acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)
         for bucket, drafted in ((1, ()), (32, (0.0, 0.0))):
             record = record_of(bucket, 16, drafted, seconds=1.0)
             policy.observe(record._replace(tree_sizes=np.zeros_like(record.tree_sizes)))
-        assert (policy._acceptance.tokens(), policy._pace.seconds(32, 300, 8)) == before
+        assert (policy._acceptance.tokens(), policy._pace.seconds((1, 32), 300, 8)) == before
 
     def test_follows_a_bucket_that_got_slower(self):
         policy = auto_of(9.0, 1.0, 1.1, probing=0.02)
@@ -182,6 +185,95 @@ class TestAuto:
         assert (bucket > 1, rounds) == (True, PROBE_ROUNDS)
         teach(policy, (2.0, 3.0))
         assert policy.choose(LIVE, 0).rounds > PROBE_ROUNDS
+
+
+class TestSlices:
+    """Dispatches of so much time."""
+
+    def rounds(self, seconds, dispatch=0.0, live=1, waiting=0, **changes):
+        costs = RoundCosts((64, 768), {(live, 16): (seconds, seconds)}, {(live, 16): dispatch})
+        policy = FixedBudget(16, costs, Slices())
+        return policy.choose([slot(**changes)] * live, waiting).rounds
+
+    def test_as_many_rounds_as_fit(self):
+        assert [self.rounds(own) for own in (0.0101, 0.005, 0.0011)] == [3, 8, 36]
+        assert [self.rounds(own, waiting=2) for own in (0.0101, 0.005, 0.0011)] == [1, 3, 13]
+
+    def test_one_at_least_and_no_more_than_are_left(self):
+        assert self.rounds(0.5) == 1
+        assert self.rounds(0.001, left=7) == 7
+        assert self.rounds(1e-6) == MAX_ROUNDS
+
+    def test_what_a_dispatch_takes_itself_is_a_small_share(self):
+        for seconds, dispatch in ((0.001, 0.001), (0.003, 0.0007), (0.0001, 0.00005)):
+            rounds = self.rounds(seconds, dispatch, waiting=1)
+            assert dispatch / (dispatch + rounds * seconds) <= 0.03
+            assert rounds * seconds >= 0.013
+
+    def test_a_first_token_does_not_wait_for_a_second_round(self):
+        assert self.rounds(0.001, fresh=True) == 1
+        assert self.rounds(0.001, 0.01, fresh=True, waiting=3) == 1
+
+    def test_rounds_are_those_of_the_live_slots(self):
+        shapes = {(live, 16): (0.001 * live,) * 2 for live in (1, 4, 8)}
+        policy = FixedBudget(16, RoundCosts((64, 768), shapes, dict.fromkeys(shapes, 0.0)), Slices())
+        assert [policy.choose([slot()] * live, 0).rounds for live in (1, 2, 4, 5, 8)] == [40, 10, 10, 5, 5]
+
+    def test_a_fixed_budget_learns_its_pace(self):
+        policy = FixedBudget(16, costs_of(1.0, 0.001), Slices())
+        for _ in range(100):
+            policy.choose([slot()], 0)
+            policy.observe(record_of(16, 20, (1.0,), seconds=20 * 0.002))
+        assert policy.choose([slot()], 0).rounds in (19, 20)
+
+    def test_auto_fills_a_slice_with_rounds_of_its_choice(self):
+        policy = AutoBudget(BUCKETS[:2], costs_of(0.002, 0.004), 0.0, Slices())
+        for drafted, expected in ((3.0, Dispatch(16, 10)), (0.1, Dispatch(1, 20))):
+            teach(policy, (drafted,))
+            assert policy.choose([slot()], 0) == expected
+        assert policy.choose([slot()], 1) == Dispatch(1, 7)
+        assert policy.choose([slot(), slot(fresh=True)], 0) == Dispatch(1, 1)
+
+    def test_probes_keep_the_share_of_a_dispatch(self):
+        policy = AutoBudget(BUCKETS[:2], costs_of(1e-4, 5e-4, dispatch=2e-4), 0.1, Slices())
+        teach(policy, (0.0,))
+        for _ in range(100):
+            bucket, rounds = policy.choose([slot()], 0)
+            assert 2e-4 / (2e-4 + rounds * {1: 1e-4, 16: 5e-4}[bucket]) <= 0.03
+            policy.observe(record_of(bucket, rounds, (0.0,) if bucket > 1 else ()))
+
+
+class TestLiveSlots:
+    def shapes(self):
+        """Rows cost as much as a plain step where there are 64 of them; 8 slots have no trees of 32."""
+        shapes = {
+            (live, bucket): 1.0 + live * bucket / 64
+            for live in (1, 8, 64)
+            for bucket in BUCKETS[:3]
+            if live * bucket <= 1024 and (live, bucket) != (8, 32)
+        }
+        pairs = {shape: (own, own) for shape, own in shapes.items()}
+        return RoundCosts((64, 768), pairs, dict.fromkeys(pairs, 0.0))
+
+    def test_trees_shrink_as_slots_fill(self):
+        policy = AutoBudget(BUCKETS[:3], self.shapes(), 0.0)
+        teach(policy, (1.0, 1.5))
+        chosen = [policy.choose([slot()] * live, 0).bucket for live in (1, 8, 64)]
+        assert chosen == [32, 1, 1]
+        teach(policy, (4.0, 9.0))
+        chosen = [policy.choose([slot()] * live, 0).bucket for live in (1, 2, 8, 9, 64)]
+        # Where there is no larger program, the largest that there is.
+        assert chosen == [32, 16, 16, 1, 1]
+
+    def test_probes_stay_among_the_programs(self):
+        policy = AutoBudget(BUCKETS[:3], self.shapes(), 1.0)
+        seen = set()
+        for _ in range(50):
+            bucket, rounds = policy.choose([slot()] * 8, 0)
+            seen.add(bucket)
+            drafted = (0.0, 0.0)[: BUCKETS.index(bucket)]
+            policy.observe(record_of(bucket, rounds, drafted, slots=8))
+        assert seen == {1, 16}
 
 
 class TestProbing:
@@ -272,13 +364,13 @@ class TestAcceptance:
 class TestPace:
     def learn(self, pace, bucket, slower, dispatches=100):
         for _ in range(dispatches):
-            pace.learn(bucket, 300, 32, slower * 32 * pace._costs.at(bucket, 300, 32))
+            pace.learn((1, bucket), 300, 32, slower * 32 * pace.costs.at((1, bucket), 300, 32))
 
     def test_a_slow_machine_slows_all_buckets(self):
         pace = Pace(costs_of(1.0, 2.0, 3.0))
         self.learn(pace, 16, 1.5)
-        np.testing.assert_allclose(pace.seconds(16, 300, 32), 3.0, rtol=0.01)
-        np.testing.assert_allclose([pace.seconds(b, 300, 32) for b in (1, 32)], [1.4, 4.2], rtol=0.05)
+        np.testing.assert_allclose(pace.seconds((1, 16), 300, 32), 3.0, rtol=0.01)
+        np.testing.assert_allclose([pace.seconds((1, b), 300, 32) for b in (1, 32)], [1.4, 4.2], rtol=0.05)
 
     def test_each_bucket_has_its_own(self):
         pace = Pace(costs_of(1.0, 2.0, 3.0))
@@ -286,16 +378,23 @@ class TestPace:
             for bucket, slower in ((1, 1.0), (16, 1.1), (32, 0.9)):
                 self.learn(pace, bucket, slower, 1)
         np.testing.assert_allclose(
-            [pace.seconds(b, 300, 32) for b in (1, 16, 32)], [1.0, 2.2, 2.7], rtol=0.02
+            [pace.seconds((1, b), 300, 32) for b in (1, 16, 32)], [1.0, 2.2, 2.7], rtol=0.02
         )
+
+    def test_a_guess_is_corrected_by_itself(self):
+        costs = costs_of(1.0, 2.0, 3.0)
+        pace = Pace(RoundCosts(costs.contexts, costs.seconds, costs.dispatches, frozenset({(1, 16)})))
+        self.learn(pace, 16, 1.5)
+        np.testing.assert_allclose(pace.seconds((1, 16), 300, 32), 3.0, rtol=0.01)
+        assert pace.seconds((1, 32), 300, 32) < 1.15 * 3.0
 
     def test_outlives_an_interruption_and_forgets_a_busy_machine(self):
         pace = Pace(costs_of(1.0, 2.0))
-        pace.learn(1, 300, 16, 1000.0)
-        np.testing.assert_allclose(pace.seconds(1, 300, 16), 1.0, rtol=0.05)
+        pace.learn((1, 1), 300, 16, 1000.0)
+        np.testing.assert_allclose(pace.seconds((1, 1), 300, 16), 1.0, rtol=0.05)
         self.learn(pace, 16, 3.0)
         self.learn(pace, 1, 1.0, 300)
-        np.testing.assert_allclose([pace.seconds(b, 300, 16) for b in (1, 16)], [1.0, 2.0], rtol=0.3)
+        np.testing.assert_allclose([pace.seconds((1, b), 300, 16) for b in (1, 16)], [1.0, 2.0], rtol=0.3)
 
 
 @pytest.mark.parametrize("kind", budget_simulation.KINDS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.chunks import next_chunk, whole_prompts
+from jetspec_jax.engine.chunks import cut_prompts, next_chunk
 from jetspec_jax.engine.size import chunks_for
 
 SHAPES = ((1, 128), (1, 1024), (8, 128))
@@ -38,12 +38,10 @@ def test_the_shape_that_takes_most_for_its_cost(lengths, shape):
     assert chunk.slots.tolist()[: len(lengths)] == list(left)[: shape[0]]
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700), (0, 3)]
-)
+@pytest.mark.parametrize("lengths", [(1,), (129, 5, 1024), (40,) * 9, (2000, 1, 300, 128, 128, 7, 9, 700)])
 def test_prompts_come_whole_and_in_order(lengths):
     left, seen = prompts_of(*lengths), {}
-    for chunk in whole_prompts(left, SHAPES, len(lengths) + 8):
+    for chunk in cut_prompts(left, SHAPES, len(lengths) + 8):
         assert len(set(chunk.slots.tolist())) == len(chunk.slots)
         assert chunk.counts.any()
         for slot, tokens, count, ready in zip(*chunk, strict=True):
@@ -53,7 +51,22 @@ def test_prompts_come_whole_and_in_order(lengths):
                 own = seen.setdefault(int(slot), [])
                 own += tokens[:count].tolist()
                 assert ready == (len(own) == len(left[int(slot)]))
-    assert seen == {slot: tokens.tolist() for slot, tokens in left.items() if len(tokens)}
+    assert seen == {slot: tokens.tolist() for slot, tokens in left.items()}
+
+
+@pytest.mark.parametrize("most", [1, 100, 129, 1000, 3000])
+def test_no_more_than_so_many_tokens_are_taken(most):
+    """First of those who came first."""
+    left = prompts_of(700, 50, 2000)
+    chunks = cut_prompts(left, SHAPES, 11, most)
+    taken = dict.fromkeys(left, 0)
+    for chunk in chunks:
+        for slot, count, ready in zip(*(own.tolist() for own in chunk[:1] + chunk[2:]), strict=True):
+            taken[slot] = taken.get(slot, 0) + count
+            assert not count or ready == (taken[slot] == len(left[slot]))
+    counts = [taken[slot] for slot in left]
+    assert sum(counts) == min(most, 2750)
+    assert counts == sorted(counts, key=bool, reverse=True)
 
 
 def test_usual_shapes():

@@ -121,7 +121,8 @@ class Turns:
 def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatch):
     """Neither a prompt, nor the compilation of a bucket's first dispatch."""
     # Measuring the costs would compile them all.
-    costs = RoundCosts((64, 128), {1: (1.0, 1.0), 16: (1.0, 1.0)}, {1: 0.0, 16: 0.0})
+    shapes = [(2, 1), (2, 16)]
+    costs = RoundCosts((64, 128), dict.fromkeys(shapes, (1.0, 1.0)), dict.fromkeys(shapes, 0.0))
     monkeypatch.setattr(Runner, "round_costs", lambda _: costs)
     engine = TinyEngine(target, head, TreeSettings(16, 3, algorithm="auto"), slots=2)
     policy = engine.scheduler.policy = Turns(1, 1, 16, 16, 16)
@@ -139,7 +140,7 @@ def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatc
 
 def test_timing_a_dispatch_leaves_no_trace(engine, expected):
     before = jax.device_get((engine.runner.state.slots, engine.runner.state.settings))
-    assert engine.runner.time_dispatch(16, 30, 3) > 0
+    assert engine.runner.time_dispatch((1, 16), 30, 3) > 0
     np.testing.assert_equal(jax.device_get((engine.runner.state.slots, engine.runner.state.settings)), before)
     assert not np.asarray(engine.runner.state.active).any()
     assert serve(engine, [PROMPT], [PARAMS])[0].token_ids == expected

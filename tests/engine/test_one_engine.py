@@ -187,4 +187,4 @@ def test_after_an_interrupt_all_calls_work(target, head, expected, monkeypatch, 
     assert tokens_of(generate_tree(target, head, [PROMPT], PARAMS, **TREE)) == expected
     engine = target.keeper.engine
     assert (engine is before) == (owner is jax)
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
+    assert engine.scheduler.free_pages == engine.plan.size.num_pages

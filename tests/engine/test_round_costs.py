@@ -3,69 +3,129 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.engine.round_costs import REPEATS, RoundCosts, measure_round_costs, timed_contexts
+from jetspec_jax.engine.round_costs import (
+    MOST_TIMED,
+    REPEATS,
+    RoundCosts,
+    complete_costs,
+    measure_round_costs,
+    timed_contexts,
+    timed_pairs,
+)
 
 CONTEXTS, ROUNDS = (64, 1024), 16
+ONE = [(1, bucket) for bucket in (1, 16, 32)]
+# As an engine of 64 slots has them: no more than 1,024 rows.
+MANY = [
+    (live, bucket)
+    for live in (1, 2, 4, 8, 16, 32, 64)
+    for bucket in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    if live * bucket <= 1024
+]
 
 
 class Machine:
-    """Rounds of `bucket` milliseconds and a little more for each committed token; keeps what it was asked."""
+    """Rounds of 4 ms, of more for each slot, row and committed token; keeps what it was asked."""
 
     def __init__(self, wrong=lambda call: 0.0):
         self.calls, self._wrong = [], wrong
 
-    def __call__(self, bucket, context, rounds):
-        self.calls.append((bucket, context, rounds))
-        return 0.3e-3 + rounds * self.round(bucket, context) + self._wrong(len(self.calls))
+    def __call__(self, pair, context, rounds):
+        self.calls.append((pair, context, rounds))
+        return 0.3e-3 + rounds * self.round(pair, context) + self._wrong(len(self.calls))
 
-    def round(self, bucket, context):
-        return 1e-3 * bucket + 1e-6 * context
+    def round(self, pair, context):
+        live, bucket = pair
+        drafting = 1.5e-3 + 0.1e-3 * live if bucket > 1 else 0.0
+        return 4e-3 + drafting + 1e-3 * live * bucket + 1e-6 * context
 
 
-def assert_right(costs, machine, buckets):
+def assert_right(costs, machine, pairs):
     assert costs.contexts == CONTEXTS
-    for bucket in buckets:
+    assert set(costs.seconds) == set(costs.dispatches) == set(pairs)
+    for pair in pairs:
         for context in (64, 500, 1024, 2000):
-            right = machine.round(bucket, context) + 0.3e-3 / 8
-            np.testing.assert_allclose(costs.at(bucket, context, 8), right, rtol=1e-6)
+            right = machine.round(pair, context) + 0.3e-3 / 8
+            np.testing.assert_allclose(costs.at(pair, context, 8), right, rtol=1e-6)
 
 
 def test_tells_rounds_from_dispatches():
     machine = Machine()
-    assert_right(measure_round_costs(machine, (1, 16, 32), CONTEXTS, ROUNDS), machine, (1, 16, 32))
+    assert_right(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS), machine, ONE)
 
 
 def test_compiles_everything_before_it_times_anything():
     """A first call takes long, and so do a few later ones: medians do not care."""
     machine = Machine(lambda call: 100.0 if call <= 3 or call % 23 == 0 else 0.0)
-    assert_right(measure_round_costs(machine, (1, 16, 32), CONTEXTS, ROUNDS), machine, (1, 16, 32))
-    assert [bucket for bucket, _, _ in machine.calls[:3]] == [1, 16, 32]
+    assert_right(measure_round_costs(machine, ONE, CONTEXTS, ROUNDS), machine, ONE)
+    assert [pair for pair, _, _ in machine.calls[:3]] == ONE
 
 
-def test_interleaves_buckets_and_keeps_long_rounds_few():
-    machine = Machine()
-    measure_round_costs(machine, (1, 256), CONTEXTS, ROUNDS)
+def test_interleaves_shapes_and_keeps_long_rounds_few():
+    machine, ends = Machine(), [(1, 1), (1, 256)]
+    measure_round_costs(machine, ends, CONTEXTS, ROUNDS)
     repeats = [machine.calls[-8 * (k + 1) : len(machine.calls) - 8 * k] for k in range(REPEATS)]
     assert all(own == repeats[0] for own in repeats)
-    assert {(bucket, context) for bucket, context, _ in repeats[0]} == {
-        (b, c) for b in (1, 256) for c in CONTEXTS
-    }
-    assert {(bucket, rounds) for bucket, _, rounds in repeats[0]} == {(1, 1), (1, ROUNDS), (256, 1), (256, 4)}
+    assert {(pair, context) for pair, context, _ in repeats[0]} == {(p, c) for p in ends for c in CONTEXTS}
+    turns = {(pair, rounds) for pair, _, rounds in repeats[0]}
+    assert turns == {(pair, 1) for pair in ends} | {((1, 1), 10), ((1, 256), 4)}
 
 
-def test_noise_makes_nothing_negative():
-    rng = np.random.default_rng(0)
-    machine = Machine(lambda _: rng.normal(0, 0.1))
-    costs = measure_round_costs(machine, (1, 16), CONTEXTS, ROUNDS)
-    assert min(min(own) for own in costs.seconds.values()) > 0
-    assert min(costs.dispatches.values()) >= 0
+class TestManyShapes:
+    """Of many shapes a few are timed, and the others lie between them."""
+
+    def test_a_few_are_timed(self):
+        pairs = timed_pairs(MANY)
+        assert len(MANY) == 53
+        assert len(pairs) <= MOST_TIMED
+        assert {live for live, _ in pairs} == {1, 8, 64}
+        # Plain rounds, the smallest trees and the largest, of the most slots and of the fewest.
+        assert {(1, 1), (1, 2), (1, 256), (64, 1), (64, 2), (64, 16)} <= set(pairs)
+        assert set(timed_pairs(reversed(ONE))) == set(ONE)
+
+    def test_all_are_right_where_slots_and_rows_cost_alike(self):
+        machine = Machine()
+        costs = measure_round_costs(machine, MANY, CONTEXTS, ROUNDS)
+        assert [pair for pair, _, _ in machine.calls[: len(MANY)]] == MANY
+        assert {pair for pair, _, _ in machine.calls[len(MANY) :]} == set(timed_pairs(MANY))
+        assert_right(costs, machine, MANY)
+        assert costs.guessed == set(MANY) - set(timed_pairs(MANY))
+        assert costs.buckets(64) == (1, 2, 4, 8, 16)
+
+    def test_are_near_where_they_do_not(self):
+        """Of Qwen3-8B on an H200: a floor at first, then rows. Seconds by slots and nodes, as measured."""
+        ms = {
+            1: (4.5, 6.0, 6.2, 6.1),
+            8: (4.6, 8.0, 9.9, 16.2),
+            32: (6.1, 21.7, 32.7, 61.7),
+            64: (8, 40.1, 65.7, 123.7),
+        }
+        known = {
+            (live, bucket): (1e-3 * each,) * 2
+            for live, own in ms.items()
+            for bucket, each in zip((1, 16, 32, 64), own, strict=True)
+        }
+        timed = {pair: own for pair, own in known.items() if pair[0] != 32 and pair[1] != 32}
+        costs = complete_costs(CONTEXTS, timed, dict.fromkeys(timed, 0.0), known)
+        for pair, (own, _) in known.items():
+            np.testing.assert_allclose(costs.at(pair, 500, 8), own, rtol=0.25)
+        assert costs.guessed == known.keys() - timed.keys()
+
+    def test_noise_makes_nothing_negative(self):
+        rng = np.random.default_rng(0)
+        for pairs in (ONE, MANY):
+            machine = Machine(lambda _: rng.normal(0, 0.1))
+            costs = measure_round_costs(machine, pairs, CONTEXTS, ROUNDS)
+            assert min(min(own) for own in costs.seconds.values()) > 0
+            assert min(costs.dispatches.values()) >= 0
 
 
 def test_a_short_dispatch_pays_more_of_it_each_round():
-    costs = RoundCosts((100, 300), {1: (1.0, 2.0), 16: (4.0, 4.0)}, {1: 8.0, 16: 4.0})
-    np.testing.assert_allclose([costs.at(bucket, 200, 16) for bucket in (1, 16)], [1.5 + 0.5, 4.0 + 0.25])
-    np.testing.assert_allclose([costs.at(bucket, 400, 2) for bucket in (1, 16)], [2.5 + 4.0, 4.0 + 2.0])
-    assert costs.at(1, -10_000, 16) > 0
+    seconds = {(1, 1): (1.0, 2.0), (1, 16): (4.0, 4.0)}
+    costs = RoundCosts((100, 300), seconds, {(1, 1): 8.0, (1, 16): 4.0})
+    np.testing.assert_allclose([costs.at(pair, 200, 16) for pair in seconds], [1.5 + 0.5, 4.0 + 0.25])
+    np.testing.assert_allclose([costs.at(pair, 400, 2) for pair in seconds], [2.5 + 4.0, 4.0 + 2.0])
+    assert costs.at((1, 1), -10_000, 16) > 0
 
 
 @pytest.mark.parametrize("capacity", [64, 128, 320, 384, 1024, 40_960])

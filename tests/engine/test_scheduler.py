@@ -1,4 +1,4 @@
-"""The scheduler by itself, before a device that is made of dictionaries."""
+"""The scheduler by itself, before a device that is made of NumPy."""
 
 import pickle
 
@@ -8,105 +8,58 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
+from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull
+from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
-from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import DispatchRecord
-from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
+from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
 
 BUCKET = 16
 # Prompts of a forward, and rows of each.
 CHUNKS = ((1, 128), (2, 64))
-# Tokens of a round, whatever is left.
+# Tokens of a round: always as many, whatever is left.
 STEP = 3
 
 
-def text_of(prompt, count):
-    """What follows a prompt; no other prompt's text, and no token twice."""
-    return (1000 * int(np.sum(prompt)) + np.arange(count)).tolist()
+def request(length, tokens, *, start=0, stop_ids=(), seed=1, settings=None, **own):
+    prompt = (np.arange(start, start + length) % VOCAB).astype(np.int32)
+    params = SamplingParams(max_tokens=tokens, seed=seed, **(settings or {}))
+    return Request(prompt, params, frozenset(stop_ids), BUCKET, **own)
 
 
-def request(length, tokens, *, start=0, stop_ids=(), **settings):
-    prompt = np.arange(start, start + length, dtype=np.int32)
-    return Request(prompt, SamplingParams(max_tokens=tokens, seed=1, **settings), frozenset(stop_ids), BUCKET)
+class Even(FakeDevice):
+    """Every round commits `STEP` tokens."""
 
-
-class Device:
-    """Does what a runner does, and checks that it may."""
-
-    def __init__(self, slots):
-        self.slots = slots
-        # Of each slot: the pages that it names, the prompt, and what it still has to emit while it decodes.
-        self.pages, self.prompts, self.left = {}, {}, {}
-
-    def run(self, batch):
-        for slot in batch.releases:
-            del self.pages[slot]  # an error if it was told before
-            self.left.pop(slot, None)
-        for own in batch.admissions:
-            self.left.pop(own.slot, None)
-        for own in batch.admissions:
-            pages = own.pages[own.pages != NO_PAGE].tolist()
-            assert not set(pages) & {page for slot in self.left for page in self.pages[slot]}
-            self.pages[own.slot], self.prompts[own.slot] = pages, []
-        admitted = {own.slot: own for own in batch.admissions}
-        for own in batch.admissions:
-            if own.active:
-                self.begin(admitted.pop(own.slot))
-        for chunk in batch.chunks:
-            assert chunk.tokens.shape in CHUNKS
-            assert len(set(chunk.slots.tolist())) == len(chunk.tokens)
-            for slot, tokens, count, ready in zip(*map(np.ndarray.tolist, chunk), strict=True):
-                self.prompts[slot] = [*self.prompts.get(slot, ()), *tokens[:count]]
-                if ready:
-                    self.begin(admitted.pop(slot))
-        assert not admitted, "an admission without its prompt"
-        tokens, sizes = [], []
-        while self.left and len(tokens) < batch.rounds:
-            row = np.full((self.slots, STEP), -1, np.int32)
-            sizes.append([batch.bucket * (slot in self.left) for slot in range(self.slots)])
-            for slot, (text, end) in list(self.left.items()):
-                row[slot] = text[:STEP]
-                self.left[slot] = text[STEP:], end - STEP
-                if end <= STEP:
-                    del self.left[slot]
-            tokens.append(row)
-        return DispatchRecord(
-            batch.bucket,
-            batch.live,
-            None,
-            np.array(tokens, np.int32).reshape(-1, self.slots, STEP),
-            np.array(sizes, np.int32).reshape(-1, self.slots),
-        )
-
-    def begin(self, own):
-        """Its prompt is whole."""
-        prompt = [*self.prompts[own.slot], own.anchor]
-        assert own.remaining == own.params.max_tokens
-        assert len(prompt) + own.remaining <= PAGE_SIZE * len(self.pages[own.slot])
-        # Past the end too, as rounds overshoot it.
-        text = text_of(prompt, own.remaining + STEP)
-        end = next((i + 1 for i, t in enumerate(text) if t in own.stop_ids), own.remaining)
-        self.left[own.slot] = text, end
+    def _round(self, slot, count):
+        return super()._round(slot, min(STEP, self.round_tokens))
 
 
 @pytest.fixture
 def made():
     """A scheduler and its device."""
 
-    def make(slots=2, pages=8, capacity=256, policy=None):
+    def make(slots=2, pages=8, capacity=256, policy=None, most_waiting=None, most=STEP, **size):
         policy = FixedBudget(BUCKET) if policy is None else policy
-        return Scheduler(EngineSize(slots, capacity, pages, CHUNKS), policy), Device(slots)
+        size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
+        scheduler = Scheduler(size, policy, most, most_waiting=most_waiting)
+        return scheduler, Even(size, most, pool=scheduler.pool)
 
     return make
 
 
-def step(scheduler, device, rounds=None):
-    batch = scheduler.next_batch(rounds)
-    scheduler.take(device.run(batch))
+def add(scheduler, *requests):
+    for own in requests:
+        scheduler.add(own)
+    return requests
+
+
+def step(scheduler, device, rounds=None, now=None):
+    batch = scheduler.next_batch(rounds, now)
+    scheduler.take(device.run(batch), now)
     return batch
 
 
@@ -118,16 +71,20 @@ def finish(scheduler, device):
     raise AssertionError("no progress")
 
 
-def assert_served(own):
-    assert own.tokens == text_of(own.prompt, own.params.max_tokens)
-    assert own.finish_reason == "length"
+def assert_served(*requests):
+    for own in requests:
+        assert own.tokens == expected_tokens(own)
+        assert own.finish_reason == "length"
+
+
+def slots_of(batch):
+    return [own.slot for own in batch.admissions]
 
 
 def test_a_token_that_is_no_choice_is_an_error(made):
     """Nothing of such a batch is handed out."""
     scheduler, device = made()
-    own = request(5, 9)
-    scheduler.add(own)
+    [own] = add(scheduler, request(5, 9))
     record = device.run(scheduler.next_batch(1))
     record.tokens[0, own.slot, 1] = NO_CHOICE
     with pytest.raises(ValueError, match="the target's logits are not numbers"):
@@ -137,119 +94,24 @@ def test_a_token_that_is_no_choice_is_an_error(made):
 
 def test_what_an_idle_slot_holds_does_not_matter(made):
     scheduler, device = made()
-    own = request(5, 9)
-    scheduler.add(own)
+    [own] = add(scheduler, request(5, 9))
     record = device.run(scheduler.next_batch(1))
     record.tokens[0, 1 - own.slot] = NO_CHOICE
     scheduler.take(record)
-    assert own.tokens == text_of(own.prompt, STEP)
-
-
-def test_a_pool_hands_out_each_page_once():
-    pool = PagePool(5)
-    first, second = pool.reserve(2), pool.reserve(3)
-    assert sorted(first + second) == [0, 1, 2, 3, 4]
-    assert pool.reserve(1) is None
-    pool = PagePool(5, second)  # the first are given back
-    assert pool.reserve(3) is None
-    assert pool.num_free == 2
-    assert sorted(pool.reserve(2)) == sorted(first)
-
-
-def test_all_is_served_whatever_comes_and_goes(made):
-    """Slots and pages come back, and nobody gets another's tokens."""
-    scheduler, device = made(slots=4, pages=20, capacity=512)
-    rng, started = np.random.default_rng(0), []
-    for turn in range(40):
-        requests = [
-            request(int(rng.integers(1, 300)), int(rng.integers(1, 90)), start=20 * turn + i)
-            for i in range(6)
-        ]
-        for own in requests:
-            scheduler.add(own)
-        wanted = list(requests)
-        while scheduler.busy:
-            batch = step(scheduler, device, int(rng.integers(1, 9)))
-            started += [own.slot for own in batch.admissions]
-            if rng.random() < 0.2 and wanted:
-                scheduler.cancel(wanted.pop(int(rng.integers(len(wanted)))))
-        for own in wanted:
-            assert_served(own)
-        assert scheduler.pool.num_free == 20
-    assert scheduler.next_batch().releases == tuple(sorted(device.pages))
-    assert set(started) == {0, 1, 2, 3}
-
-
-def test_a_request_waits_for_pages_and_takes_its_turn(made):
-    scheduler, device = made(slots=4, pages=3)
-    requests = [request(n, most, start=n) for n, most in ((70, 20), (10, 30), (60, 40), (5, 50))]
-    for own in requests:
-        scheduler.add(own)
-    step(scheduler, device, 1)
-    # The first holds two pages, the second one; the third waits though two slots are free.
-    assert [len(own.pages) for own in requests] == [2, 1, 0, 0]
-    assert scheduler.pool.num_free == 0
-    finish(scheduler, device)
-    for own in requests:
-        assert_served(own)
-    assert scheduler.pool.num_free == 3
-
-
-def test_a_request_that_no_pool_can_hold_is_refused(made):
-    scheduler, _ = made(slots=1, pages=2)
-    with pytest.raises(ValueError, match="needs 3 pages, and the engine has 2"):
-        scheduler.add(request(100, 60))
-    assert not scheduler.busy
-
-
-def test_what_nobody_reads_any_more_holds_nothing(made):
-    """Whoever waits for it may be gone without a word."""
-    scheduler, device = made(slots=1, pages=2)
-    runs, waits = request(60, 10), request(100, 10, start=1)
-    reader = Output(runs, None)
-    scheduler.add(runs)
-    scheduler.add(waits)
-    step(scheduler, device, 1)
-    assert (scheduler.pool.num_free, scheduler.free_slots) == (0, [])
-    del reader
-    assert (scheduler.pool.num_free, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
-    finish(scheduler, device)
-    assert_served(waits)
-
-
-def test_who_goes_while_a_batch_is_made_holds_its_pages_until_the_next(made):
-    """Its slot still decodes in this one."""
-
-    class Dropping(FixedBudget):
-        def choose(self, live, waiting):
-            runs.abandoned = True
-            return super().choose(live, waiting)
-
-    scheduler, device = made(slots=2, pages=2, policy=Dropping(BUCKET))
-    runs, waits = request(60, 30), request(50, 30, start=1)
-    scheduler.add(runs)
-    scheduler.add(waits)
-    batch = scheduler.next_batch(1)
-    assert [own.slot for own in batch.admissions] == [0]
-    scheduler.take(device.run(batch))
-    batch = scheduler.next_batch(1)
-    assert (batch.releases, [own.slot for own in batch.admissions]) == ((), [0])
-    scheduler.take(device.run(batch))
-    finish(scheduler, device)
-    assert_served(waits)
+    assert own.tokens == expected_tokens(own)[:STEP]
 
 
 def test_a_slot_is_cleared_once(made):
     """By its next request; and before more rounds where there are no pages for one."""
     scheduler, device = made(slots=2, pages=4)
-    for own in (request(5, 4), request(6, 40), request(7, 4)):
-        scheduler.add(own)
-    step(scheduler, device, 2)
-    batch = step(scheduler, device, 2)
-    assert [own.slot for own in batch.admissions] == [0]
+    add(scheduler, request(5, 3), request(6, 40), request(7, 4))
+    step(scheduler, device, 1)
+    batch = step(scheduler, device, 1)
+    assert slots_of(batch) == [0]
     assert batch.releases == ()
+    step(scheduler, device, 1)
     # The first slot is free again, and too few pages are: what it was is told at once, and not again.
-    scheduler.add(request(200, 50))
+    add(scheduler, request(200, 50))
     batch = step(scheduler, device, 1)
     assert (batch.releases, batch.admissions) == ((0,), ())
     assert step(scheduler, device, 1).releases == ()
@@ -273,52 +135,437 @@ def test_a_slot_is_cleared_once(made):
 def test_where_a_request_ends(made, most, stop, tokens, reason, lengths):
     """Rounds count what they committed before the cut, and none after the end."""
     scheduler, device = made()
-    stops = () if stop is None else text_of(np.arange(4), 10)[stop : stop + 1]
-    own = request(4, most, stop_ids=stops)
-    scheduler.add(own)
+    text = expected_tokens(request(4, 10))
+    [own] = add(scheduler, request(4, most, stop_ids=() if stop is None else text[stop : stop + 1]))
     finish(scheduler, device)
-    assert own.tokens == text_of(own.prompt, tokens)
+    assert own.tokens == text[:tokens]
     assert own.finish_reason == reason
     assert own.accept_lengths == lengths
     assert own.tree_sizes == [BUCKET] * len(lengths)
 
 
-def test_a_request_may_be_cancelled_anywhere(made):
-    scheduler, device = made(slots=2, pages=8)
-    runs, flies, waits, late, stays = (request(10 + i, 30, start=i) for i in range(5))
-    for own in (runs, flies, waits, late, stays):
-        scheduler.add(own)
-    step(scheduler, device, 1)
-    scheduler.cancel(waits)
-    scheduler.cancel(runs)
-    # While the device works on it, its prompt too: `late` has just come.
-    batch = scheduler.next_batch(1)
-    assert [own.slot for own in batch.admissions] == [late.slot] == [runs.slot]
-    scheduler.cancel(flies)
-    scheduler.cancel(late)
-    assert scheduler.take(device.run(batch)) == []
-    got = [len(own.tokens) for own in (runs, flies, waits, late)]
-    assert got == [3, 3, 0, 0]
-    assert [own.slot for own in step(scheduler, device).admissions] == [stays.slot]
-    finish(scheduler, device)
-    assert_served(stays)
-    scheduler.cancel(stays)  # has ended
-    scheduler.cancel(runs)  # is gone already
-    assert scheduler.pool.num_free == 8
-    assert [own.finish_reason for own in (runs, flies, waits, late)] == [None] * 4
-
-
-def test_what_is_abandoned_is_taken_out_by_the_next_batch(made):
-    scheduler, device = made(slots=1)
-    runs, waits = request(4, 30), request(5, 30)
-    scheduler.add(runs)
-    scheduler.add(waits)
-    step(scheduler, device, 1)
-    runs.abandoned = waits.abandoned = True
+def test_a_request_that_no_pool_can_hold_is_refused(made):
+    scheduler, _ = made(slots=1, pages=2)
+    message = "needs 3 pages for 100 prompt tokens and max_tokens=60, and the engine has 2"
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(request(100, 60))
+    scheduler, _ = made(slots=1, pages=8, capacity=128)
+    with pytest.raises(ValueError, match=r"needs 3 pages .* and a slot can name 2"):
+        scheduler.add(request(100, 60))
     assert not scheduler.busy
-    batch = scheduler.next_batch()
-    assert (batch.releases, batch.admissions, batch.chunks) == ((0,), (), ())
-    assert scheduler.pool.num_free == 8
+
+
+class TestPages:
+    def test_come_with_the_prompt_and_grow_with_the_rounds(self, made):
+        scheduler, device = made(slots=1, capacity=512)
+        [own] = add(scheduler, request(61, 300))
+        assert own.num_pages == 6
+        batch = step(scheduler, device, 1)
+        # 60 tokens are committed, and a round commits at most 3.
+        assert (len(own.pages), batch.growths) == (1, ())
+        batch = step(scheduler, device, 1)
+        assert [growth.slot for growth in batch.growths] == [0]
+        assert batch.growths[0].pages.tolist() == own.pages + [NO_PAGE] * 6
+        batch = step(scheduler, device, 40)
+        assert len(own.pages) == -(-(66 + 40 * STEP) // PAGE_SIZE)
+        assert step(scheduler, device, 1).growths == ()
+        finish(scheduler, device)
+        assert_served(own)
+        assert scheduler.free_pages == 8
+
+    def test_are_never_more_than_it_can_use(self, made):
+        scheduler, device = made(slots=1)
+        [own] = add(scheduler, request(60, 4))
+        step(scheduler, device)
+        assert_served(own)
+        assert device.slots[0].pages == [0]
+
+    def test_a_request_waits_for_them_and_lets_nobody_pass(self, made):
+        scheduler, device = made(slots=4, pages=5)
+        requests = add(scheduler, *(request(n, m, start=n) for n, m in ((70, 50), (190, 9), (5, 50), (9, 9))))
+        step(scheduler, device, 1)
+        # The first holds two pages, the second needs four; others wait behind it though they would fit.
+        assert [own.state for own in requests] == [State.DECODING, *[State.WAITING] * 3]
+        finish(scheduler, device)
+        assert_served(*requests)
+        assert [own.overtaken for own in requests] == [0] * 4
+        assert scheduler.free_pages == 5
+
+    def test_one_is_left_for_each_that_runs(self, made):
+        """Else it would be taken back soon."""
+        scheduler, device = made(slots=3, pages=3)
+        requests = add(scheduler, request(10, 70), request(20, 9, start=1), request(30, 9, start=2))
+        step(scheduler, device, 1)
+        assert [len(own.pages) for own in requests] == [1, 1, 0]
+        finish(scheduler, device)
+        assert_served(*requests)
+        assert [own.preemptions for own in requests] == [0, 0, 0]
+
+
+class TestPressure:
+    def test_cached_pages_go_first(self, made):
+        scheduler, device = made(slots=1, pages=4)
+        add(scheduler, request(130, 5))
+        finish(scheduler, device)
+        assert scheduler.pool.num_free == scheduler.free_pages == 4
+        first, second = add(scheduler, request(130, 5), request(200, 50, start=7))
+        finish(scheduler, device)
+        assert (first.prefix_tokens, second.prefix_tokens) == (128, 0)
+        # The second has evicted what the first had.
+        [third] = add(scheduler, request(130, 5))
+        finish(scheduler, device)
+        assert third.prefix_tokens == 0
+        assert_served(first, second, third)
+
+    def test_then_what_was_held_for_rounds_that_needed_less(self, made):
+        scheduler, device = made(slots=2, pages=8, capacity=512, most=30)
+        [first] = add(scheduler, request(10, 400))
+        step(scheduler, device, 12)
+        # Rounds might have committed ten times as much.
+        assert (len(first.tokens), len(first.pages)) == (36, 6)
+        [second] = add(scheduler, request(200, 50, start=3))
+        batch = step(scheduler, device, 1)
+        assert slots_of(batch) == [1]
+        assert (first.preemptions, len(first.pages), len(second.pages)) == (0, 2, 4)
+        assert [growth.slot for growth in batch.growths] == [0]
+        finish(scheduler, device)
+        assert_served(first, second)
+
+    def test_then_the_last_in_order_which_resumes_with_the_same_tokens(self, made):
+        scheduler, device = made(slots=3, pages=6, capacity=384)
+        first, second = add(scheduler, request(10, 250), request(60, 200, start=1))
+        while not second.preemptions:
+            step(scheduler, device, 4)
+        got = list(second.tokens)
+        [late] = add(scheduler, request(4, 9, start=2))
+        while second.state is State.WAITING:
+            # Whoever came later stays behind it.
+            assert late.started is None
+            assert second.tokens == got != []
+            step(scheduler, device, 4)
+        assert first.state is State.ENDED
+        finish(scheduler, device)
+        assert_served(first, second, late)
+        assert [own.preemptions for own in (first, second, late)] == [0, 1, 0]
+
+    def test_what_resumes_brings_prompt_and_output(self, made):
+        scheduler, device = made(slots=2, pages=8, capacity=384)
+        [own] = add(scheduler, request(60, 200, stop_ids=(5000,)))
+        for _ in range(7):
+            step(scheduler, device, 4)
+        got = list(own.tokens)
+        # As if others had needed its pages.
+        scheduler._preempt(own)
+        [admission] = scheduler.next_batch(1).admissions
+        assert admission.anchor == got[-1]
+        assert admission.remaining == 200 - len(got)
+        # All its full pages are still there.
+        assert admission.length == (60 + len(got) - 1) // 64 * 64 > 64
+        assert not admission.active
+
+    def test_priorities_decide_who_is_last(self, made):
+        scheduler, device = made(slots=2, pages=5, capacity=256)
+        idle, urgent = add(scheduler, request(10, 200, priority=1), request(10, 200, start=1))
+        while scheduler.busy:
+            step(scheduler, device, 4)
+        assert_served(idle, urgent)
+        assert (urgent.preemptions, idle.preemptions > 0) == (0, True)
+
+
+class TestPrefixes:
+    def test_a_later_request_shares_full_pages(self, made):
+        scheduler, device = made(slots=2, pages=12)
+        [first] = add(scheduler, request(200, 20))
+        step(scheduler, device, 1)
+        [second] = add(scheduler, request(170, 20))
+        batch = step(scheduler, device, 1)
+        [admission] = batch.admissions
+        assert (admission.length, admission.active, second.prefix_tokens) == (128, False, 128)
+        assert second.pages[:2] == first.pages[:2]
+        assert [chunk.counts.sum() for chunk in batch.chunks] == [169 - 128]
+        finish(scheduler, device)
+        assert_served(first, second)
+
+    def test_the_anchor_is_never_shared(self, made):
+        """A prompt of whole pages decodes at once behind all but its last; one token more, behind all."""
+        scheduler, device = made(slots=3, pages=12)
+        [first] = add(scheduler, request(200, 5))
+        step(scheduler, device, 1)
+        whole, longer = add(scheduler, request(128, 5), request(129, 5))
+        batch = step(scheduler, device, 1)
+        assert [(own.length, own.active) for own in batch.admissions] == [(64, False), (128, True)]
+        finish(scheduler, device)
+        assert_served(first, whole, longer)
+
+    def test_outputs_are_shared_too(self, made):
+        scheduler, device = made(slots=1, pages=12, capacity=512)
+        [first] = add(scheduler, request(60, 100))
+        finish(scheduler, device)
+        prompt = np.concatenate([first.prompt, np.asarray(first.tokens, np.int32), [3]]).astype(np.int32)
+        [second] = add(scheduler, Request(prompt, SamplingParams(max_tokens=9, seed=4)))
+        finish(scheduler, device)
+        assert second.prefix_tokens == 128
+        assert_served(second)
+
+    def test_requests_that_come_together_share_what_the_first_fills(self, made):
+        """As the completions of one prompt do: it is prefilled once, and the others behind it."""
+        scheduler, device = made(slots=4, pages=20)
+        children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
+        batch = step(scheduler, device, 1)
+        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0), (1, 128), (2, 128), (3, 128)]
+        assert [chunk.counts.tolist() for chunk in batch.chunks] == [[128], [21], [21, 21], [21]]
+        assert len({page for own in children for page in own.pages[:2]}) == 2
+        assert [len(own.tokens) for own in children] == [STEP] * 4
+        finish(scheduler, device)
+        assert_served(*children)
+
+    def test_requests_that_begin_alike_wait_for_the_first(self, made):
+        """Where its prompt takes several batches, they come when what they share is there."""
+        scheduler, device = made(slots=4, pages=20, prefill_tokens=100)
+        children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
+        assert slots_of(step(scheduler, device, 1)) == [0]
+        batch = step(scheduler, device, 1)
+        assert slots_of(batch) == [1, 2, 3]
+        assert [own.length for own in batch.admissions] == [128] * 3
+        finish(scheduler, device)
+        assert_served(*children)
+
+    def test_nobody_waits_for_one_that_has_gone(self, made):
+        scheduler, device = made(slots=2, pages=20, prefill_tokens=64)
+        first, second = add(scheduler, request(150, 20), request(150, 20))
+        step(scheduler, device, 1)
+        assert second.state is State.WAITING
+        scheduler.cancel(first)
+        step(scheduler, device, 1)
+        # What the first has filled is there.
+        assert (second.state, second.prefix_tokens) == (State.PREFILLING, 64)
+        finish(scheduler, device)
+        assert_served(second)
+
+    @pytest.mark.parametrize(("salts", "shared"), [(("a", "a"), 128), (("a", "b"), 0), ((None, "a"), 0)])
+    def test_salts_keep_requests_apart(self, made, salts, shared):
+        scheduler, device = made(slots=1, pages=12)
+        first, second = add(scheduler, *(request(150, 5, cache_salt=salt) for salt in salts))
+        finish(scheduler, device)
+        assert_served(first, second)
+        assert second.prefix_tokens == shared
+
+    def test_are_off_where_the_engine_cannot(self, made):
+        scheduler, device = made(slots=2, pages=12, shares_pages=False)
+        requests = add(scheduler, *(request(150, 5) for _ in range(3)))
+        assert len(step(scheduler, device, 1).admissions) == 2
+        finish(scheduler, device)
+        assert_served(*requests)
+        assert [own.prefix_tokens for own in requests] == [0] * 3
+
+
+class TestLine:
+    def test_lower_numbers_go_first_then_who_came_first(self, made):
+        scheduler, device = made(slots=1)
+        requests = add(
+            scheduler, *(request(5, 3, start=i, priority=p) for i, p in enumerate((1, 0, 2, 0, 1)))
+        )
+        order = []
+        while scheduler.busy:
+            batch = step(scheduler, device)
+            order += [own for own in requests if batch.admissions and own.started and own not in order]
+        assert [requests.index(own) for own in order] == [1, 3, 0, 4, 2]
+        assert [own.overtaken for own in requests] == [2, 0, 2, 0, 0]
+
+    def test_nobody_is_overtaken_for_ever(self, made):
+        scheduler, device = made(slots=1)
+        [patient] = add(scheduler, request(5, 3, priority=9))
+        count = 0
+        while not patient.tokens:
+            add(scheduler, request(5, 3, start=count, priority=-5))
+            step(scheduler, device)
+            count += 1
+            assert count <= MOST_OVERTAKEN + 1
+        assert patient.overtaken == MOST_OVERTAKEN == count - 1
+
+    def test_a_full_queue_refuses(self, made):
+        scheduler, device = made(slots=1, most_waiting=2)
+        add(scheduler, request(5, 3), request(6, 3))
+        with pytest.raises(QueueFull, match="2 requests wait already, and no more than 2 may"):
+            scheduler.add(request(7, 3))
+        step(scheduler, device)
+        add(scheduler, last := request(7, 3))
+        finish(scheduler, device)
+        assert_served(last)
+
+    def test_cancelled_requests_do_not_fill_it(self, made):
+        scheduler, _ = made(slots=1, most_waiting=1)
+        [own] = add(scheduler, request(5, 3))
+        scheduler.cancel(own)
+        add(scheduler, request(6, 3))
+
+
+class TestDeadlines:
+    @pytest.mark.parametrize(
+        ("slots", "message"),
+        [(1, r"had 1.500 s; after 2.000 s it still waits for a slot"), (2, r"after 2.000 s it has 6 tokens")],
+    )
+    def test_one_that_passes_ends_the_request(self, made, slots, message):
+        scheduler, device = made(slots=slots)
+        first, late = request(5, 60), request(6, 60, deadline=11.5)
+        scheduler.add(first, 10.0)
+        scheduler.add(late, 10.0)
+        for now in (10.0, 11.0):
+            step(scheduler, device, 1, now)
+        assert late.open
+        step(scheduler, device, 1, 12.0)
+        assert (late.state, late.finish_reason) == (State.ENDED, "error")
+        assert isinstance(late.error, DeadlinePassed)
+        with pytest.raises(TimeoutError, match=message):
+            raise late.error
+        finish(scheduler, device)
+        assert_served(first)
+        assert scheduler.free_pages == 8
+
+    def test_one_that_does_not_pass_does_nothing(self, made):
+        scheduler, device = made()
+        scheduler.add(own := request(5, 3, deadline=10.5), 10.0)
+        step(scheduler, device, 1, 10.4)
+        step(scheduler, device, 1, 11.0)
+        assert_served(own)
+
+
+class TestPrefill:
+    def test_goes_on_between_dispatches(self, made):
+        """No more than so many tokens of prompts, while others decode."""
+        scheduler, device = made(slots=3, pages=20, capacity=512, prefill_tokens=100)
+        first, long, short = add(scheduler, request(5, 90), request(300, 9, start=1), request(30, 9, start=2))
+        counts, tokens = [], []
+        while long.state is not State.DECODING or not short.tokens:
+            batch = step(scheduler, device, 1)
+            counts.append(sum(int(chunk.counts.sum()) for chunk in batch.chunks))
+            tokens.append(len(first.tokens))
+        assert counts == [100, 100, 100, 32]
+        assert tokens == [3, 6, 9, 12]
+        finish(scheduler, device)
+        assert_served(first, long, short)
+
+    def test_takes_prompts_together_where_that_is_cheaper(self, made):
+        scheduler, device = made(slots=3, pages=20, capacity=512)
+        requests = add(scheduler, *(request(n, 9, start=n) for n in (50, 190, 60)))
+        batch = step(scheduler, device, 1)
+        assert [chunk.tokens.shape for chunk in batch.chunks] == [(2, 64), (1, 128), (1, 128)]
+        assert [chunk.slots.tolist() for chunk in batch.chunks] == [[0, 1], [1], [2]]
+        assert [chunk.counts.tolist() for chunk in batch.chunks] == [[49, 64], [125], [59]]
+        assert [chunk.ready.tolist() for chunk in batch.chunks] == [[True, False], [True], [True]]
+        finish(scheduler, device)
+        assert_served(*requests)
+
+    def test_a_batch_may_have_no_rounds(self, made):
+        scheduler, device = made(slots=2, pages=20, capacity=512, prefill_tokens=64)
+        [own] = add(scheduler, request(150, 9))
+        batch = scheduler.next_batch()
+        assert (batch.live, batch.rounds) == ((), 0)
+        assert scheduler.take(device.run(batch)) == []
+        finish(scheduler, device)
+        assert_served(own)
+
+
+def test_live_slots_are_as_many_as_a_program_has(made):
+    scheduler, device = made(slots=7, pages=20, live=(1, 2, 4))
+    requests = add(scheduler, *(request(5, 3 * n, start=n) for n in range(1, 7)))
+    seen = []
+    while scheduler.busy:
+        seen.append(step(scheduler, device, 1).live)
+    assert seen == [tuple(range(7)), tuple(range(7)), (2, 3, 4, 5), (0, 3, 4, 5), (4, 5), (5,)]
+    assert_served(*requests)
+
+
+class TestLeaving:
+    def test_what_nobody_reads_any_more_holds_nothing(self, made):
+        """Whoever waits for it may be gone without a word."""
+        scheduler, device = made(slots=1, pages=2)
+        runs, waits = request(60, 10), request(100, 10, start=1)
+        reader = Output(runs, None)
+        add(scheduler, runs, waits)
+        step(scheduler, device, 2)
+        assert (scheduler.free_pages, scheduler.free_slots) == (0, [])
+        del reader
+        assert (scheduler.free_pages, scheduler.free_slots, scheduler.requests) == (2, [0], [waits])
+        finish(scheduler, device)
+        assert_served(waits)
+
+    def test_who_goes_while_a_batch_is_made_holds_its_pages_until_the_next(self, made):
+        """Its slot still decodes in this one."""
+
+        class Dropping(FixedBudget):
+            def choose(self, live, waiting):
+                runs.abandoned = True
+                return super().choose(live, waiting)
+
+        scheduler, device = made(slots=2, pages=2, policy=Dropping(BUCKET))
+        runs, waits = add(scheduler, request(60, 30), request(50, 30, start=1))
+        batch = scheduler.next_batch(1)
+        assert slots_of(batch) == [0]
+        scheduler.take(device.run(batch))
+        batch = scheduler.next_batch(1)
+        assert (batch.releases, slots_of(batch)) == ((), [0])
+        scheduler.take(device.run(batch))
+        finish(scheduler, device)
+        assert_served(waits)
+
+    @pytest.mark.parametrize("looks", range(7))
+    def test_who_goes_at_any_moment_leaves_nothing(self, made, looks):
+        """Also between two looks at it: readers are dropped by other threads."""
+
+        class Fading(Request):
+            left_looks = None
+
+            @property
+            def unwanted(self):
+                if self.left_looks is not None:
+                    self.left_looks -= 1
+                return super().unwanted or (self.left_looks is not None and self.left_looks < 0)
+
+        scheduler, device = made(slots=2, pages=4)
+        fades = Fading(np.arange(70, dtype=np.int32), SamplingParams(max_tokens=60, seed=1), budget=BUCKET)
+        [stays] = add(scheduler, request(60, 30, start=1))
+        add(scheduler, fades)
+        step(scheduler, device, 1)
+        fades.left_looks = looks
+        finish(scheduler, device)
+        step(scheduler, device)
+        assert_served(stays)
+        assert fades.left_looks < 0
+        scheduler.pool.check([])
+        assert device.slots == {}
+
+    def test_a_request_may_be_cancelled_anywhere(self, made):
+        scheduler, device = made(slots=2, pages=8)
+        requests = runs, flies, waits, late, stays = [request(10 + i, 30, start=i) for i in range(5)]
+        add(scheduler, *requests)
+        step(scheduler, device, 1)
+        scheduler.cancel(waits)
+        scheduler.cancel(runs)
+        # While the device works on it, its prompt too: `late` has just come.
+        batch = scheduler.next_batch(1)
+        assert slots_of(batch) == [late.slot] == [runs.slot]
+        scheduler.cancel(flies)
+        scheduler.cancel(late)
+        assert scheduler.take(device.run(batch)) == []
+        assert [len(own.tokens) for own in (runs, flies, waits, late)] == [3, 3, 0, 0]
+        assert slots_of(step(scheduler, device)) == [stays.slot]
+        finish(scheduler, device)
+        assert_served(stays)
+        scheduler.cancel(stays)  # has ended
+        scheduler.cancel(runs)  # is gone already
+        assert scheduler.free_pages == 8
+        assert [own.finish_reason for own in (runs, flies, waits, late)] == [None] * 4
+
+    def test_what_is_abandoned_is_taken_out_by_the_next_batch(self, made):
+        scheduler, device = made(slots=1)
+        runs, waits = add(scheduler, request(4, 30), request(5, 30))
+        step(scheduler, device, 1)
+        runs.abandoned = waits.abandoned = True
+        assert not scheduler.busy
+        batch = scheduler.next_batch()
+        assert (batch.releases, batch.admissions, batch.chunks) == ((0,), (), ())
+        assert scheduler.pool.num_free == scheduler.free_pages == 8
 
 
 class Noted:
@@ -338,16 +585,33 @@ class Noted:
 def test_the_policy_decides_and_is_told(made):
     policy = Noted()
     scheduler, device = made(slots=2, policy=policy)
-    scheduler.add(request(150, 30, temperature=1.0, stop=("x",)))
-    scheduler.add(request(4, 8))
-    scheduler.add(request(5, 8))
+    watched = {"temperature": 1.0, "stop": ("x",)}
+    add(scheduler, request(150, 30, settings=watched), request(4, 8, start=1), request(5, 8, start=2))
     assert step(scheduler, device, 2)[-2:] == (32, 2)
     assert step(scheduler, device, 9)[-2:] == (32, 5)
     # All of a prompt but its last token is in the stores when its first round begins.
-    assert policy.told[0] == ([LiveSlot(149, 30, True, True), LiveSlot(3, 8, False, False)], 1)
+    assert policy.told[0] == ([LiveSlot(149, 30, True, True, True), LiveSlot(3, 8, False, False, True)], 1)
     assert policy.told[1] == ([LiveSlot(155, 24, True, True), LiveSlot(9, 2, False, False)], 1)
     assert [len(record.tokens) for record in policy.records] == [2, 5]
     assert {record.bucket for record in policy.records} == {32}
+
+
+def test_figures_of_a_request(made):
+    scheduler, device = made(slots=1, pages=12)
+    first, own = request(70, 3), request(90, 8)
+    scheduler.add(first, 10.0)
+    scheduler.add(own, 11.0)
+    assert RequestMetrics.of(own) == RequestMetrics(None, None, None, 0, 0, 0, (), 0, 0)
+    for now in (12.0, 14.0, 15.0, 17.0):
+        step(scheduler, device, 1, now)
+    figures = RequestMetrics.of(own)
+    assert figures == RequestMetrics(3.0, 3.0, 3.0, 3, 45, 6, (3, 3), 64, 0)
+    assert figures.acceptance_by_depth == (1.0, 1.0)
+    assert RequestMetrics.of(own, 1).accepted_tokens == 2
+    own.accept_lengths, own.tree_sizes = [1, 4, 2], [1, 16, 8]
+    figures = RequestMetrics.of(own)
+    assert (figures.drafted_tokens, figures.accepted_tokens) == (22, 4)
+    assert figures.accepted_by_depth == (2, 1, 1)
 
 
 def plain_leaves(value):
@@ -359,9 +623,9 @@ def plain_leaves(value):
 
 def test_records_can_go_to_another_process(made):
     scheduler, device = made()
-    own = request(131, 20, stop_ids=(4, 2), temperature=0.5, top_k=3, stop=("x",))
+    own = request(131, 20, stop_ids=(4, 2), settings={"temperature": 0.5, "top_k": 3, "stop": ("x",)})
     own.routing = Routing.of_one({"task": "math"})
-    scheduler.add(own)
+    add(scheduler, own)
     batch = scheduler.next_batch()
     record = device.run(batch)
     for sent in (batch, record):

@@ -220,9 +220,9 @@ class Requests:
         """Whatever has happened, all pages are free."""
         engine = self.target.keeper.engine
         if engine is not None and not engine.busy:
-            pool = engine.scheduler.pool
-            if pool.num_free != pool.num_pages:
-                raise Finding(f"{what}: {pool.num_free} of {pool.num_pages} pages are free")
+            free, pages = engine.scheduler.free_pages, engine.plan.size.num_pages
+            if free != pages:
+                raise Finding(f"{what}: {free} of {pages} pages are free")
 
 
 IDS = np.arange(8)[None]

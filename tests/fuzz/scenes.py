@@ -140,7 +140,7 @@ class Scene:
         scheduler, size = engine.scheduler, engine.plan.size
         assert not engine.broken
         assert not scheduler.requests, scheduler.requests
-        assert scheduler.pool.num_free == size.num_pages
+        assert scheduler.free_pages == size.num_pages
         assert scheduler.free_slots == list(range(size.slots))
 
     def bytes_held(self) -> int:

@@ -1,0 +1,202 @@
+"""The scheduler over thousands of random events, with too few pages."""
+
+import collections
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams
+from jetspec_jax.engine.budget_policy import Dispatch
+from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull
+from jetspec_jax.engine.output import Output
+from jetspec_jax.engine.request import DeadlinePassed, Request, State
+from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.size import EngineSize
+from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
+from tests.marks import wide
+
+#: Seconds of a batch, on a clock of the test's own.
+BATCH = 0.01
+ENDS = ("length", "stop", "error", "cancelled", "unread")
+
+
+class Anything:
+    """Any bucket and any number of rounds."""
+
+    def __init__(self, rng):
+        self._rng = rng
+
+    def choose(self, live, waiting):
+        return Dispatch(int(self._rng.choice([1, 2, 16])), int(self._rng.integers(1, 12)))
+
+    def observe(self, record):
+        assert record.tree_sizes.any()
+
+
+@dataclass
+class World:
+    """A scheduler over a device, and the requests that come and go."""
+
+    size: EngineSize
+    round_tokens: int
+    seed: int
+    most_waiting: int | None = None
+    requests: list = field(default_factory=list)
+    ends: collections.Counter = field(default_factory=collections.Counter)
+
+    def __post_init__(self):
+        self.rng, self.now = np.random.default_rng(self.seed), 100.0
+        policy = Anything(np.random.default_rng([self.seed, 1]))
+        self.scheduler = Scheduler(self.size, policy, self.round_tokens, most_waiting=self.most_waiting)
+        self.device = FakeDevice(self.size, self.round_tokens, self.seed, self.scheduler.pool)
+        self.texts = [self.rng.integers(0, VOCAB, self.size.capacity).astype(np.int32) for _ in range(3)]
+        self.readers, self.refused, self.live = {}, 0, []
+
+    def request(self):
+        """A prompt that begins like others, with whatever a caller may ask for."""
+        rng, capacity = self.rng, self.size.capacity
+        most, own = int(rng.integers(1, 300)), int(rng.integers(1, 90))
+        begin, end = self.texts[int(rng.integers(3))][: int(rng.choice([0, 64, 100, 128, 192]))], []
+        if len(begin) == 0 or rng.random() < 0.8:
+            end = rng.integers(0, VOCAB, own)
+        prompt = np.concatenate([begin, end])[: capacity - most]
+        return Request(
+            prompt.astype(np.int32),
+            SamplingParams(max_tokens=most, seed=int(rng.integers(2**32)), temperature=1.0),
+            frozenset(rng.integers(0, VOCAB, int(rng.integers(0, 12))).tolist()),
+            priority=int(rng.choice([0, 0, 0, 1, 2])),
+            deadline=self.now + float(rng.exponential(0.5)) if rng.random() < 0.1 else None,
+            cache_salt=[None, None, "one"][int(rng.integers(3))],
+        )
+
+    def arrive(self):
+        request = self.request()
+        try:
+            self.scheduler.add(request, self.now)
+        except QueueFull:
+            self.refused += 1
+            return
+        if self.rng.random() < 0.1:
+            self.readers[request] = Output(request, None)
+        self.requests.append(request)
+        self.live.append(request)
+
+    def leave(self):
+        """Somebody cancels, or is gone without a word."""
+        if not self.live:
+            return
+        request = self.live[int(self.rng.integers(len(self.live)))]
+        if not request.open:
+            return
+        if self.readers.pop(request, None) is not None:
+            self.ends["unread"] += 1
+        elif request.reader is None:
+            self.scheduler.cancel(request)
+            self.ends["cancelled"] += 1
+
+    def step(self):
+        """One batch, in the middle of which requests come and go."""
+        scheduler = self.scheduler
+        batch = scheduler.next_batch(now=self.now)
+        self.check()
+        if self.rng.random() < 0.3:
+            self.arrive()
+        if self.rng.random() < 0.1:
+            self.leave()
+        record = self.device.run(batch)
+        self.now += BATCH
+        served = scheduler.take(record, self.now)
+        assert not batch.rounds or (record.tree_sizes > 0).any(), "no progress"
+        assert all(request.tokens for request in served if request.open)
+        self.check()
+        self.live = [request for request in self.live if request.open]
+
+    def check(self):
+        scheduler = self.scheduler
+        holding = [request for request in self.requests if request.pages]
+        scheduler.pool.check([request.pages for request in holding])
+        slots = [request.slot for request in scheduler.requests if request.slot >= 0]
+        assert len(set(slots)) == len(slots)
+        for request in holding:
+            assert request.slot >= 0
+            assert len(request.pages) <= request.num_pages
+            # Who shares a page has the same salt, and the same tokens up to its end.
+            for index, page in enumerate(request.pages[: request.named]):
+                others = [own for own in holding if own is not request and page in own.pages]
+                assert all(own.pages[index] == page for own in others)
+                assert all(own.cache_salt == request.cache_salt for own in others)
+                end = 64 * (index + 1)
+                assert all((own.span(0, end) == request.span(0, end)).all() for own in others)
+
+    def finish(self):
+        for _ in range(20_000):
+            if not self.scheduler.busy:
+                break
+            self.step_quietly()
+        else:
+            raise AssertionError("no progress")
+        batch = self.scheduler.next_batch(now=self.now)
+        self.device.run(batch)
+        assert self.device.slots == {}
+        self.check()
+        assert self.scheduler.free_pages == self.scheduler.pool.num_free == self.size.num_pages
+
+    def step_quietly(self):
+        self.scheduler.take(self.device.run(self.scheduler.next_batch(now=self.now)), self.now)
+        self.now += BATCH
+
+    def check_outputs(self):
+        """What each has got is what it gets alone, up to where it ended."""
+        for request in self.requests:
+            assert request.state is State.ENDED
+            expected = expected_tokens(request)
+            assert request.tokens == expected[: len(request.tokens)]
+            if request.finish_reason in ("length", "stop"):
+                assert request.tokens == expected
+                assert request.finish_reason == ("stop" if expected[-1] in request.stop_ids else "length")
+                assert request.arrival <= request.started <= request.first_token <= request.ended
+            elif request.finish_reason == "error":
+                assert isinstance(request.error, DeadlinePassed)
+                assert request.deadline <= self.now
+            self.ends[request.finish_reason] += 1
+
+
+SHAPES = ((1, 128),), ((1, 64), (2, 32), (2, 128)), ((1, 16), (1, 256))
+
+
+def world_of(seed):
+    """A machine of some kind with few pages."""
+    slots = (2, 4, 8, 8)[seed % 4]
+    size = EngineSize(
+        slots,
+        capacity=448,
+        num_pages=(8, 9, 10, 12)[seed % 4],
+        chunks=SHAPES[seed % 3],
+        live=((), (1, 2, 4))[seed % 2][: slots.bit_length() - 1],
+        prefill_tokens=(None, 100, 300)[seed % 3],
+        shares_pages=seed != 5,
+    )
+    return World(size, (1, 4, 10, 17)[(seed + seed // 4) % 4], seed, most_waiting=(None, 12)[seed % 2])
+
+
+@pytest.mark.usefixtures("no_type_checks")  # ten times faster
+@pytest.mark.parametrize("seed", [0, wide(1), 2, 3, wide(4), 5, wide(6), wide(7)])
+def test_nothing_is_lost_mixed_up_or_left_over(seed):
+    world = world_of(seed)
+    for _ in range(500):
+        for _ in range(int(world.rng.poisson(0.7))):
+            world.arrive()
+        if world.rng.random() < 0.05:
+            world.leave()
+        world.step()
+    world.finish()
+    world.check_outputs()
+    assert len(world.requests) > 100
+    for end in ("length", "stop", "error", "cancelled"):
+        assert world.ends[end] > 0
+    assert sum(request.preemptions > 0 for request in world.requests) > 5
+    assert (sum(request.prefix_tokens > 0 for request in world.requests) > 10) == world.size.shares_pages
+    assert world.device.paused > 0
+    assert max(request.overtaken for request in world.requests) < 2 * MOST_OVERTAKEN
+    assert (world.refused > 0) == (world.most_waiting is not None)
