@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams, generate, generate_tree
+from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.compilations import compilations
-from tests.decode.tiny import SLIDING, random_head, random_target
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
 from tests.sampling.byte_tokenizer import SPECIAL, byte_tokenizer
@@ -110,6 +112,22 @@ def test_on_a_mesh(models):
     outputs = generate_tree(target, head, [PROMPT] * 2, PARAMS[:2], **SETTINGS)
     alone = generate(models[0], [PROMPT] * 2, PARAMS[:2])
     assert [own.token_ids for own in outputs] == [own.token_ids for own in alone]
+
+
+def test_requests_that_lose_their_slots_keep_their_places(models):
+    """Too few pages for all: who goes on later goes on in its grammar."""
+    target, head = models
+    prompts = [np.random.default_rng(i).integers(0, 200, 50).tolist() for i in range(3)]
+    params = [structured(regex=f"([a-z][0-9]){{{40 + i}}}!", seed=i, max_tokens=100) for i in range(3)]
+    settings = TreeSettings(**SETTINGS)
+    engine = TinyEngine(target, head, settings, slots=3, capacity=192, num_pages=4)
+    requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
+    while engine.busy:
+        engine.step(2)
+    assert sum(request.preemptions for request in requests) > 0
+    for prompt, own, request in zip(prompts, params, requests, strict=True):
+        assert request.tokens == generate(target, [prompt], own)[0].token_ids
+        assert request.finish_reason == "stop"
 
 
 def test_a_grammar_that_has_no_way_on_is_an_error():
