@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -47,6 +48,7 @@ class Request:
         priority: Lower numbers are served first.
         deadline: When it is given up, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
+        matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -89,6 +91,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -236,3 +239,11 @@ class Request:
         """Tells whoever wants to know that there is news of it."""
         if self.told is not None:
             self.told()
+
+    def follow(self) -> None:
+        """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
+        if self.matcher is not None:
+            self.matcher.advance(self.tokens[self.matcher.count :])
+            if self.matcher.problem is not None:
+                self.finish_reason = None  # what it has got is of no use
+                self.fail(ValueError(f"structured_outputs: {self.matcher.problem}"))
