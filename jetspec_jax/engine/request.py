@@ -188,6 +188,12 @@ class Request:
             self.tree_sizes.append(tree_size)
             self.take(tokens)
 
+    def preempt(self) -> None:
+        """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
+        self.slot, self.committed, self.named = -1, 0, 0
+        self.preemptions += 1
+        self.overtaken += 1
+
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
