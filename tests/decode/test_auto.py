@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.decode.state import grow
 from jetspec_jax.engine import round_costs
 from jetspec_jax.engine.budget_policy import AutoBudget, Dispatch
 from jetspec_jax.engine.planning import plan_engine
@@ -112,7 +114,12 @@ def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
         (_, small), (after, large) = (engine.runner.decoders[own].round(weights, state) for own in (16, 32))
         return after, (small, small.counts), (large, large.counts)
 
+    # The engine gives pages before each dispatch; here nobody else wants any.
     state, beyond = engine.runner.state, 0
+    held = [page for page in state.slots.block_tables[0].tolist() if page != NO_PAGE]
+    others = [page for page in range(engine.plan.size.num_pages) if page not in held]
+    pages = np.array(held + others, np.int32)[: engine.plan.size.pages_per_slot]
+    state = grow(state, np.zeros(1, np.int32), pages[None])
     for _ in range(8):
         state, *both = round_of_both(engine.weights, state)
         (small, small_counts), (large, large_counts) = jax.device_get(both)
