@@ -280,7 +280,8 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        with group.target.keeper.lock:
+        keeper = group.target.keeper
+        with keeper.line, keeper.lock:
             return Stream(group.target, group.engine(plan), request)
 
     def warm_up(self, num_prompts: int | None = None) -> None:

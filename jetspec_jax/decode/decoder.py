@@ -26,6 +26,8 @@ from jetspec_jax.decode.state import (
     DecodeWeights,
     RoundRecord,
     SlotSettings,
+    Stores,
+    forget_adjustments,
     grow,
     insert,
     join,
@@ -155,31 +157,40 @@ class TreeDecoder(Round):
         active: Bool[ArrayLike, ""],
     ) -> DecodeState:
         """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, insert(state, slot, pages, settings, anchor, length, active))
+        kept, state = _apart(state)
+        state = _together(kept, insert(state, slot, pages, settings, anchor, length, active))
+        return self.adjust(state, slot, None)
 
-    def adjust(self, state: DecodeState, slot: Int[ArrayLike, ""], own: Adjustments) -> DecodeState:
+    def adjust(self, state: DecodeState, slot: Int[ArrayLike, ""], own: Adjustments | None) -> DecodeState:
         """Says what the request that has got a slot wants of the logits. ``state`` is donated.
 
         Args:
-            state: The state, which has arrays for that.
+            state: The state.
             slot: Which slot; `insert` has handed it over.
-            own: What it wants, without the slot axis.
+            own: What it wants, without the slot axis; None is nothing.
+
+        Raises:
+            ValueError: It wants something, and the state has no arrays for that.
         """
-        assert state.adjust is not None, "no decoder that adjusts logits has made this state"
+        if state.adjust is None:
+            if own is not None:
+                raise ValueError("no decoder that adjusts logits has made this state")
+            return state
+        if own is None:
+            return replace(state, adjust=forget_adjustments(state.adjust, slot))
         return replace(state, adjust=put_adjustments(state.adjust, slot, own))
 
     def grow(
         self, state: DecodeState, slots: Int[ArrayLike, "L"], pages: Int[ArrayLike, "L T"]
     ) -> DecodeState:
         """Gives slots more pages: see `jetspec_jax.decode.state.grow`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, grow(state, slots, pages))
+        kept, state = _apart(state)
+        return _together(kept, grow(state, slots, pages))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, release(state, slot))
+        kept, state = _apart(state)
+        return _together(kept, release(state, slot))
 
     def prefill(
         self,
@@ -231,6 +242,17 @@ class TreeDecoder(Round):
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
         return jit_rounds(_decode, self.bucket)
+
+
+def _apart(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], DecodeState]:
+    """What programs that hand slots over do not look at, and the state without it."""
+    stores, state = split(state)
+    return (stores, state.adjust), replace(state, adjust=None)
+
+
+def _together(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
+    """The inverse of `_apart`."""
+    return replace(join(kept[0], state), adjust=kept[1])
 
 
 @functools.cache

@@ -226,7 +226,6 @@ def insert(
         anchors=state.anchors.at[slot].set(anchor),
         active=state.active.at[slot].set(active),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
-        adjust=None if state.adjust is None else state.adjust.without(slot),
     )
 
 
@@ -234,6 +233,12 @@ def insert(
 def put_adjustments(all_: Adjustments, slot: Int[Array, ""], own: Adjustments) -> Adjustments:
     """What a slot's request wants of the logits, in its place. ``all_`` is donated."""
     return jax.tree.map(lambda of_all, of_one: of_all.at[slot].set(of_one), all_, own)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def forget_adjustments(all_: Adjustments, slot: Int[Array, ""]) -> Adjustments:
+    """The same, but that a slot's request wants nothing. ``all_`` is donated."""
+    return all_._replace(wanted=all_.wanted.at[slot].set(False))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

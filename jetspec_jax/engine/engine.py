@@ -124,7 +124,8 @@ class Engine:
             how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds, now), decode, timed=timed)
+            batch = self.scheduler.next_batch(most_rounds, now)
+            self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.
@@ -146,7 +147,10 @@ class Engine:
             return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
             self.runner.forget()
-            return self.scheduler.take(record)
+            served = self.scheduler.take(record)
+        for request in served:
+            request.tell()
+        return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
         """`launch` and `collect`; what an interrupted step has launched is collected first."""

@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -47,6 +48,7 @@ class Request:
         priority: Lower numbers are served first.
         deadline: When it is given up, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
+        matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -56,6 +58,8 @@ class Request:
         error: Why it failed.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
+            raise nothing.
         shared: Whether several processes serve it together: then it is over for all at the same step, once
             the first of them wants it no longer.
         closed: Whether that has come.
@@ -87,6 +91,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -96,6 +101,7 @@ class Request:
     error: Exception | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
+    told: Callable[[], None] | None = None
     shared: bool = False
     closed: bool = False
     # What follows is the scheduler's.
@@ -233,4 +239,18 @@ class Request:
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
-            self.finish_reason, self.error = "error", error
+            self.error, self.finish_reason = error, "error"
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells whoever wants to know that there is news of it."""
+        if self.told is not None:
+            self.told()
+
+    def follow(self) -> None:
+        """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
+        if self.matcher is not None:
+            self.matcher.advance(self.tokens[self.matcher.count :])
+            if self.matcher.problem is not None:
+                self.finish_reason = None  # what it has got is of no use
+                self.fail(ValueError(f"structured_outputs: {self.matcher.problem}"))

@@ -14,6 +14,7 @@ from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, 
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.tree.routing import Routing
 
 
@@ -83,6 +84,11 @@ class Scheduler:
     def room(self) -> int:
         """Requests that would get a slot at once."""
         return self.size.slots - len(self.requests)
+
+    @property
+    def matchers(self) -> dict[int, Matcher]:
+        """By slot, the grammars of those that decode in the last batch."""
+        return {own.slot: own.matcher for own in self._members if own.matcher is not None}
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Queues a request that comes now, by `time.monotonic`.
@@ -296,6 +302,7 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
     counts, told = (own >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
     for tokens, count, size, logprobs in zip(own.tolist(), counts, sizes, told, strict=True):
         request.take_round(tokens[:count], size, logprobs)
+    request.follow()
     if request.first_token is None and request.tokens:
         request.first_token = now
     if request.ended is None and request.finish_reason is not None:

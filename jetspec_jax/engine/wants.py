@@ -37,7 +37,7 @@ def adjusted(decoder: TreeDecoder, state: DecodeState, own: Admission) -> Decode
     wanted = own.adjusting
     if wanted is None:
         return state
-    assert state.adjust is not None, "the engine has been extended for this request"
+    assert state.adjust is not None, "the engine has made room for what this request wants"
     _, words, longest = state.adjust.words.shape
     adjustments = Adjustments.of(
         own.params,

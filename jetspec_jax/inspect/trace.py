@@ -120,6 +120,8 @@ def trace_rounds(
             the call, before any round.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
+    if params is not None and params.structured_outputs is not None:
+        raise ValueError("structured_outputs cannot be traced: a traced round is one program")
     algorithm = algorithm_of(settings.algorithm)
     if isinstance(algorithm, Auto):  # a trace chooses no budgets
         settings = replace(settings, algorithm=algorithm.shape)
@@ -134,7 +136,7 @@ def trace_rounds(
         implementation=implementation,
     )
     weights = proposer_weights if head is None else head.weights
-    with target.keeper.lock:
+    with target.keeper.line, target.keeper.lock:
         engine = take_engine(target, plan, weights)
         engine.admit(request)
     return Trace(target, engine, request)

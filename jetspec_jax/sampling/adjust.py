@@ -123,10 +123,6 @@ class Adjustments(NamedTuple):
             history=self.history._replace(recent=recent),
         )
 
-    def without(self, slot: Int[Array, ""]) -> "Adjustments":
-        """The same, but that a slot's request wants nothing."""
-        return self._replace(wanted=self.wanted.at[slot].set(False))
-
     @classmethod
     def of(
         cls,

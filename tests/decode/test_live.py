@@ -264,7 +264,7 @@ def test_pages_that_another_slot_filled(prompt):
         begins = np.int32(prompt[-1]), np.int32(length), np.bool_(len(prompt) - 1 == length)
         state = decoder.insert(state, np.int32(slot), np.array(own, np.int32), settings, *begins)
         left = {slot: np.array(prompt[length:-1], np.int32)}
-        for chunk in whole_prompts(left, [(1, CHUNK)], 2):
+        for chunk in cut_prompts(left, [(1, CHUNK)], 2):
             state = decoder.prefill(weights, state, *chunk)
         state, records = decoder.decode(weights, state, np.int32(32), np.array([slot], np.int32))
         found += rounds_of(records)

@@ -11,12 +11,16 @@ import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.bad_words import encode_bad_words
 from jetspec_jax.inspect.exactness import first_divergence
+from jetspec_jax.sampling.adjust import room_for
+from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import (
     TINY,
     TinyEngine,
+    finish,
     random_head,
     random_target,
     serve,
@@ -121,3 +125,60 @@ def test_deep_scattered_paths(target, kind):
     assert differences(target, prompts, params, outputs, alone) == []
     lengths = [length for output in outputs for length in output.accept_lengths]
     assert np.mean(lengths) > 3
+
+
+def come_and_go():
+    """Requests of all kinds, in turn with such that want nothing; more of them than slots, and than pages."""
+    kinds = ["presence", "words", "everything"]
+    prompts, params = [], []
+    for number in range(6):
+        wanted = KINDS[kinds[number // 2]] if number % 2 else {"logprobs": 2}
+        own = {"max_tokens": 12 + 3 * number, "seed": number, "temperature": float(number % 3 > 0)}
+        params.append(SamplingParams(**{"ignore_eos": True, **own, **wanted}))
+        prompts.append([number, 5, *PROMPTS[number % 3]] + [7] * (40 if number % 2 else 50))
+    return prompts, params
+
+
+def test_requests_that_come_and_go(target, head):
+    """They take over each other's slots, make room for longer words, lose their slots and go on."""
+    prompts, params = come_and_go()
+    alone = [generate(target, [prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    engine = TinyEngine(target, head, TreeSettings(budget=16, width=3), slots=2, capacity=128, num_pages=3)
+    requests = []
+    for prompt, own in zip(prompts, params, strict=True):
+        requests.append(engine.submit(prompt, own))
+        engine.step(2)
+    finish(engine)
+    assert sum(request.preemptions for request in requests) > 0
+    for request, own, plain in zip(requests, params, alone, strict=True):
+        parted = first_divergence(target, request.prompt.tolist(), own, request.tokens, plain.token_ids)
+        assert parted is None or parted.is_tie
+        if own.logprobs is not None:
+            told = [row.chosen for row in request.logprobs]
+            expected = [
+                row[token].logprob for token, row in zip(plain.token_ids, plain.logprobs, strict=True)
+            ]
+            np.testing.assert_allclose(told, expected, atol=1e-4)
+    assert engine.plan.extras.bad_words == room_for(encode_bad_words(target, EVERYTHING["bad_words"]))
+
+
+def test_a_batch_that_wants_nothing_runs_what_it_ran_before(target, head):
+    """Once an engine has arrays for what others want, and beside those that wait."""
+    engine = TinyEngine(target, head, TreeSettings(budget=16, width=3), slots=1, capacity=128)
+    plain, wants = (
+        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=8, logprobs=1, **EVERYTHING | {"min_tokens": 3}),
+    )
+    [before] = serve(engine, [PROMPTS[0]], [plain])
+    serve(engine, [PROMPTS[0]], [wants])
+    with compilations() as after:
+        outputs = serve(engine, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], [plain, wants, plain])
+    assert after == []
+    assert outputs[0] == outputs[2] == before
+    # The same text as where nobody has ever wanted anything.
+    without = TinyEngine(target, head, TreeSettings(budget=16, width=3), slots=1, capacity=128)
+    decoder, seen = engine.plan.decoder, []
+    for own in (engine, without):
+        state = dataclasses.replace(own.runner.state, adjust=None)
+        seen.append(decoder.program.lower(decoder, own.weights, state, np.int32(1)).as_text())
+    assert seen[0] == seen[1]
