@@ -199,16 +199,17 @@ class Request:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
-        for token in tokens:
-            if self.finish_reason is not None:
-                return
-            self.tokens.append(token)
-            # The anchor before it is in the stores now.
-            self.committed += 1
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.max_tokens:
-                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            return
+        own = list(tokens[: self.left])
+        if not self.stop_ids.isdisjoint(own):
+            own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
+            self.finish_reason = "stop"
+        elif len(own) == self.left:
+            self.finish_reason = "length"
+        self.tokens += own
+        # As many anchors are in the stores now.
+        self.committed += len(own)
 
     def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
         """Takes what one round committed; nothing once the request has ended.
@@ -228,6 +229,12 @@ class Request:
     def take_scores(self, told: Any) -> None:
         """Takes what is told of its prompt's tokens; those after the last have no meaning."""
         self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]
+
+    def preempt(self) -> None:
+        """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
+        self.slot, self.committed, self.named = -1, 0, 0
+        self.preemptions += 1
+        self.overtaken += 1
 
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
