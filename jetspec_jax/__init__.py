@@ -15,6 +15,7 @@ from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.inspect.forward import draft_logits, logits, tree_logits
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -31,6 +32,7 @@ __all__ = [
     "RoundRecord",
     "SamplingParams",
     "SlotSettings",
+    "StructuredOutputsParams",
     "Target",
     "TreeDecoder",
     "draft_logits",

@@ -23,6 +23,7 @@ from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, algorithm_names, get_algorithm
 from pallas_kernels.tree_attention import implementations
 
@@ -202,6 +203,19 @@ SAMPLING = Group(
     ),
 )
 
+STRUCTURED = Group(
+    "the form of the output",
+    StructuredOutputsParams,
+    (
+        Option("json", "JSON of this schema", Path, flag="--json-schema", metavar="FILE"),
+        Option("regex", "text that this regular expression matches", metavar="REGEX"),
+        Option("choice", "one of some texts; may recur", metavar="TEXT", recurs=True),
+        Option("grammar", "text of this grammar, in Lark's form or in GBNF", Path, metavar="FILE"),
+        Option("json_object", "any JSON object"),
+        Option("disable_any_whitespace", "of JSON: without spaces and line breaks between its parts"),
+    ),
+)
+
 MODELS = Group(
     "models and trees",
     LLM,
@@ -354,7 +368,7 @@ PROCESSES = Group(
 )
 
 #: What a command that decodes is told.
-GROUPS = (PROMPT, CHAT, SAMPLING, MODELS, ALGORITHM, ROUTING, PROCESSES)
+GROUPS = (PROMPT, CHAT, SAMPLING, STRUCTURED, MODELS, ALGORITHM, ROUTING, PROCESSES)
 
 
 def join_as_told(arguments: argparse.Namespace) -> None:

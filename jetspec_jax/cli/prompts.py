@@ -65,7 +65,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[GivenPrompt]:
     elif arguments.prompt is not None:
         prompts = [GivenPrompt("prompt", arguments.prompt)]
     else:
-        prompts = [GivenPrompt("standard input", _decode(sys.stdin.buffer.read(), "standard input"))]
+        prompts = [GivenPrompt("standard input", decode_utf8(sys.stdin.buffer.read(), "standard input"))]
     if arguments.chat:
         prompts = [_as_chat(prompt) for prompt in prompts]
     if CHAT.given(arguments) and not any(prompt.messages for prompt in prompts):
@@ -100,7 +100,7 @@ def routing_hints(arguments: argparse.Namespace, prompt: GivenPrompt) -> Hints:
 
 
 def _read_file(path: Path) -> Iterator[GivenPrompt]:
-    text = _decode(path.read_bytes(), str(path))
+    text = decode_utf8(path.read_bytes(), str(path))
     if path.suffix != ".jsonl":
         yield GivenPrompt(str(path), text)
         return
@@ -125,7 +125,7 @@ def _parse_line(line: str, where: str) -> GivenPrompt:
     raise ValueError(f"{where}: {_LINE}")
 
 
-def _decode(content: bytes, where: str) -> str:
+def decode_utf8(content: bytes, where: str) -> str:
     """Strictly: Python's own reading would smuggle invalid bytes through."""
     try:
         return content.decode()

@@ -7,11 +7,21 @@ from typing import Any
 
 import jax
 
-from jetspec_jax.cli.options import ALGORITHM, GROUPS, MODELS, SAMPLING, parallel_sizes, parse_option
+from jetspec_jax.cli.options import (
+    ALGORITHM,
+    GROUPS,
+    MODELS,
+    SAMPLING,
+    STRUCTURED,
+    parallel_sizes,
+    parse_option,
+)
+from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.config import read_json
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, get_algorithm
 
 
@@ -29,7 +39,18 @@ def add_decoding_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """How requests are sampled, with a seed in any case."""
-    return SamplingParams(**{"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)})
+    given = {"seed": agreed(draw_seed(), "a seed"), **SAMPLING.given(arguments)}
+    return SamplingParams(**given, structured_outputs=_form(arguments))
+
+
+def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
+    """The form that outputs must have, which may stand in a file; None if the arguments name none."""
+    given = STRUCTURED.given(arguments)
+    if schema := given.get("json"):
+        given["json"] = read_json(schema)
+    if grammar := given.get("grammar"):
+        given["grammar"] = decode_utf8(grammar.read_bytes(), str(grammar))
+    return StructuredOutputsParams(**given) if given else None
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:

@@ -61,7 +61,7 @@ def jit_rounds(
     function: Callable[..., Any],
     bucket: int,
     static_argnums: int | tuple[int, ...] = 0,
-    donate_argnums: int = 2,
+    donate_argnums: int | tuple[int, ...] = 2,
 ) -> Any:
     """`jax.jit` of a function that runs rounds of a bucket, with what XLA is told for these.
 

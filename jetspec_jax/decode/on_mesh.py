@@ -1,6 +1,6 @@
 """Programs of a state on a mesh: how weights and state are split, and a function that all devices run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,26 +64,32 @@ def on_mesh(
     mesh: Mesh | None,
     target: ModelConfig,
     proposer: Proposer | None,
-    function: Callable[..., tuple[DecodeState, Any]],
-) -> Callable[..., tuple[DecodeState, Any]]:
+    function: Callable[..., Any],
+    *,
+    others: Sequence[Any] | None = None,
+    results: Any = None,
+) -> Callable[..., Any]:
     """A function that all devices run, each on its part of weights and state; as it is without a mesh.
 
     Args:
         mesh: The devices.
         target: The target's geometry.
         proposer: The proposer.
-        function: Takes weights, a state, and what is whole on every device; returns a state, and what else is
-            whole on every device.
+        function: Takes weights, a state, and others.
+        others: How the others are split; None is all of them whole on every device.
+        results: How what it returns is put together; None is a state, and what is whole on every device.
     """
     if mesh is None:
         return function
 
-    def run(weights: DecodeWeights, state: DecodeState, *others: Any) -> tuple[DecodeState, Any]:
+    def run(weights: DecodeWeights, state: DecodeState, *given: Any) -> Any:
         of_proposer = WHOLE if proposer is None else split_proposer(proposer).weight_specs(mesh)
         of_weights = DecodeWeights(parameter_specs(target, mesh), of_proposer)
         of_state = state_specs(proposer, state, mesh)
-        specs = of_weights, of_state, *(WHOLE for _ in others)
-        return everywhere(mesh, function, specs, (of_state, WHOLE))(weights, state, *others)
+        of_others = [WHOLE] * len(given) if others is None else others
+        returned = (of_state, WHOLE) if results is None else results
+        specs = of_weights, of_state, *of_others
+        return everywhere(mesh, function, specs, returned)(weights, state, *given)
 
     return run
 

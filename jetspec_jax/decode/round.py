@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
@@ -32,6 +32,7 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
+from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.sampling.token_sets import contains
 from jetspec_jax.tree import (
@@ -169,9 +170,9 @@ class Round:
         """D, the largest depth of the trees; 0 in plain decoding."""
         return 0 if self.proposer is None else min(self.proposer.depth, self.bucket - 1)
 
-    def on_mesh(self, function: Callable[..., tuple[DecodeState, Any]]) -> Callable[..., Any]:
+    def on_mesh(self, function: Callable[..., Any], **split: Any) -> Callable[..., Any]:
         """A function of weights, a state and others that all devices run: see `on_mesh`."""
-        return on_mesh(self.mesh, self.target, self.proposer, function)
+        return on_mesh(self.mesh, self.target, self.proposer, function, **split)
 
     def decodes(self, state: DecodeState) -> Bool[Array, "B"]:
         """Slots that take part in the next round: active, and with room for all that it could commit.
@@ -224,14 +225,21 @@ class Round:
             return Verified(target.logits(output.hidden), output.taps, output.stash)
 
     def settle(
-        self, weights: DecodeWeights, state: DecodeState, tree: TokenTree, verified: Verified
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        tree: TokenTree,
+        verified: Verified,
+        allowed: UInt32[Array, "B N words"] | None = None,
     ) -> Settled:
         """Accepts the path that the target itself would have taken, and commits it.
 
-        The path's rows go into the stores and the proposer's state, and the slots move on.
+        The path's rows go into the stores and the proposer's state, and the slots move on. Where ``allowed``
+        is given, the target chooses among these tokens at each node: packed sets, see `only_allowed`.
         """
         with jax.named_scope("settle"):
-            accepted = self._accept(state, tree, verified.logits)
+            logits = verified.logits if allowed is None else only_allowed(verified.logits, allowed)
+            accepted = self._accept(state, tree, logits)
             accepted, logprobs = self._told(accepted, verified.logits)
             path, count = accepted.path, accepted.counts
             stores = commit(state.stores, state.slots, verified.stash, path, count)

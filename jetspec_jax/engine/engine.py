@@ -124,7 +124,8 @@ class Engine:
             how = "a traced round" if decode else f"at most {most_rounds or 'as many as suit'} rounds"
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._undivided():
-            self.runner.launch(self.scheduler.next_batch(most_rounds, now), decode, timed=timed)
+            batch = self.scheduler.next_batch(most_rounds, now)
+            self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
         """Waits for what was launched, and hands out its tokens: the requests that were served.

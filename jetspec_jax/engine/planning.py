@@ -21,6 +21,7 @@ from jetspec_jax.engine.agreement import asked_for, share
 from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
+from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
@@ -304,13 +305,13 @@ def make_request(
     index: int = 0,
 ) -> Request:
     """A request of one completion, number ``index`` of its prompt; draws a seed if it has none."""
-    stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)}
+    stop_ids = stop_ids_of(target, params)
     if params.seed is None:
         params = replace(params, seed=draw_seed())
     return Request(
         prompt.ids,
         params,
-        frozenset(stop_ids),
+        stop_ids,
         settings.budget,
         decoder.depth if settings.depth is None else settings.depth,
         Routing.of_one(hints),
@@ -318,7 +319,13 @@ def make_request(
         index=index,
         bad_words=encode_bad_words(target, params.bad_words),
         endings=endings_of(target, params),
+        matcher=matcher_for(target, params, stop_ids),
     )
+
+
+def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
+    """All tokens that end a request."""
+    return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
 
 
 @dataclass(frozen=True)
@@ -353,6 +360,7 @@ def check_request(
         capacity: Tokens that a slot can hold; None is the target's whole context.
 
     Raises:
+        ImportError: It has a grammar, and llguidance is not installed.
         TypeError: Something is of a wrong type.
         ValueError: What is wrong with it.
     """
@@ -379,6 +387,7 @@ def check_request(
             f"min_tokens={params.min_tokens} lies beyond the {most} tokens that the context limit of {limit} "
             f"leaves after {count} prompt tokens"
         )
+    matcher_for(target, params, stop_ids_of(target, params))  # while it can still be said whose grammar it is
     return CheckedRequest(read, replace(params, max_tokens=most), most)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Int32
 from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -47,6 +48,7 @@ class Request:
         priority: Lower numbers are served first.
         deadline: When it is given up, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
+        matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
@@ -89,6 +91,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
@@ -196,16 +199,17 @@ class Request:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
-        for token in tokens:
-            if self.finish_reason is not None:
-                return
-            self.tokens.append(token)
-            # The anchor before it is in the stores now.
-            self.committed += 1
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.max_tokens:
-                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            return
+        own = list(tokens[: self.left])
+        if not self.stop_ids.isdisjoint(own):
+            own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
+            self.finish_reason = "stop"
+        elif len(own) == self.left:
+            self.finish_reason = "length"
+        self.tokens += own
+        # As many anchors are in the stores now.
+        self.committed += len(own)
 
     def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
         """Takes what one round committed; nothing once the request has ended.
@@ -226,6 +230,12 @@ class Request:
         """Takes what is told of its prompt's tokens; those after the last have no meaning."""
         self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]
 
+    def preempt(self) -> None:
+        """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
+        self.slot, self.committed, self.named = -1, 0, 0
+        self.preemptions += 1
+        self.overtaken += 1
+
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
@@ -236,3 +246,11 @@ class Request:
         """Tells whoever wants to know that there is news of it."""
         if self.told is not None:
             self.told()
+
+    def follow(self) -> None:
+        """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
+        if self.matcher is not None:
+            self.matcher.advance(self.tokens[self.matcher.count :])
+            if self.matcher.problem is not None:
+                self.finish_reason = None  # what it has got is of no use
+                self.fail(ValueError(f"structured_outputs: {self.matcher.problem}"))

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,12 +18,14 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, Sl
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.wants import PromptScores, adjusted, decoder_for, joined, kind_of
 from jetspec_jax.progress import waiting
+from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
 #: slots where they are not all.
@@ -79,17 +81,26 @@ class Runner:
         # What programs have been called: the kind, and what they are for.
         self._compiled: set[tuple[str, int, int]] = set()
 
-    def launch(self, batch: Batch, decode: Decode | None = None, *, timed: bool = True) -> None:
+    def launch(
+        self,
+        batch: Batch,
+        decode: Decode | None = None,
+        *,
+        timed: bool = True,
+        matchers: Mapping[int, Matcher] | None = None,
+    ) -> None:
         """Starts a batch; `collect` waits for it. The caller has collected the one before.
 
         Args:
             batch: What to do.
             decode: What runs the rounds; None is `decode` of the bucket's decoder.
             timed: Whether `collect` follows as soon as the rounds end.
+            matchers: By slot, the grammars that outputs follow: with any, this waits for all rounds but the
+                last.
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
-        rounds = kind_of(batch), len(batch.live), batch.bucket
+        rounds = "masked " * bool(matchers) + kind_of(batch), len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -109,12 +120,14 @@ class Runner:
             self._grow(batch.growths)
         for chunk in batch.chunks:
             self._prefill(chunk)
-        # Rounds that wait for a prompt or for the compiler are not timed.
-        timed = timed and not batch.chunks and not scored and rounds in self._compiled
+        # Rounds that wait for a prompt, for the compiler or for the host are not timed.
+        alone = not batch.chunks and not scored and not matchers
+        timed = timed and alone and rounds in self._compiled
         started = time.perf_counter() if timed else None
         records = None
         if batch.rounds:
-            run, own = decode or decoder.decode, self._live(batch.live)
+            own = self._live(batch.live)
+            run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
         self.in_flight = Flight(batch, records, scored, started)
@@ -263,6 +276,7 @@ class Runner:
             what = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
         else:
             what = "the plain step" if size == 1 else f"the round of {size} nodes"
+            what = f"the parts of {what}" if kind == "masked rounds" else what
             what += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
         with waiting(f"compiling {what}"):
             yield

@@ -120,6 +120,8 @@ def trace_rounds(
             the call, before any round.
         DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
     """
+    if params is not None and params.structured_outputs is not None:
+        raise ValueError("structured_outputs cannot be traced: a traced round is one program")
     algorithm = algorithm_of(settings.algorithm)
     if isinstance(algorithm, Auto):  # a trace chooses no budgets
         settings = replace(settings, algorithm=algorithm.shape)

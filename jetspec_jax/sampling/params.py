@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 #: Between these a float32 logit divided by the temperature is finite, and 0 only if it was.
 COLDEST, HOTTEST = 1e-30, 1e30
@@ -49,6 +50,7 @@ class SamplingParams:
         logprobs: How many of the likeliest tokens are told with each generated one, with log-probabilities of
             the target's own distribution, before all settings; at most 20. None tells none.
         prompt_logprobs: Likewise with each token of the prompt but the first.
+        structured_outputs: A form that the text must have; None is any.
 
     Raises:
         TypeError: A setting is of a wrong type.
@@ -76,6 +78,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Checks every setting, and brings it into one form."""
@@ -112,6 +115,13 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = shown(self.min_tokens), shown(self.max_tokens)
             raise ValueError(f"min_tokens must be at most max_tokens, {most}, not {least}")
+        if self.structured_outputs is not None:
+            kind = "StructuredOutputsParams or None"
+            check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams, kind)
+            if self.ignore_eos:
+                raise ValueError(
+                    "structured_outputs and ignore_eos contradict: a form that is complete ends the text"
+                )
 
     @property
     def adjusts(self) -> bool:

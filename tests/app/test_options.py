@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from jetspec_jax import LLM, SamplingParams
+from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams
 from jetspec_jax.cli import command, settings
-from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, SAMPLING, Group, Option
+from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, SAMPLING, STRUCTURED, Group, Option
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts
 from jetspec_jax.tree import get_algorithm
 from tests.decode.tiny import TINY, random_target, word_tokenizer
@@ -29,11 +29,39 @@ class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
         known = set(inspect.signature(group.python).parameters)
-        assert {option.field for option in group.options} == known - {"mesh"}  # which has no text
+        assert {option.field for option in group.options} == known - {
+            "mesh",
+            "structured_outputs",
+        }  # which have no text
 
     def test_options_of_an_algorithm_are_its_arguments(self):
         known = set(inspect.signature(get_algorithm).parameters)
         assert {option.field for option in ALGORITHM.options} == known - {"name"}
+
+    def test_forms_of_outputs_have_options(self, tmp_path):
+        known = set(inspect.signature(StructuredOutputsParams).parameters)
+        assert {option.field for option in STRUCTURED.options} == known
+        schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+        schema.write_text('{"type": "array"}')
+        grammar.write_text('start: "é"')
+        for words, form in (
+            (["--json-schema", str(schema)], {"json": {"type": "array"}}),
+            (["--regex", "a+"], {"regex": "a+"}),
+            (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+            (["--grammar", str(grammar)], {"grammar": 'start: "é"'}),
+            (["--json-object"], {"json_object": True}),
+            (
+                ["--json-object", "--disable-any-whitespace"],
+                {"json_object": True, "disable_any_whitespace": True},
+            ),
+        ):
+            params = settings.sampling_params(parse("--seed", "3", *words))
+            assert params == SamplingParams(seed=3, structured_outputs=StructuredOutputsParams(**form))
+        schema.write_text("[")
+        with pytest.raises(ValueError, match=r"schema\.json is not valid JSON"):
+            settings.sampling_params(parse("--json-schema", str(schema)))
+        with pytest.raises(ValueError, match=r"exactly one of .* given: regex and json_object"):
+            settings.sampling_params(parse("--regex", "a", "--json-object"))
 
     def test_what_is_not_given_is_python_s_default(self):
         assert settings.sampling_params(parse("--seed", "3")) == SamplingParams(seed=3)

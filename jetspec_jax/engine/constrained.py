@@ -1,0 +1,83 @@
+"""Rounds in which grammars say what may follow: the host makes masks while the target verifies.
+
+Shapes: L live slots, N nodes, D draft depth.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int, Int32, UInt32
+
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.decode.three_programs import propose, settle, verify
+from jetspec_jax.sampling.grammar import Matcher
+from jetspec_jax.tree import TokenTree
+
+
+class ConstrainedRounds:
+    """Runs rounds as `TreeDecoder.decode` does, but comes back to the host in each.
+
+    Slots without a grammar keep their tokens. It waits for all rounds but the last.
+    """
+
+    def __init__(self, decoder: TreeDecoder, matchers: Mapping[int, Matcher]):
+        """Rounds of a decoder.
+
+        Args:
+            decoder: The decoder.
+            matchers: By slot. They commit what all rounds but the last commit.
+        """
+        self.decoder, self.matchers = decoder, matchers
+
+    def __call__(
+        self,
+        weights: DecodeWeights,
+        state: DecodeState,
+        rounds: np.int32,
+        *live: Int32[np.ndarray, "L"],
+    ) -> tuple[DecodeState, RoundRecord]:
+        """Up to ``rounds`` rounds, at least one. ``state`` is donated.
+
+        Returns:
+            The state, and the records of the rounds that ran.
+        """
+        slots = live[0].tolist() if live else range(len(state.active))
+        matchers = [self.matchers.get(slot) for slot in slots]
+        decodes, goes_on, records = np.ones(len(matchers), bool), None, []
+        while True:
+            tree = propose(self.decoder, weights, state, *live)
+            if records:
+                # Waits for the last round alone: meanwhile the trees of the next are made.
+                committed, decodes = jax.device_get((records[-1].tokens, goes_on))
+                _advance(matchers, committed[0])
+                if not decodes.any():
+                    break
+            verified = verify(self.decoder, weights, state, tree, *live)
+            allowed = self._masks(matchers, tree, decodes)
+            state, (record, goes_on) = settle(self.decoder, weights, state, tree, verified, allowed, *live)
+            records.append(record)
+            if len(records) == rounds:
+                break
+        if len(records) == 1:
+            return state, records[0]
+        return state, jax.tree.map(lambda *each: np.concatenate(each), *jax.device_get(records))
+
+    def _masks(
+        self, matchers: Sequence[Matcher | None], tree: TokenTree, decodes: Bool[np.ndarray, "L"]
+    ) -> UInt32[np.ndarray, "L N words"]:
+        """What may follow at each node: all, where no grammar says anything. Waits for the trees."""
+        tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
+        words = -(-self.decoder.target.vocab_size // 32)
+        masks = np.full((*tokens.shape, words), 0xFFFFFFFF, np.uint32)
+        for place, matcher in enumerate(matchers):
+            if matcher is not None and decodes[place]:
+                masks[place] = matcher.masks_of_tree(tokens[place], parents[place], int(sizes[place]))
+        return masks
+
+
+def _advance(matchers: Sequence[Matcher | None], tokens: Int[np.ndarray, "L D1"]) -> None:
+    for matcher, own in zip(matchers, tokens, strict=True):
+        if matcher is not None:
+            matcher.advance(own[own >= 0].tolist())

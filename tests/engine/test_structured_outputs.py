@@ -1,0 +1,161 @@
+"""Requests that follow grammars, beside others: models with random weights, whose tokens are bytes."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams, generate, generate_tree
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.trace import trace_rounds
+from tests.decode.compilations import compilations
+from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target
+from tests.mesh.tiny import on_mesh
+from tests.meshes import mesh_of
+from tests.sampling.byte_tokenizer import SPECIAL, byte_tokenizer
+
+SETTINGS = {"budget": 16, "width": 3}
+PROMPT = [5, 9, 2, 7]
+
+
+def pair(without=""):
+    """A target with a tokenizer of bytes, and a head for it."""
+    tokenizer = byte_tokenizer(without)
+    end = tokenizer.convert_tokens_to_ids(SPECIAL[0])
+    config = dataclasses.replace(SLIDING, vocab_size=len(tokenizer) + 6)
+    target = random_target(config, 3, eos=(end,), tokenizer=tokenizer)
+    return target, random_head(config, 4)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pair()
+
+
+def structured(temperature=1.0, seed=0, max_tokens=40, **form):
+    return SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        max_tokens=max_tokens,
+        structured_outputs=StructuredOutputsParams(**form),
+    )
+
+
+ARRAY = {"type": "array", "items": {"enum": [12, "no", None]}, "minItems": 2, "maxItems": 3}
+FREE = SamplingParams(max_tokens=24, temperature=1.0, seed=9)
+PARAMS = [
+    structured(regex="(ab|é){2,5}!"),
+    FREE,
+    structured(choice=["yes", "no", "abc"], seed=1),
+    structured(0.0, json=ARRAY, disable_any_whitespace=True),
+    dataclasses.replace(FREE, temperature=0.0),
+    structured(grammar='start: "ab" item+\nitem: /[0-9]/ | "yes"', max_tokens=9, seed=2),
+]
+
+
+def check(params, completion):
+    """That a text has the form that was asked for, or is the beginning of one."""
+    text = completion.text
+    if params.structured_outputs is None:
+        return
+    kind, source = params.structured_outputs.source
+    if kind == "grammar":
+        assert re.fullmatch("ab([0-9]|yes?|y)*", text)
+    elif kind == "regex":
+        assert re.fullmatch(source, text)
+    elif kind == "choice":
+        assert text in json.loads(source)
+    else:
+        assert len(json.loads(text)) in (2, 3)
+        assert set(json.loads(text)) <= {12, "no", None}
+    assert completion.finish_reason == "stop" or kind == "grammar"
+
+
+def test_trees_and_plain_steps_of_a_mixed_batch(models):
+    """Whoever has a grammar keeps to it, whoever has none gets its tokens, and others wait for a slot."""
+    target, head = models
+    alone = [generate(target, [PROMPT], own)[0] for own in PARAMS]
+    prompts = [PROMPT] * len(PARAMS)
+    outputs = generate_tree(target, head, prompts, PARAMS, **SETTINGS, max_slots=4)
+    for params, own, plain in zip(PARAMS, outputs, alone, strict=True):
+        assert own.token_ids == plain.token_ids
+        check(params, own)
+    with compilations() as seen:  # of other grammars too
+        other = [*PARAMS[:2], structured(regex="[a-c]{3}"), *PARAMS[3:]]
+        again = generate_tree(target, head, prompts, other, **SETTINGS, max_slots=4)
+    assert seen == []
+    assert again[0].token_ids == outputs[0].token_ids
+    assert re.fullmatch("[a-c]{3}", again[2].text)
+
+
+def test_several_completions_of_a_prompt(models):
+    params = dataclasses.replace(structured(regex="[0-9a-z]{4}", seed=3), n=3)
+    outputs = generate_tree(*models, [PROMPT], params, **SETTINGS)
+    assert len({own.text for own in outputs}) == 3
+    assert all(re.fullmatch("[0-9a-z]{4}", own.text) for own in outputs)
+
+
+def test_streams(models):
+    target, head = models
+    llm = LLM(target, head, **SETTINGS)
+    with llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
+        pieces = [next(other), *stream, *other]
+    assert stream.completion == llm.generate("ab", PARAMS[0])[0]
+    assert other.completion == llm.generate("ab", FREE)[0]
+    assert "".join(pieces).count("!") >= 1
+
+
+def test_on_a_mesh(models):
+    target, head = on_mesh(models, mesh_of(1, 2))
+    outputs = generate_tree(target, head, [PROMPT] * 2, PARAMS[:2], **SETTINGS)
+    alone = generate(models[0], [PROMPT] * 2, PARAMS[:2])
+    assert [own.token_ids for own in outputs] == [own.token_ids for own in alone]
+
+
+def test_requests_that_lose_their_slots_keep_their_places(models):
+    """Too few pages for all: who goes on later goes on in its grammar."""
+    target, head = models
+    prompts = [np.random.default_rng(i).integers(0, 200, 50).tolist() for i in range(3)]
+    params = [structured(regex=f"([a-z][0-9]){{{40 + i}}}!", seed=i, max_tokens=100) for i in range(3)]
+    settings = TreeSettings(**SETTINGS)
+    engine = TinyEngine(target, head, settings, slots=3, capacity=192, num_pages=4)
+    requests = [engine.submit(*each) for each in zip(prompts, params, strict=True)]
+    while engine.busy:
+        engine.step(2)
+    assert sum(request.preemptions for request in requests) > 0
+    for prompt, own, request in zip(prompts, params, requests, strict=True):
+        assert request.tokens == generate(target, [prompt], own)[0].token_ids
+        assert request.finish_reason == "stop"
+
+
+def test_a_grammar_that_has_no_way_on_is_an_error():
+    """No token is a "z". What comes after such a call is served."""
+    target, head = pair(without="z")
+    llm = LLM(target, head, **SETTINGS)
+    for budget in (1, 16):
+        with pytest.raises(ValueError, match="structured_outputs: the text ends where the grammar goes on"):
+            LLM(target, head, budget=budget).generate([PROMPT], structured(regex="abz"))
+    assert llm.generate([PROMPT], structured(choice=["ab"]))[0].text == "ab"
+
+
+def test_what_cannot_be_is_said_before_anything_runs(models, no_type_checks):
+    target, head = models
+    good = structured(regex="a")
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\]: structured_outputs: regex does not compile: .*unclosed"
+    ):
+        generate(target, [PROMPT] * 2, [good, structured(regex="(a")])
+    with pytest.raises(ValueError, match="structured_outputs and ignore_eos contradict"):
+        SamplingParams(structured_outputs=good.structured_outputs, ignore_eos=True)
+    with pytest.raises(TypeError, match="structured_outputs must be StructuredOutputsParams or None"):
+        SamplingParams(structured_outputs={"regex": "a"})
+    bare = dataclasses.replace(target, tokenizer=None)
+    with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
+        generate(bare, [PROMPT], good)
+    endless = dataclasses.replace(target, eos_token_ids=())
+    with pytest.raises(ValueError, match="needs a token that ends the text"):
+        generate(endless, [PROMPT], good)
+    with pytest.raises(ValueError, match="structured_outputs cannot be traced"):
+        trace_rounds(target, head, PROMPT, good)
