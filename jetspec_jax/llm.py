@@ -376,8 +376,8 @@ def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingPar
     short = SamplingParams(max_tokens=1, ignore_eos=True)
     if sampling_params is None or not sampling_params.wants_more:
         return [short]
-    own = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1), "ignore_eos": True}
-    return [short, replace(sampling_params, **own, n=1, stop=())]
+    least = min(sampling_params.min_tokens, 1)
+    return [short, replace(sampling_params, max_tokens=1, min_tokens=least, n=1)]
 
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
