@@ -18,6 +18,7 @@ from jetspec_jax.cache.recurrent import empty_recurrent_store
 from jetspec_jax.cache.ring import RingStore, ring_pages
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.sampling.choice import NO_CHOICE
 
 
 @runtime_checkable
@@ -141,6 +142,6 @@ def after_forward(count: Int[Array, "B"], choices: Int[Array, "B N"]) -> Int[Arr
     """``count``, as a value that only the end of the forward gives.
 
     Where no data ties a commit to the forward that reads the same stores, XLA may order the write first, and
-    then copies a store. Choices are never negative, but XLA does not know it.
+    then copies a store. No choice is below `NO_CHOICE`, but XLA does not know it.
     """
-    return jnp.where(jnp.all(choices >= 0, axis=1), count, 0)
+    return jnp.where(jnp.all(choices >= NO_CHOICE, axis=1), count, 0)

@@ -5,10 +5,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
+from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.generate import generate
@@ -158,6 +160,7 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str 
 
 def _report(completion: Completion, run: _Run) -> dict[str, object]:
     """A completion as JSON values; the times are those of the whole run."""
+    told = {"logprobs": completion.logprobs, "prompt_logprobs": completion.prompt_logprobs}
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -167,7 +170,13 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
         "mean_acceptance_length": completion.mean_acceptance_length,
         "seconds": run.seconds,
         "tokens_per_second": _count(run) / run.seconds,
+        **{name: [_described(own) for own in rows] for name, rows in told.items() if rows is not None},
     }
+
+
+def _described(row: dict[int, Logprob] | None) -> dict[int, dict[str, object]] | None:
+    """What is told of a place in a text, as JSON values."""
+    return None if row is None else {token: asdict(own) for token, own in row.items()}
 
 
 def _count(run: _Run) -> int:

@@ -39,6 +39,19 @@ def comma_separated(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def token_biases(text: str) -> dict[int, float]:
+    """The biases of a list such as ``5=-1.5,7=2``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no such list.
+    """
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected biases as in 5=-1.5,7=2, not {text!r}") from None
+
+
 class Open:
     """Python's None on a command line, where nothing given stands for nothing said."""
 
@@ -176,6 +189,17 @@ SAMPLING = Group(
         Option("ignore_eos", "do not stop at the target's end-of-sequence tokens"),
         Option("include_stop_str_in_output", "keep in the text what stopped it"),
         Option("skip_special_tokens", "write special tokens too", flag="--no-skip-special-tokens"),
+        Option("presence_penalty", "of tokens that the output has, -2 to 2", float, metavar="P"),
+        Option("frequency_penalty", "of tokens for each time that the output has them", float, metavar="P"),
+        Option("repetition_penalty", "of tokens in prompt or output; 1 is none", float, metavar="P"),
+        Option("min_tokens", "tokens before which nothing ends the output", int, metavar="N"),
+        Option("logit_bias", "added to logits, as in 5=-1.5,7=2", token_biases, metavar="ID=BIAS,..."),
+        Option("bad_words", "word that the output must not have; may recur", metavar="TEXT", recurs=True),
+        Option(
+            "allowed_token_ids", "the only tokens to choose from, as in 1,2,3", comma_separated, metavar="IDS"
+        ),
+        Option("logprobs", "with --json: likeliest tokens to tell with each token, 0..20", int, metavar="K"),
+        Option("prompt_logprobs", "likewise with each token of the prompt", int, metavar="K"),
     ),
 )
 

@@ -6,12 +6,13 @@ P pages of the pool, or prompts of a prefill.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Int
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
@@ -25,16 +26,20 @@ from jetspec_jax.decode.state import (
     DecodeWeights,
     RoundRecord,
     SlotSettings,
+    Stores,
+    forget_adjustments,
     grow,
     insert,
     join,
     pick,
     put,
+    put_adjustments,
     release,
     split,
 )
-from jetspec_jax.device.mesh import shardings
+from jetspec_jax.device.mesh import WHOLE, shardings
 from jetspec_jax.device.partition import spread
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import Routing
 
@@ -72,7 +77,14 @@ class TreeDecoder(Round):
             raise ValueError(f"max_rounds must be at least 1, not {self.max_rounds}")
 
     def empty_state(
-        self, slots: int, *, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
+        self,
+        slots: int,
+        *,
+        num_pages: int,
+        pages_per_slot: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
         """A state whose slots are all free.
 
@@ -82,9 +94,12 @@ class TreeDecoder(Round):
             pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
             page_size: Tokens in a page.
             dtype: Of the stores: the weights' dtype.
+            bad_words: How many bad words a request may have, and how long ones: see
+                `jetspec_jax.sampling.adjust.room_for`.
         """
         sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
-        return self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
+        state = self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
+        return replace(state, adjust=self.adjustments(slots, bad_words)) if self.adjusts else state
 
     def _empty_state(
         self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
@@ -112,6 +127,25 @@ class TreeDecoder(Round):
             page_size=page_size,
         )
 
+    def adjustments(
+        self, slots: int, bad_words: tuple[int, int] = (0, 0), before: Adjustments | None = None
+    ) -> Adjustments:
+        """What slots want of the logits, which is nothing, or what they did before, with more room.
+
+        Args:
+            slots: B.
+            bad_words: As for `empty_state`; no less room than before.
+            before: What the slots wanted before.
+        """
+        where = None if self.mesh is None else NamedSharding(self.mesh, WHOLE)
+
+        def make(before: Adjustments | None) -> Adjustments:
+            if before is None:
+                return Adjustments.empty(slots, self.target.vocab_size, bad_words)
+            return before.with_room_for(bad_words)
+
+        return jax.jit(make, out_shardings=where)(before)
+
     def insert(
         self,
         state: DecodeState,
@@ -123,20 +157,40 @@ class TreeDecoder(Round):
         active: Bool[ArrayLike, ""],
     ) -> DecodeState:
         """Hands a slot to a request: see `jetspec_jax.decode.state.insert`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, insert(state, slot, pages, settings, anchor, length, active))
+        kept, state = _apart(state)
+        state = _together(kept, insert(state, slot, pages, settings, anchor, length, active))
+        return self.adjust(state, slot, None)
+
+    def adjust(self, state: DecodeState, slot: Int[ArrayLike, ""], own: Adjustments | None) -> DecodeState:
+        """Says what the request that has got a slot wants of the logits. ``state`` is donated.
+
+        Args:
+            state: The state.
+            slot: Which slot; `insert` has handed it over.
+            own: What it wants, without the slot axis; None is nothing.
+
+        Raises:
+            ValueError: It wants something, and the state has no arrays for that.
+        """
+        if state.adjust is None:
+            if own is not None:
+                raise ValueError("no decoder that adjusts logits has made this state")
+            return state
+        if own is None:
+            return replace(state, adjust=forget_adjustments(state.adjust, slot))
+        return replace(state, adjust=put_adjustments(state.adjust, slot, own))
 
     def grow(
         self, state: DecodeState, slots: Int[ArrayLike, "L"], pages: Int[ArrayLike, "L T"]
     ) -> DecodeState:
         """Gives slots more pages: see `jetspec_jax.decode.state.grow`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, grow(state, slots, pages))
+        kept, state = _apart(state)
+        return _together(kept, grow(state, slots, pages))
 
     def release(self, state: DecodeState, slot: Int[ArrayLike, ""]) -> DecodeState:
         """Frees a slot: see `jetspec_jax.decode.state.release`. ``state`` is donated."""
-        stores, state = split(state)
-        return join(stores, release(state, slot))
+        kept, state = _apart(state)
+        return _together(kept, release(state, slot))
 
     def prefill(
         self,
@@ -148,8 +202,9 @@ class TreeDecoder(Round):
         ready: Bool[ArrayLike, "P"],
     ) -> DecodeState:
         """Commits chunks of prompts: see `jetspec_jax.decode.prefill.prefill`. ``state`` is donated."""
-        settings = self.target, self.proposer, self.implementation, self.mesh
-        return prefill(*settings, weights, state, slots, tokens, counts, ready)
+        settings, kept = (self.target, self.proposer, self.implementation, self.mesh), state.adjust
+        state = prefill(*settings, weights, replace(state, adjust=None), slots, tokens, counts, ready)
+        return replace(state, adjust=kept)
 
     def decode(
         self,
@@ -175,12 +230,29 @@ class TreeDecoder(Round):
         # JAX takes compiler options of the outermost program alone: inside of another the loop is part of it.
         inside = isinstance(state.anchors, Tracer)
         program = self.program.__wrapped__ if inside else self.program
-        return program(self, weights, state, rounds, *(() if live is None else (live,)))
+        own = () if live is None else (live,)
+        if self.adjusts:
+            return program(self, weights, state, rounds, *own)
+        # A batch in which nobody wants anything of the logits runs the program that knows nothing of it.
+        kept = state.adjust
+        state, records = program(self, weights, replace(state, adjust=None), rounds, *own)
+        return replace(state, adjust=kept), records
 
     @property
     def program(self) -> Any:
         """The jitted function behind `decode`, with the decoder as its first argument: to compile ahead."""
         return jit_rounds(_decode, self.bucket)
+
+
+def _apart(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], DecodeState]:
+    """What programs that hand slots over do not look at, and the state without it."""
+    stores, state = split(state)
+    return (stores, state.adjust), replace(state, adjust=None)
+
+
+def _together(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
+    """The inverse of `_apart`."""
+    return replace(join(kept[0], state), adjust=kept[1])
 
 
 @functools.cache

@@ -56,6 +56,7 @@ def state_specs(proposer: Proposer | None, state: DecodeState, mesh: Mesh) -> De
         anchors=WHOLE,
         active=WHOLE,
         settings=WHOLE,
+        adjust=WHOLE,
     )
 
 

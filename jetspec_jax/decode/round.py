@@ -25,13 +25,16 @@ from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, commit
 from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.on_mesh import check_proposer, on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
-from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, is_stop
+from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import bind
+from jetspec_jax.sampling.adjust import Adjustments, adjust
 from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import choose_tokens
+from jetspec_jax.sampling.token_sets import contains
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,
@@ -44,6 +47,7 @@ from jetspec_jax.tree import (
     breadth_of,
     check_breadth,
     grow_tree,
+    path_tokens,
     plan_of,
     reach_of,
     root_tree,
@@ -124,6 +128,8 @@ class Round:
         implementation: Of tree attention; None picks the best.
         observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
             no larger than the bucket.
+        adjusts: Whether slots may want masks, biases and penalties: their states have arrays for these.
+        logprobs: Whether records tell log-probabilities of what is committed.
         mesh: The devices that share the models; None is one. What the three parts of a round see is then a
             device's own part: `on_mesh` makes programs of them.
     """
@@ -136,6 +142,8 @@ class Round:
     candidates: int | None = None
     implementation: str | None = None
     observes: tuple[int, ...] = ()
+    adjusts: bool = False
+    logprobs: bool = False
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
@@ -232,6 +240,7 @@ class Round:
         with jax.named_scope("settle"):
             logits = verified.logits if allowed is None else only_allowed(verified.logits, allowed)
             accepted = self._accept(state, tree, logits)
+            accepted, logprobs = self._told(accepted, verified.logits)
             path, count = accepted.path, accepted.counts
             stores = commit(state.stores, state.slots, verified.stash, path, count)
             own = state.proposer
@@ -239,7 +248,7 @@ class Round:
                 taps = jnp.take_along_axis(verified.taps, jnp.maximum(path, 0)[:, :, None], axis=1)
                 own = self.proposer.commit(weights.proposer, own, taps, state.slots, count)
             remaining = state.settings.remaining - count
-            stopped = jnp.any(is_stop(accepted.tokens, state.settings.stop_bits), axis=1)
+            stopped = jnp.any(contains(state.settings.stop_bits, accepted.tokens), axis=1)
             after = replace(
                 state,
                 stores=stores,
@@ -251,10 +260,15 @@ class Round:
                 anchors=jnp.where(self.decodes(state), accepted.bonus, state.anchors),
                 active=state.active & ~stopped & (remaining > 0),
                 settings=state.settings._replace(remaining=remaining),
+                adjust=self._extended(state.adjust, accepted),
             )
-            return Settled(after, self._record(tree, accepted), accepted)
+            return Settled(after, self._record(tree, accepted, logprobs), accepted)
 
     def _accept(self, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"]) -> Accepted:
+        if self.adjusts:
+            if state.adjust is None:
+                raise ValueError("a decoder that adjusts logits needs a state that it made itself")
+            logits = adjust(logits, path_tokens(tree, self.depth), tree.depths, state.adjust)
         choices = choose_tokens(
             logits,
             tree.depths,
@@ -270,11 +284,29 @@ class Round:
         counts = after_forward(jnp.sum(taken, axis=1, dtype=jnp.int32), choices)
         return Accepted(path, counts, tokens, bonus, choices)
 
-    def _record(self, tree: TokenTree, accepted: Accepted) -> RoundRecord:
+    def _told(self, accepted: Accepted, logits: Float[Array, "B N V"]) -> tuple[Accepted, Logprobs | None]:
+        """The log-probabilities of the path's tokens, if they are to be told."""
+        if not self.logprobs:
+            return accepted, None
+        rows = jnp.take_along_axis(logits, jnp.maximum(accepted.path, 0)[:, :, None], axis=1)
+        told = logprobs_of(rows, accepted.tokens, self.target.vocab_size)
+        if self.mesh is not None:
+            # What devices exchange for the commit must not overtake what they exchanged here.
+            likeliest = told.tokens.reshape(len(accepted.counts), -1)
+            accepted = accepted._replace(counts=after_forward(accepted.counts, likeliest))
+        return accepted, told
+
+    def _extended(self, own: Adjustments | None, accepted: Accepted) -> Adjustments | None:
+        """What slots want of the logits, after what was committed to them."""
+        if not self.adjusts or own is None:
+            return own
+        return own._replace(history=own.history.extended(accepted.tokens, accepted.counts))
+
+    def _record(self, tree: TokenTree, accepted: Accepted, logprobs: Logprobs | None) -> RoundRecord:
         decodes = accepted.counts > 0
         reach = None
         if self.observes:
             budgets = [nodes for nodes in self.observes if nodes <= self.bucket]
             reach = reach_of(tree.scores, accepted.path, budgets)
             reach = jax.tree.map(lambda each: jnp.where(decodes[:, None], each, 0.0), reach)
-        return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach)
+        return RoundRecord(accepted.tokens, jnp.where(decodes, tree.num_nodes, 0), reach, logprobs)

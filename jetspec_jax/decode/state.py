@@ -15,9 +15,12 @@ from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import Store
+from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.models import Weights
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.sampling.token_sets import packed
 from jetspec_jax.tree import Hints, Reach, Routing
 
 
@@ -41,7 +44,7 @@ class SlotSettings(NamedTuple):
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
         remaining: Tokens that it may still emit.
-        stop_bits: Packed set of the tokens that end it: bit t % 32 of word t // 32 for token t.
+        stop_bits: Packed set of the tokens that end it.
         routing: What is known of it, for tree algorithms that look at that.
     """
 
@@ -78,10 +81,8 @@ class SlotSettings(NamedTuple):
         """
         if params.max_tokens is None:
             raise ValueError("max_tokens must be a number here: a slot does not know where the context ends")
-        bits = np.zeros(-(-vocab_size // 32), np.uint32)
-        for token in stop_ids:
-            bits[token // 32] |= np.uint32(1 << token % 32)
-        counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), bits)
+        stops = packed(stop_ids, vocab_size)
+        counts: Any = (np.int32(budget), np.int32(depth), np.int32(params.max_tokens), stops)
         hints: Any = Routing.of_one(routing)
         return cls(Sampling.of(params), *counts, routing=hints)
 
@@ -102,6 +103,7 @@ class DecodeState:
         active: Slots that decode; others are free, being prefilled, or finished.
         settings: What the slots' requests asked for.
         page_size: Tokens of a page.
+        adjust: What they want of the logits; None where no request may want anything.
     """
 
     stores: tuple[Store, ...]
@@ -112,6 +114,7 @@ class DecodeState:
     active: Bool[Array, "B"]
     settings: SlotSettings
     page_size: int = field(metadata={"static": True})
+    adjust: Adjustments | None = None
 
 
 class RoundRecord(NamedTuple):
@@ -122,11 +125,13 @@ class RoundRecord(NamedTuple):
         tree_sizes: Nodes of each slot's tree; 0 for a slot that did not decode.
         reach: What trees of each smaller bucket would have had accepted, 0 for a slot that did not decode;
             None where the decoder does not observe it.
+        logprobs: Of the committed tokens; None where the decoder does not tell them.
     """
 
     tokens: Int32[Array, "*rounds B D1"]
     tree_sizes: Int32[Array, "*rounds B"]
     reach: Reach | None = None
+    logprobs: Logprobs | None = None
 
     @property
     def counts(self) -> Int32[Array, "*rounds B"]:
@@ -160,6 +165,7 @@ def pick(state: DecodeState, numbers: Int[Array, "L"]) -> DecodeState:
         anchors=anchors,
         active=active,
         settings=settings,
+        adjust=jax.tree.map(lambda all_: all_[numbers], state.adjust),
     )
 
 
@@ -174,6 +180,9 @@ def put(state: DecodeState, numbers: Int[Array, "L"], picked: DecodeState) -> De
 
     stores = zip(state.stores, picked.stores, strict=True)
     remaining = back(state.settings.remaining, picked.settings.remaining)
+    adjust = state.adjust
+    if adjust is not None and picked.adjust is not None:
+        adjust = adjust._replace(history=jax.tree.map(back, adjust.history, picked.adjust.history))
     return replace(
         state,
         stores=tuple(store.put(numbers, own) for store, own in stores),
@@ -182,6 +191,7 @@ def put(state: DecodeState, numbers: Int[Array, "L"], picked: DecodeState) -> De
         anchors=back(state.anchors, picked.anchors),
         active=back(state.active, picked.active),
         settings=state.settings._replace(remaining=remaining),
+        adjust=adjust,
     )
 
 
@@ -217,6 +227,18 @@ def insert(
         active=state.active.at[slot].set(active),
         settings=jax.tree.map(lambda all_, own: all_.at[slot].set(own), state.settings, settings),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_adjustments(all_: Adjustments, slot: Int[Array, ""], own: Adjustments) -> Adjustments:
+    """What a slot's request wants of the logits, in its place. ``all_`` is donated."""
+    return jax.tree.map(lambda of_all, of_one: of_all.at[slot].set(of_one), all_, own)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def forget_adjustments(all_: Adjustments, slot: Int[Array, ""]) -> Adjustments:
+    """The same, but that a slot's request wants nothing. ``all_`` is donated."""
+    return all_._replace(wanted=all_.wanted.at[slot].set(False))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -256,10 +278,3 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
             )
         ),
     )
-
-
-def is_stop(tokens: Int[Array, "B K"], stop_bits: UInt32[Array, "B words"]) -> Bool[Array, "B K"]:
-    """Which tokens end their slot; -1 is no token."""
-    words = jnp.take_along_axis(stop_bits, jnp.maximum(tokens, 0) // 32, axis=1)
-    bits = (words >> (jnp.maximum(tokens, 0) % 32).astype(jnp.uint32)) & 1
-    return (bits == 1) & (tokens >= 0)

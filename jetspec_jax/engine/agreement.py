@@ -28,7 +28,7 @@ def check_alike_engines(plan: Any) -> None:
         "the size": plan.size,
         "the dtype": str(plan.dtype),
         "the budget": str(decoder.bucket),
-        "the trees": (decoder.breadth, decoder.depth, decoder.algorithm),
+        "the trees": (decoder.breadth, decoder.depth, decoder.algorithm, plan.least_nodes),
         "the implementation": str(decoder.implementation),
     }
     compare(parts, _ENGINE, "an engine")

@@ -6,11 +6,14 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import agreed, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.memory import check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
@@ -60,6 +63,8 @@ class Engine:
         self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
         self.broken = False
         try:
+            if plan.extras.adjusts:
+                self.runner.extend(plan.extras.bad_words)
             most_tokens = 1 + max(decoder.depth for decoder in plan.decoders)
             self.scheduler = Scheduler(plan.size, self._policy(), most_tokens)
         except BaseException:
@@ -71,18 +76,30 @@ class Engine:
             say_what_is_not_shared(plan.decoder.target.model_type)
 
     def admit(self, request: Request) -> Request:
-        """Queues a request.
+        """Queues a request; what it wants that none before it has wanted gets its place on the device.
 
         Raises:
             ValueError: It can never be served; or several processes serve it, and have not compared it.
             QueueFull: As many requests wait as may.
+            DeviceMemoryError: The device cannot hold what it wants beside.
         """
         if self._step and not request.shared:
             raise ValueError(
                 "an engine of several processes takes requests of plan_requests alone, which compares them"
             )
+        self._extend(Extras.of([request]))
         self.scheduler.add(request)
         return request
+
+    def _extend(self, extras: Extras) -> None:
+        """Makes room for what more requests may want; what there is stays."""
+        joined, plan = self.plan.extras | extras, self.plan
+        if self.broken or joined == plan.extras:
+            return
+        check_extra_memory(plan.decoder, plan.size, plan.dtype, joined)
+        if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
+            self.runner.extend(joined.bad_words)
+        self.plan = replace(plan, extras=joined)
 
     def launch(
         self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True

@@ -16,6 +16,7 @@ from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.on_mesh import state_specs
 from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
+from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.device.memory import (
     TARGET_WEIGHTS,
@@ -28,7 +29,9 @@ from jetspec_jax.device.memory import (
 )
 from jetspec_jax.device.mesh import shardings, size_of
 from jetspec_jax.device.partition import is_split, own_part
+from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.tree import BUCKETS
 from pallas_kernels.dispatch import gpu_problem
 from pallas_kernels.gated_delta import SOLVED
@@ -62,6 +65,7 @@ def check_engine_memory(
     decoder: TreeDecoder,
     size: EngineSize,
     dtype: jnp.dtype,
+    extras: Extras = NO_EXTRAS,
     *,
     weights: Callable[[Mesh | None], Bytes] = no_weights,
 ) -> None:
@@ -74,6 +78,7 @@ def check_engine_memory(
         decoder: The engine's decoder.
         size: How much it should hold.
         dtype: Of the stores and of the computation.
+        extras: What its requests may want beside.
         weights: Weights that are not on the devices yet: those of one device of a mesh.
 
     Raises:
@@ -87,6 +92,7 @@ def check_engine_memory(
             **weights(decoder.mesh),
             f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
             f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
+            **extra_bytes(decoder, size, dtype, extras),
             "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
         }
 
@@ -115,12 +121,40 @@ def check_engine_memory(
     check_memory(needs, mesh=decoder.mesh, others=others)
 
 
+def check_extra_memory(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> None:
+    """Checks that the devices can hold what an engine that they hold gets beside.
+
+    Raises:
+        DeviceMemoryError: They cannot.
+    """
+    needs = extra_bytes(decoder, size, dtype, extras)
+    workspace = f"workspace for {size.slots} x {decoder.bucket} nodes"
+    needs[workspace] = workspace_bytes(decoder, size, dtype)
+    check_memory(lambda: needs, mesh=decoder.mesh)
+
+
+def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> dict[str, int]:
+    """Bytes on a device of what an engine has beside stores and workspace, from above."""
+    own, found = own_part(decoder.target, decoder.mesh), {}
+    slots, vocab = size.slots, decoder.target.vocab_size
+    if extras.adjusts:
+        arrays = jax.eval_shape(lambda: Adjustments.empty(slots, vocab, extras.bad_words))
+        # As they are kept, and those of the slots that a dispatch is for.
+        found[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
+    if extras.adjusts and extras.logprobs:
+        # Of the logits as they were.
+        rows = slots * max(decoder.bucket, decoder.depth)
+        found[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * own.vocab_size
+    if extras.prompt_logprobs:
+        state = jax.eval_shape(lambda: empty_scoring_state(decoder, size.capacity, dtype))
+        rows = 4 * LOGITS_COPIES * SCORED_CHUNK * own.vocab_size
+        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = _on_device(decoder, state) + rows
+    return found
+
+
 def state_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
     """Bytes of a decoder's state on a device."""
-    state, mesh = jax.eval_shape(lambda: empty_state(decoder, size, dtype)), decoder.mesh
-    if mesh is None:
-        return array_bytes(state)
-    return array_bytes(state, shardings(mesh, state_specs(decoder.proposer, state, mesh)))
+    return _on_device(decoder, jax.eval_shape(lambda: empty_state(decoder, size, dtype)))
 
 
 def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
@@ -155,6 +189,15 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     pairs = max(slots * nodes**2, *(prompts * min(rows, SOLVED) ** 2 for prompts, rows in size.chunks))
     recurrence = max(_recurrence_bytes(layer, rows, pairs) for layer in target.layers)
     return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence
+
+
+def _on_device(decoder: TreeDecoder, state: DecodeState) -> int:
+    """Bytes of a state on a device."""
+    mesh = decoder.mesh
+    if mesh is None:
+        return array_bytes(state)
+    proposer = None if state.proposer is None else decoder.proposer
+    return array_bytes(state, shardings(mesh, state_specs(proposer, state, mesh)))
 
 
 def _stash_bytes(layer: LayerConfig, dtype: jnp.dtype) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from jetspec_jax.arguments import shown
+from jetspec_jax.engine.logprobs import Logprob, describe
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
 
@@ -27,6 +28,9 @@ class Completion:
         prompt: The prompt's text; None if it was given as tokens.
         index: Which of its prompt's ``n`` completions it is, from 0 on.
         metrics: Where its time went, and what drafting brought; None if nobody has measured it.
+        logprobs: For each generated token, what is told of it and of the likeliest ones at its place, by
+            token; None unless it was asked for.
+        prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
     """
 
     text: str | None
@@ -40,6 +44,8 @@ class Completion:
     index: int = 0
     # The same tokens may take longer.
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __repr__(self) -> str:
         """The text, and how it came about."""
@@ -60,6 +66,13 @@ class Completion:
         """Acceptance length tau: mean tokens committed per round."""
         return sum(self.accept_lengths) / self.rounds
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the generated tokens together; None unless ``logprobs`` were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(own[token].logprob for token, own in zip(self.token_ids, self.logprobs, strict=True))
+
 
 class Output:
     """A request's tokens as text while they come, and its end: also where a stop string is found.
@@ -79,6 +92,7 @@ class Output:
         params = request.params
         self._stop = tuple(params.stop or ())
         self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
+        self._min_tokens = params.min_tokens
         # The library's own tokenizer decodes token by token, holding back incomplete characters.
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
         self._begin()
@@ -87,6 +101,8 @@ class Output:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.text = ""
+        # As long is the text in which no stop string may end.
+        self._unstoppable = 0
         self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         self._whole = True
 
@@ -150,7 +166,20 @@ class Output:
             request.text,
             request.index,
             RequestMetrics.of(request, rounds),
+            self.logprobs(),
+            self._prompt_logprobs(),
         )
+
+    def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:
+        """What is told of the tokens from number ``start`` on; None unless it was asked for."""
+        count, rows = self.request.params.logprobs, self.request.logprobs[start : len(self.token_ids)]
+        return None if count is None else describe(self.token_ids[start:], rows, count, self._tokenizer)
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        request, count = self.request, self.request.params.prompt_logprobs
+        if count is None:
+            return None
+        return [None, *describe(request.prompt.tolist()[1:], request.prompt_logprobs, count, self._tokenizer)]
 
     def _decode(self, token: int) -> bool:
         """Adds a token's text; True if a stop string ends it there."""
@@ -168,7 +197,11 @@ class Output:
 
     def _extend(self, piece: str) -> bool:
         self.text += piece
-        found = [(start, len(stop)) for stop in self._stop if (start := self.text.find(stop)) >= 0]
+        if len(self.token_ids) <= self._min_tokens:
+            self._unstoppable = len(self.text)
+            return False
+        starts = [self.text.find(stop, max(self._unstoppable - len(stop) + 1, 0)) for stop in self._stop]
+        found = [(start, len(stop)) for start, stop in zip(starts, self._stop, strict=True) if start >= 0]
         if found:
             start, length = min(found)
             self.text = self.text[: start + length * self._keep_stop]

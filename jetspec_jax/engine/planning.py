@@ -18,7 +18,9 @@ from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.memory import Bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.agreement import asked_for, share
+from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
+from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.pace import Slices
@@ -51,6 +53,7 @@ class EnginePlan:
         least_nodes: Of the smallest trees that "auto" may choose: the more slots decode, the smaller are
             those that pay.
         slices: How long dispatches are; None suits calls that nobody joins.
+        extras: What its requests may want beside.
     """
 
     decoder: TreeDecoder
@@ -58,6 +61,7 @@ class EnginePlan:
     dtype: jnp.dtype
     least_nodes: int = USUAL_LEAST
     slices: Slices | None = None
+    extras: Extras = NO_EXTRAS
 
     @property
     def auto(self) -> Auto | None:
@@ -87,7 +91,7 @@ class EnginePlan:
         Raises:
             DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
         """
-        check_engine_memory(self.decoder, self.size, self.dtype, weights=weights)
+        check_engine_memory(self.decoder, self.size, self.dtype, self.extras, weights=weights)
 
     def on(self, mesh: Mesh | None) -> "EnginePlan":
         """The same engine on other devices."""
@@ -259,6 +263,7 @@ def _plan_requests(
         for one, hint in zip(asked, hints, strict=True)
         for index, child in enumerate(one.params.each())
     ]
+    plan = replace(plan, extras=Extras.of(requests))
     checked = [one.params for one in asked]
     stops = [sorted(request.stop_ids) for request in requests]
     return plan, requests, functools.partial(asked_for, read, checked, hints, settings, plan.size, stops)
@@ -302,6 +307,8 @@ def make_request(
         Routing.of_one(hints),
         text=prompt.text,
         index=index,
+        bad_words=encode_bad_words(target, params.bad_words),
+        endings=endings_of(target, params),
         matcher=matcher_for(target, params, stop_ids),
     )
 
@@ -349,12 +356,7 @@ def check_request(
     """
     check_type("sampling_params", params, SamplingParams, "SamplingParams")
     config, read = target.config, read_prompt(target, prompt)
-    outside = [token for token in params.stop_token_ids or () if token >= config.vocab_size]
-    if outside:
-        raise ValueError(
-            f"token id {shown(outside[0])} in stop_token_ids lies outside the vocabulary "
-            f"0..{config.vocab_size - 1}"
-        )
+    check_choices_left(target, params)
     limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
     count, room = len(read.ids), limit - len(read.ids)
     if room < 1:
@@ -370,6 +372,11 @@ def check_request(
         )
     if params.stop and target.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
+    if params.min_tokens > most:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} lies beyond the {most} tokens that the context limit of {limit} "
+            f"leaves after {count} prompt tokens"
+        )
     matcher_for(target, params, stop_ids_of(target, params))  # while it can still be said whose grammar it is
     return CheckedRequest(read, replace(params, max_tokens=most), most)
 

@@ -4,13 +4,29 @@ Shapes: R rounds that ran, L slots that a dispatch is for, D draft depth, K buck
 prompts of a forward, C tokens of a chunk.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
+
+
+class Adjusting(NamedTuple):
+    """What a request wants of the logits, beside its parameters.
+
+    Attributes:
+        prompt: Its prompt.
+        output: What it has got already.
+        endings: Tokens that are forbidden before ``min_tokens``.
+        bad_words: Tokens of each bad word.
+    """
+
+    prompt: Int32[np.ndarray, "T"]
+    output: tuple[int, ...]
+    endings: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class Admission(NamedTuple):
@@ -29,6 +45,8 @@ class Admission(NamedTuple):
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
         routing: What is known of it, for algorithms that look at that: two numbers.
+        adjusting: What it wants of the logits; None is nothing.
+        scored: Its prompt, where log-probabilities of that are asked for and not known yet.
     """
 
     slot: int
@@ -42,6 +60,8 @@ class Admission(NamedTuple):
     budget: int
     depth: int
     routing: Routing
+    adjusting: Adjusting | None = None
+    scored: Int32[np.ndarray, "T"] | None = None
 
 
 class Growth(NamedTuple):
@@ -83,6 +103,8 @@ class Batch(NamedTuple):
         live: The slots that rounds are for, each once: all, in order, or a power of two of them in any order.
         bucket: Nodes of the trees, root included; 1 is plain decoding.
         rounds: At most so many; 0 is none.
+        adjusts: Whether a slot that decodes wants anything of the logits.
+        logprobs: Whether one wants log-probabilities.
     """
 
     releases: tuple[int, ...]
@@ -92,6 +114,8 @@ class Batch(NamedTuple):
     live: tuple[int, ...]
     bucket: int
     rounds: int
+    adjusts: bool = False
+    logprobs: bool = False
 
 
 class DispatchRecord(NamedTuple):
@@ -106,6 +130,9 @@ class DispatchRecord(NamedTuple):
         expected: Drafted tokens that the head expected trees of each bucket up to this one to have accepted;
             None for plain rounds.
         accepted: Those that they would have had accepted.
+        logprobs: What is told of the tokens, as a `jetspec_jax.decode.logprobs.Logprobs` of arrays
+            ``[R, L, D1, ...]``; None where nobody asked.
+        scored: Likewise of prompts, by slot: of each token but the first.
     """
 
     bucket: int
@@ -115,3 +142,5 @@ class DispatchRecord(NamedTuple):
     tree_sizes: Int32[np.ndarray, "R L"]
     expected: Float32[np.ndarray, "R L K"] | None = None
     accepted: Float32[np.ndarray, "R L K"] | None = None
+    logprobs: Any = None
+    scored: tuple[tuple[int, Any], ...] = ()

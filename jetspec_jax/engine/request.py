@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
+from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
@@ -41,6 +43,8 @@ class Request:
         routing: What is known of it, for algorithms that look at that; None is nothing.
         text: What its prompt was made of; None if it was token ids.
         index: Which of its prompt's completions it is.
+        bad_words: Tokens of the words that its output may not have.
+        endings: Tokens that are forbidden before its smallest number of tokens.
         priority: Lower numbers are served first.
         deadline: When it is given up, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
@@ -48,6 +52,8 @@ class Request:
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
+        logprobs: What was told of each token; nothing unless its parameters ask for it.
+        prompt_logprobs: Likewise of each token of the prompt but the first.
         finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it goes on.
         error: Why it failed.
         abandoned: It was cancelled, or its engine was lost.
@@ -78,6 +84,8 @@ class Request:
     routing: Routing | None = None
     text: str | None = None
     index: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    endings: frozenset[int] = frozenset()
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
@@ -85,6 +93,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     abandoned: bool = False
@@ -155,6 +165,19 @@ class Request:
         return self.max_tokens - len(self.tokens)
 
     @property
+    def adjusting(self) -> Adjusting | None:
+        """What it wants of the logits from here on; None is nothing."""
+        if not self.params.adjusts:
+            return None
+        return Adjusting(self.prompt, tuple(self.tokens), tuple(sorted(self.endings)), self.bad_words)
+
+    @property
+    def scored(self) -> np.ndarray | None:
+        """Its prompt, while log-probabilities of that are wanted."""
+        wanted = self.params.prompt_logprobs is not None and len(self.prompt) > 1
+        return self.prompt if wanted and not self.prompt_logprobs else None
+
+    @property
     def num_pages(self) -> int:
         """Most pages that it can use. A last round may overshoot them: a commit drops such rows."""
         return pages_for(len(self.prompt) + self.max_tokens)
@@ -184,12 +207,24 @@ class Request:
             elif len(self.tokens) == self.max_tokens:
                 self.finish_reason = "length"
 
-    def take_round(self, tokens: Sequence[int], tree_size: int) -> None:
-        """Takes what one round committed; nothing once the request has ended."""
+    def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
+        """Takes what one round committed; nothing once the request has ended.
+
+        Args:
+            tokens: Its tokens.
+            tree_size: Nodes of its tree.
+            logprobs: What is told of the tokens, as `rows_of` takes it; None where nobody asks.
+        """
         if self.finish_reason is None:
             self.accept_lengths.append(len(tokens))
             self.tree_sizes.append(tree_size)
             self.take(tokens)
+            if self.params.logprobs is not None:
+                self.logprobs += rows_of(logprobs)[: len(self.tokens) - len(self.logprobs)]
+
+    def take_scores(self, told: Any) -> None:
+        """Takes what is told of its prompt's tokens; those after the last have no meaning."""
+        self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]
 
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
@@ -22,6 +23,7 @@ from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.wants import PromptScores, adjusted, decoder_for, joined, kind_of
 from jetspec_jax.progress import waiting
 from jetspec_jax.sampling.grammar import Matcher
 
@@ -39,11 +41,13 @@ class Flight(NamedTuple):
     Attributes:
         batch: What was launched.
         records: Of its rounds, on the device; None without any.
+        scored: What is told of prompts, by slot, in parts and on the device.
         started: When its rounds began, by `time.perf_counter`; None where they are not timed.
     """
 
     batch: Batch
     records: RoundRecord | None
+    scored: list[tuple[int, list[Logprobs]]]
     started: float | None
 
 
@@ -71,6 +75,7 @@ class Runner:
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
         self._grow(())  # likewise
+        self._scores = PromptScores(self.decoder, weights.target, dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
         # What programs have been called: the kind, and what they are for.
@@ -93,7 +98,9 @@ class Runner:
             matchers: By slot, the grammars that outputs follow: with any, this waits for all rounds but the
                 last.
         """
-        decoder, kind = self.decoder, "masked rounds" if matchers else "rounds"
+        bucket = batch.bucket if batch.rounds else self.decoder.bucket
+        decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
+        kind = f"masked {kind_of(batch)}" if matchers else kind_of(batch)
         rounds = kind, len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
@@ -108,20 +115,35 @@ class Runner:
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
+            self.state = adjusted(decoder, self.state, own)
+        scored = self._scores.launch(batch)
         if batch.growths:
             self._grow(batch.growths)
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
-        timed = timed and not batch.chunks and not matchers and rounds in self._compiled
+        timed = timed and not (batch.chunks or scored or matchers) and rounds in self._compiled
         started = time.perf_counter() if timed else None
         records = None
         if batch.rounds:
-            own, chosen = self._live(batch.live), self.decoders[batch.bucket]
-            run = decode or (ConstrainedRounds(chosen, matchers) if matchers else chosen.decode)
+            own = self._live(batch.live)
+            run = decode or (ConstrainedRounds(decoder, matchers) if matchers else decoder.decode)
             with self._compiling(rounds):
                 self.state, records = run(self.weights, self.state, np.int32(batch.rounds), *own)
-        self.in_flight = Flight(batch, records, started)
+        self.in_flight = Flight(batch, records, scored, started)
+
+    def decoder_for(self, bucket: int, *, adjusts: bool = False, logprobs: bool = False) -> TreeDecoder:
+        """The decoder of a bucket whose rounds also do this."""
+        return decoder_for(self.decoders[bucket], adjusts=adjusts, logprobs=logprobs)
+
+    def extend(self, bad_words: tuple[int, int]) -> None:
+        """Makes arrays for what slots want of the logits, or larger ones; what they want already stays.
+
+        Args:
+            bad_words: Room for the bad words of each: see `TreeDecoder.adjustments`.
+        """
+        adjust = self.decoder.adjustments(self.size.slots, bad_words, self.state.adjust)
+        self.state = replace(self.state, adjust=adjust)
 
     def _grow(self, growths: Sequence[Growth]) -> None:
         """All in one call, which costs the host less than one for each."""
@@ -154,18 +176,21 @@ class Runner:
         """
         if self.in_flight is None:
             raise RuntimeError("no batch was launched")
-        batch, records, started = self.in_flight
+        batch, records, scored, started = self.in_flight
         with waiting("decoding"), together(self.decoder.mesh):
             if records is None:
                 jax.device_get(self.state.active)  # the prompts are waited for
-                return self._nothing(batch)
-            records = jax.device_get(records)
+            records, scored = jax.device_get((records, scored))
+        prompts = tuple((slot, joined(parts)) for slot, parts in scored)
+        if records is None:
+            return self._nothing(batch)._replace(scored=prompts)
         seconds = None if started is None else time.perf_counter() - started
         # Rounds that ran are the first.
         ran = int((records.tree_sizes > 0).any(axis=1).sum())
         records = jax.tree.map(lambda leaf: leaf[:ran], records)
         reach = () if records.reach is None else (records.reach.expected, records.reach.accepted)
-        return DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
+        told = DispatchRecord(batch.bucket, batch.live, seconds, records.tokens, records.tree_sizes, *reach)
+        return told._replace(logprobs=records.logprobs, scored=prompts)
 
     def _nothing(self, batch: Batch) -> DispatchRecord:
         """Of a batch without rounds."""
@@ -207,7 +232,7 @@ class Runner:
             rounds: How many.
         """
         live, bucket = shape
-        decoder, free = self.decoders[bucket], self.state
+        decoder, free = self.decoders[bucket], replace(self.state, adjust=None)
         batch, pages = free.slots.block_tables.shape
         # Where there are fewer pages than all slots could name, several slots name one.
         tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
@@ -237,7 +262,7 @@ class Runner:
         seconds = time.perf_counter() - started
         if spans(decoder.mesh):
             seconds = agreed(seconds, "the seconds of a dispatch")
-        self.state = replace(kept, stores=state.stores, proposer=state.proposer)
+        self.state = replace(kept, stores=state.stores, proposer=state.proposer, adjust=self.state.adjust)
         return seconds
 
     @contextlib.contextmanager
@@ -251,7 +276,7 @@ class Runner:
             what = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
         else:
             what = "the plain step" if size == 1 else f"the round of {size} nodes"
-            what = f"the parts of {what}" if kind == "masked rounds" else what
+            what = f"the parts of {what}" if kind.startswith("masked") else what
             what += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
         with waiting(f"compiling {what}"):
             yield

@@ -11,6 +11,7 @@ from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.line import check_room, count_overtaken, in_order
+from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.pages import PagePool, page_keys
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
@@ -149,6 +150,8 @@ class Scheduler:
             self._live(members),
             choice.bucket,
             choice.rounds,
+            any(request.params.adjusts for request in members),
+            any(request.params.logprobs is not None for request in members),
         )
 
     def take(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
@@ -160,10 +163,14 @@ class Scheduler:
         now = time.monotonic() if now is None else now
         columns = {slot: column for column, slot in enumerate(record.live)}
         served = [request for request in self._members if not request.dropped]
-        _check_choices(record, [columns[request.slot] for request in served])
+        for request in served:
+            _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
+        scored = dict(record.scored)
         for request in self._running:
+            if request.slot in scored:
+                request.take_scores(scored[request.slot])
             self._name_pages(request)
             if not request.open:
                 self._free(request)
@@ -348,12 +355,14 @@ class Scheduler:
             length=length,
             anchor=int(request.span(request.length - 1, request.length)[0]),
             active=length == request.length - 1,
-            params=replace(request.params, stop=()),
+            params=replace(request.params, stop=(), bad_words=()),
             remaining=request.left,
             stop_ids=tuple(sorted(request.stop_ids)),
             budget=request.budget,
             depth=request.depth,
             routing=Routing.of_one(None) if request.routing is None else request.routing,
+            adjusting=request.adjusting,
+            scored=request.scored,
         )
 
 
@@ -381,8 +390,9 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
     ran = record.tree_sizes[:, column] > 0
     own = record.tokens[ran, column]
     sizes = record.tree_sizes[ran, column].tolist()
-    for tokens, count, size in zip(own.tolist(), (own >= 0).sum(axis=1).tolist(), sizes, strict=True):
-        request.take_round(tokens[:count], size)
+    counts, told = (own >= 0).sum(axis=1).tolist(), by_round(record.logprobs, ran, column)
+    for tokens, count, size, logprobs in zip(own.tolist(), counts, sizes, told, strict=True):
+        request.take_round(tokens[:count], size, logprobs)
     request.follow()
     if request.first_token is None and request.tokens:
         request.first_token = now
@@ -390,9 +400,19 @@ def _hand_out(request: Request, record: DispatchRecord, column: int, now: float)
         request.ended = now
 
 
-def _check_choices(record: DispatchRecord, columns: list[int]) -> None:
-    """Refuses to hand out anything of a dispatch that lacks a token for one of these live slots."""
-    if (record.tokens[:, columns] == NO_CHOICE).any():
+def _check_choices(request: Request, record: DispatchRecord, column: int) -> None:
+    """Refuses to hand out anything of a dispatch that lacks a token; a request that may forbid all, fails."""
+    if not (record.tokens[:, column] == NO_CHOICE).any():
+        return
+    if request.params.adjusts:
+        form = "" if request.matcher is None else "the grammar, "
+        request.fail(
+            ValueError(
+                f"no token is left to choose: {form}allowed_token_ids, bad_words and min_tokens forbid all, "
+                "or the target's logits are not numbers"
+            )
+        )
+    else:
         raise ValueError(
             "the target's logits are not numbers: its weights are damaged, or its hidden states outgrow "
             "their type, as those of models that were trained in bfloat16 may in float16"

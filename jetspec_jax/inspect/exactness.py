@@ -14,10 +14,16 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
+from jetspec_jax.engine.grammars import matcher_for
+from jetspec_jax.engine.planning import stop_ids_of
 from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for
+from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.tree import NO_PARENT
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
 TIE_GAP = 1e-4
@@ -68,7 +74,7 @@ def first_divergence(
         return None
     both = min(len(tokens), len(expected))
     position = next((i for i in range(both) if tokens[i] != expected[i]), both)
-    row = perturbed_logits(target, [*prompt, *expected[:position]], params)
+    row = perturbed_logits(target, prompt, expected[:position], params)
     token, other = (own[position] if position < len(own) else None for own in (tokens, expected))
     behind = None
     if token is not None and other is not None:
@@ -79,9 +85,9 @@ def first_divergence(
 
 
 def perturbed_logits(
-    target: Target, prefix: Sequence[int], params: SamplingParams
+    target: Target, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> Float32[np.ndarray, "V"]:
-    """What the token after ``prefix`` is the argmax of: scaled, filtered and noisy logits.
+    """What the token after prompt and output is the argmax of: adjusted, scaled, filtered and noisy logits.
 
     With top-k, top-p or min-p a token at the filter's edge can also come or go by rounding, which the gap
     between the two largest does not show.
@@ -91,15 +97,32 @@ def perturbed_logits(
     """
     if params.temperature > 0 and params.seed is None:
         raise ValueError("the gap of a sampled choice needs the request's seed")
-    sampling = jax.tree.map(lambda x: np.asarray(x)[None], Sampling.of(params))
-    position = np.array([len(prefix)], np.int32)
-    logits = np.asarray(next_token_logits(target, prefix))
-    return np.asarray(_perturbed(logits, position, sampling))[0, 0]
+    words = encode_bad_words(target, params.bad_words)
+    adjustments = Adjustments.of(
+        params,
+        vocab_size=target.config.vocab_size,
+        prompt=prompt,
+        output=output,
+        endings=endings_of(target, params),
+        bad_words=words,
+        words=room_for(words),
+    )
+    sampling, own = jax.tree.map(lambda x: np.asarray(x)[None], (Sampling.of(params), adjustments))
+    position = np.array([len(prompt) + len(output)], np.int32)
+    logits = next_token_logits(target, [*prompt, *output])
+    matcher = matcher_for(target, params, stop_ids_of(target, params))
+    if matcher is not None:
+        matcher.advance(output)
+        root = matcher.masks_of_tree(np.zeros(1, np.int32), np.full(1, NO_PARENT, np.int32), 1)
+        logits = only_allowed(logits, jnp.asarray(root[None]))
+    return np.asarray(_perturbed(logits, position, sampling, own))[0, 0]
 
 
 @jax.jit
 def _perturbed(
-    logits: Float[Array, "1 1 V"], position: Int[Array, "1"], sampling: Sampling
+    logits: Float[Array, "1 1 V"], position: Int[Array, "1"], sampling: Sampling, own: Adjustments
 ) -> Float32[Array, "1 1 V"]:
     """One program for all prefixes and settings: there may be thousands to look at."""
-    return perturb(logits, jnp.zeros((1, 1), jnp.int32), position, sampling, max_depth=0)
+    depths = jnp.zeros((1, 1), jnp.int32)
+    adjusted = adjust(logits, jnp.zeros((1, 1, 0), jnp.int32), depths, own)
+    return perturb(adjusted, depths, position, sampling, max_depth=0)

@@ -145,7 +145,9 @@ def trace_rounds(
 def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
     """Serves an engine's only request, one round a step."""
     seen: list[_Seen] = []
-    request, decoder = output.request, engine.plan.decoder
+    request, bucket = output.request, engine.plan.decoder.bucket
+    wants = {"adjusts": request.params.adjusts, "logprobs": request.params.logprobs is not None}
+    decoder = engine.runner.decoder_for(bucket, **wants)
     traced_round = jit_rounds(_traced_round, decoder.bucket)
 
     def decode(weights: DecodeWeights, state: DecodeState, _: np.int32) -> tuple[DecodeState, RoundRecord]:

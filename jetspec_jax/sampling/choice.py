@@ -14,7 +14,7 @@ another's logits, and all get the same choices.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int, Num, Shaped, UInt32
 
 from jetspec_jax.sampling.slots import Sampling
 from pallas_kernels import shards
@@ -77,7 +77,7 @@ def perturb(
     # Made once per position: without the barrier XLA may make it again at every node, inside the argmax.
     own = logits.shape[-1]
     noise = _noise(sampling.key, first_position, max_depth + 1, _size_of_all(own, vocab_size))
-    noise = jax.lax.optimization_barrier(_own_part(noise, own))
+    noise = jax.lax.optimization_barrier(own_part(noise, own))
     own_noise = jnp.take_along_axis(noise, depths[:, :, None], axis=1, mode="promise_in_bounds")
     values = logits.astype(jnp.float32)
     scaled = values / jnp.where(samples, sampling.temperature, 1.0)[:, None, None]
@@ -112,12 +112,13 @@ def _noise(
     return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
 
 
-def _own_part(rows: Float32[Array, "B count W"], own: int) -> Float32[Array, "B count V"]:
+def own_part(rows: Num[Array, "*shape W"], own: int) -> Num[Array, "*shape V"]:
     """This device's columns of whole rows, which are padded with 0 to as many as all parts have."""
     if shards.count() == 1:
         return rows
-    padded = jnp.pad(rows, ((0, 0), (0, 0), (0, shards.count() * own - rows.shape[-1])))
-    return jax.lax.dynamic_slice_in_dim(padded, shards.index() * own, own, axis=2)
+    missing = shards.count() * own - rows.shape[-1]
+    padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
+    return jax.lax.dynamic_slice_in_dim(padded, shards.index() * own, own, axis=rows.ndim - 1)
 
 
 def _highest(values: Float[Array, "B N V"]) -> Int[Array, "B N"]:

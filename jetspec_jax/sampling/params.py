@@ -1,7 +1,7 @@
 """How a request is sampled and when it stops, checked; imports no JAX."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,10 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 COLDEST, HOTTEST = 1e-30, 1e30
 #: Most completions of one prompt.
 MOST_COMPLETIONS = 16384
+#: Most alternatives of a token whose log-probabilities are told.
+MOST_LOGPROBS = 20
+#: Presence and frequency penalties lie between this and its negative, and so do biases.
+MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,18 @@ class SamplingParams:
         n: Completions of the prompt. The first has the seed, each other one a seed made of it and its index.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, in the text.
         skip_special_tokens: Leave special tokens out of the text.
+        presence_penalty: Taken once from the logit of each token that the output has; at most 2 either way.
+        frequency_penalty: Taken from the logit of each token as often as the output has it; likewise.
+        repetition_penalty: Of tokens that the prompt or the output has, positive logits are divided by it,
+            and negative ones multiplied.
+        min_tokens: Tokens before which neither end-of-sequence nor stop tokens are chosen, and no stop string
+            ends the text.
+        logit_bias: What is added to the logits of some tokens; at most 100 either way. It becomes pairs.
+        bad_words: Words that the output must not have: the last token of one is not chosen after the others.
+        allowed_token_ids: The only tokens to choose from; None allows all.
+        logprobs: How many of the likeliest tokens are told with each generated one, with log-probabilities of
+            the target's own distribution, before all settings; at most 20. None tells none.
+        prompt_logprobs: Likewise with each token of the prompt but the first.
         structured_outputs: A form that the text must have; None is any.
 
     Raises:
@@ -53,6 +69,15 @@ class SamplingParams:
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
+    bad_words: Sequence[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -66,17 +91,30 @@ class SamplingParams:
             "min_p": _or_none("min_p", self.min_p, _share, 0.0),
             "seed": _or_none("seed", self.seed, check_integer, 0, 2**64 - 1),
             "max_tokens": _or_none("max_tokens", self.max_tokens, check_integer, 1),
-            "stop": tuple(_stop_string(text) for text in _as_list("stop", stop, "strings")),
-            "stop_token_ids": tuple(
-                check_integer("a token id in stop_token_ids", token, 0)
-                for token in _as_list("stop_token_ids", self.stop_token_ids, "token ids")
-            ),
+            "stop": _texts("stop", "string", stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "n": check_integer("n", self.n, 1, MOST_COMPLETIONS),
+            "presence_penalty": _bounded("presence_penalty", self.presence_penalty, MOST_PENALTY),
+            "frequency_penalty": _bounded("frequency_penalty", self.frequency_penalty, MOST_PENALTY),
+            "repetition_penalty": _positive("repetition_penalty", self.repetition_penalty),
+            "min_tokens": check_integer("min_tokens", self.min_tokens, 0),
+            "logit_bias": _biases(self.logit_bias),
+            "bad_words": _texts("bad_words", "word", self.bad_words),
+            "allowed_token_ids": _or_none("allowed_token_ids", self.allowed_token_ids, _token_ids),
+            "logprobs": _or_none("logprobs", self.logprobs, check_integer, 0, MOST_LOGPROBS),
+            "prompt_logprobs": _or_none(
+                "prompt_logprobs", self.prompt_logprobs, check_integer, 0, MOST_LOGPROBS
+            ),
         }
         flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
         checked |= {name: check_flag(name, getattr(self, name)) for name in flags}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.allowed_token_ids == ():
+            raise ValueError("allowed_token_ids is empty, so that no token could be chosen; None allows all")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            least, most = shown(self.min_tokens), shown(self.max_tokens)
+            raise ValueError(f"min_tokens must be at most max_tokens, {most}, not {least}")
         if self.structured_outputs is not None:
             kind = "StructuredOutputsParams or None"
             check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams, kind)
@@ -84,6 +122,13 @@ class SamplingParams:
                 raise ValueError(
                     "structured_outputs and ignore_eos contradict: a form that is complete ends the text"
                 )
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the target's logits are changed before the temperature divides them."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        masks = self.allowed_token_ids is not None, bool(self.bad_words), self.min_tokens > 0
+        return any(penalties) or bool(self.logit_bias) or any(masks)
 
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, which has a seed of its own."""
@@ -111,10 +156,40 @@ def _or_none(name: str, value: Any, check: Callable[..., Any], *bounds: float | 
 
 
 def _temperature(value: Any) -> float:
-    temperature = check_number("temperature", value)
-    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
-        raise ValueError(f"temperature must be 0 or lie in [{COLDEST}, {HOTTEST}], not {shown(value)}")
-    return temperature
+    return 0.0 if check_number("temperature", value) == 0 else _positive("temperature", value, "be 0 or ")
+
+
+def _positive(name: str, value: Any, otherwise: str = "") -> float:
+    """A number that float32 may be divided by and multiplied with."""
+    number = check_number(name, value)
+    if not COLDEST <= number <= HOTTEST:
+        raise ValueError(f"{name} must {otherwise}lie in [{COLDEST}, {HOTTEST}], not {shown(value)}")
+    return number
+
+
+def _bounded(name: str, value: Any, most: float) -> float:
+    """A number that is at most so much, either way."""
+    number = check_number(name, value)
+    if not -most <= number <= most:
+        raise ValueError(f"{name} must lie in [{-most:g}, {most:g}], not {shown(value)}")
+    return number
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Biases as pairs in the order of their tokens, which is what they may be given as, too."""
+    pairs = given.items() if isinstance(given, Mapping) else given or ()
+    checked = {}
+    for pair in pairs if isinstance(given, Mapping | tuple | None) else [given]:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(f"logit_bias must be a mapping of token ids to numbers, not {shown(given)}")
+        token = check_integer("a token id in logit_bias", pair[0], 0)
+        checked[token] = _bounded(f"the bias of token {token} in logit_bias", pair[1], MOST_BIAS)
+    return tuple(sorted(checked.items()))
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    checked = _as_list(name, values, "token ids")
+    return tuple(check_integer(f"a token id in {name}", token, 0) for token in checked)
 
 
 def _share(name: str, value: Any, least: float | None) -> float:
@@ -126,12 +201,15 @@ def _share(name: str, value: Any, least: float | None) -> float:
     return share
 
 
-def _stop_string(text: Any) -> str:
-    check_type("a string in stop", text, str, "a string")
-    if not text:
-        raise ValueError("stop must hold strings that are not empty, not ''")
-    check_text(f"the stop string {shown(text)}", text)
-    return text
+def _texts(name: str, kind: str, values: Any) -> tuple[str, ...]:
+    """Strings that are no empty ones; ``kind`` says what they are."""
+    checked = _as_list(name, values, f"{kind}s")
+    for text in checked:
+        check_type(f"a {kind} in {name}", text, str, "a string")
+        if not text:
+            raise ValueError(f"{name} must hold {kind}s that are not empty, not ''")
+        check_text(f"the {kind} {shown(text)} in {name}", text)
+    return tuple(checked)
 
 
 def _as_list(name: str, values: Any, of: str) -> Sequence[Any]:

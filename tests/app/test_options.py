@@ -74,6 +74,18 @@ class TestTable:
                 *("--max-tokens", "9", "--stop", "a", "--stop", "b"),
                 *("--stop-token-ids", "1, 2", "--ignore-eos", "-n", "3"),
                 *("--include-stop-str-in-output", "--no-skip-special-tokens"),
+                *("--presence-penalty", "0.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.2"),
+                *(
+                    "--min-tokens",
+                    "4",
+                    "--logit-bias",
+                    "5=-1.5,7=2",
+                    "--bad-words",
+                    "c",
+                    "--bad-words",
+                    "d,e",
+                ),
+                *("--allowed-token-ids", "5,6,7", "--logprobs", "3", "--prompt-logprobs", "0"),
             )
         )
         assert params == SamplingParams(
@@ -89,7 +101,22 @@ class TestTable:
             n=3,
             include_stop_str_in_output=True,
             skip_special_tokens=False,
+            presence_penalty=0.5,
+            frequency_penalty=-1,
+            repetition_penalty=1.2,
+            min_tokens=4,
+            logit_bias={5: -1.5, 7: 2},
+            bad_words=("c", "d,e"),
+            allowed_token_ids=(5, 6, 7),
+            logprobs=3,
+            prompt_logprobs=0,
         )
+
+    @pytest.mark.parametrize("text", ["", "5", "5=", "a=1", "5=1;6=2", "5=1,", "5=1=2"])
+    def test_biases_that_are_none(self, text, capsys):
+        with pytest.raises(SystemExit):
+            parse("--logit-bias", text)
+        assert "expected biases as in 5=-1.5,7=2" in capsys.readouterr().err
 
     def test_none_is_the_word_for_no_limit(self):
         assert settings.sampling_params(parse("--max-tokens", "none")).max_tokens is None

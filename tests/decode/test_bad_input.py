@@ -7,6 +7,7 @@ import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.bad_words import encode_bad_words
 from jetspec_jax.engine.planning import check_request, plan_engine
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import (
@@ -14,6 +15,7 @@ from tests.decode.tiny import (
     TinyEngine,
     finish,
     head_config,
+    letters_tokenizer,
     random_head,
     random_target,
     serve,
@@ -69,6 +71,13 @@ def nothing_runs(monkeypatch):
         ({"stop": ""}, "stop .*empty"),
         ({"stop": ("a", "")}, "stop .*empty"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids .*-1"),
+        ({"presence_penalty": 2.5}, r"presence_penalty .*\[-2, 2\].*2\.5"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty .*0\.0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, 4, not 5"),
+        ({"logit_bias": {3: math.nan}}, "bias of token 3 in logit_bias .*nan"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
+        ({"logprobs": 21}, r"logprobs .*0\.\.20.* 21"),
+        ({"prompt_logprobs": -1}, r"prompt_logprobs .*0\.\.20.*-1"),
     ],
     ids=str,
 )
@@ -95,6 +104,19 @@ REQUESTS = pytest.mark.parametrize(
         ),
         ([1], {"stop": ("end",)}, "stop strings need a tokenizer"),
         ([1], {"stop_token_ids": (64,)}, r"token id 64 in stop_token_ids .*0\.\.63"),
+        ([1], {"logit_bias": {64: 1.0}}, r"token id 64 in logit_bias .*0\.\.63"),
+        ([1], {"allowed_token_ids": (3, 64)}, r"token id 64 in allowed_token_ids .*0\.\.63"),
+        ([1], {"bad_words": ("a",)}, "bad_words need a tokenizer"),
+        (
+            [1],
+            {"allowed_token_ids": (5, 6), "stop_token_ids": (5, 6, 7), "min_tokens": 1},
+            "no token could be chosen before min_tokens=1: all that are allowed end it",
+        ),
+        (
+            [1] * (LIMIT - 4),
+            {"max_tokens": None, "min_tokens": 5},
+            f"min_tokens=5 lies beyond the 4 tokens .* leaves after {LIMIT - 4} prompt tokens",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -136,6 +158,43 @@ def test_requests_of_an_llm(target, head):
             call("ab", SHORT)
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
         without.generate([GOOD], SamplingParams(stop="x", max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("words", "allowed", "message"),
+    [
+        (["a", "b"], (0, 1), "no token could be chosen: bad_words forbid all that are allowed"),
+        ([" "], None, "a bad word must have 1 to 64 tokens, and ' ' has 0"),
+        (["x" * 65], None, "a bad word must have 1 to 64 tokens, and .* has 65"),
+        ([f"{i:b}".replace("1", "a").replace("0", "b") for i in range(1, 1026)], None, "at most 1024"),
+    ],
+    ids=["all", "none", "long", "many"],
+)
+@pytest.mark.usefixtures("nothing_runs")
+def test_bad_words(target, words, allowed, message):
+    with_tokenizer = dataclasses.replace(target, tokenizer=letters_tokenizer())
+    params = dataclasses.replace(SHORT, bad_words=words, allowed_token_ids=allowed)
+    with pytest.raises(ValueError, match=message):
+        generate(with_tokenizer, [GOOD, GOOD], [SHORT, params])
+
+
+def test_bad_words_with_and_without_a_space(target):
+    """A word's own spaces do not count, and a form that is another's counts once."""
+    with_tokenizer = dataclasses.replace(target, tokenizer=letters_tokenizer())
+    assert encode_bad_words(with_tokenizer, ["ab", " ab", "c"]) == ((0, 1), (26, 0, 1), (2,), (26, 2))
+    without = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
+    assert encode_bad_words(without, ["ab"])[0] == (0, 1)
+    assert encode_bad_words(target, ()) == ()
+
+
+def test_words_that_leave_no_token_later(target):
+    """Allowed tokens and bad words that only together, and only after some tokens, forbid all."""
+    with_tokenizer = dataclasses.replace(target, tokenizer=letters_tokenizer())
+    params = SamplingParams(max_tokens=8, allowed_token_ids=(0,), bad_words=("aaa",))
+    with pytest.raises(ValueError, match="no token is left to choose: allowed_token_ids, bad_words"):
+        generate(with_tokenizer, [GOOD], params)
+    [good] = generate(with_tokenizer, [GOOD], dataclasses.replace(params, max_tokens=2))
+    assert good.token_ids == [0, 0]
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -15,7 +15,7 @@ from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.compilations import compilations
 from tests.decode.oracle import OracleProposer, plant
-from tests.decode.tiny import HYBRID, TINY, head_config, random_target, with_windows
+from tests.decode.tiny import HYBRID, TINY, head_config, random_head, random_target, with_windows
 from tests.decode.waves import with_nan
 from tests.marks import wide
 
@@ -248,6 +248,29 @@ def test_the_room_that_a_round_needs(length, pages, changes, decodes):
     assert state.room.tolist() == [0, 24]
     assert decoder.decodes(state).tolist() == [False, True]
     assert decoder.release(state, np.int32(1)).room.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[2], PROMPTS[3]], ids=["a part", "all but the last token"])
+def test_pages_that_another_slot_filled(prompt):
+    """Target and head know their tokens without a prefill: the rounds are those of the other slot."""
+    target, head = random_target(TINY, 7), random_head(TINY, 1)
+    decoder = TreeDecoder(TINY, DraftHeadProposer(head.config), 8, width=3, max_rounds=32)
+    weights, params = DecodeWeights(target.weights, head.weights), PARAMS[1]
+    state = decoder.empty_state(2, num_pages=20, pages_per_slot=10, page_size=PAGE, dtype=FLOAT32)
+    state = dataclasses.replace(state, stores=with_nan(state.stores), proposer=with_nan(state.proposer))
+    settings = SlotSettings.of(params, (), vocab_size=64, budget=8, depth=7)
+    pages, found = np.random.default_rng(0).permutation(20).astype(np.int32), []
+    for slot, own, length in ((0, pages[:10], 0), (1, [*pages[:2], *pages[10:18]], 2 * PAGE)):
+        begins = np.int32(prompt[-1]), np.int32(length), np.bool_(len(prompt) - 1 == length)
+        state = decoder.insert(state, np.int32(slot), np.array(own, np.int32), settings, *begins)
+        left = {slot: np.array(prompt[length:-1], np.int32)}
+        for chunk in cut_prompts(left, [(1, CHUNK)], 2):
+            state = decoder.prefill(weights, state, *chunk)
+        state, records = decoder.decode(weights, state, np.int32(32), np.array([slot], np.int32))
+        found += rounds_of(records)
+    [expected] = generate(target, [prompt], params)
+    assert found[0] == found[1]
+    assert [token for tokens, _ in found[0] for token in tokens][:NEW] == expected.token_ids
 
 
 @pytest.mark.parametrize("program", ["live", wide("all"), "prefill"])

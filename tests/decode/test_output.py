@@ -189,3 +189,25 @@ def test_a_completion_holds_its_prompt():
     assert repr(completion) == (
         "Completion(index=2, text=None, 1 tokens, finish_reason='length', 1 rounds, 2.00 tokens a round)"
     )
+
+
+@pytest.mark.parametrize(
+    ("stop", "minimum", "ends"),
+    [
+        ("b", 0, 2),
+        ("b", 1, 2),
+        ("b", 2, 5),  # the first one ends within the minimum
+        ("cab", 3, 5),  # begins before it, and ends after
+        ("ca", 4, None),
+        ("b", 5, None),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_no_stop_string_ends_within_the_minimum(stop, minimum, ends, chunk):
+    tokens = [b + 1 for b in b"abcabc"]
+    output = output_of(SamplingParams(max_tokens=6, min_tokens=minimum, stop=stop), byte_level())
+    check_stream(output, feed(output, tokens, chunk))
+    text = "abcabc"
+    assert len(output.token_ids) == (6 if ends is None else ends)
+    assert output.text == (text if ends is None else text[: ends - len(stop)])
+    assert output.finish_reason == ("length" if ends is None else "stop")

@@ -9,20 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetspec_jax import logits
+from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.slots import Sampling
+from tests.sampling.reference import adjusted
 
 TIE = 1e-4
 
 
 def choice_rows(target, prompt, tokens, params, *, length=256):
-    """The perturbed logits ``[T, V]`` behind each generated token: filtered logits / T plus its noise.
+    """The perturbed logits ``[T, V]`` behind each token: adjusted and filtered logits / T plus its noise.
 
     Nothing here is incremental: no stores, no pages, no tree. Sequences are padded to ``length`` so that one
     program serves all; causality keeps the padding out of the rows.
     """
     sequence = [*prompt, *tokens]
-    rows = logits(target, [[*sequence, *[0] * (length - len(sequence))]])
+    rows = np.array(logits(target, [[*sequence, *[0] * (length - len(sequence))]]))
+    if params.adjusts:
+        wanted = {
+            "endings": endings_of(target, params),
+            "bad_words": encode_bad_words(target, params.bad_words),
+        }
+        for number in range(len(tokens)):
+            at = len(prompt) - 1 + number
+            rows[0, at] = adjusted(rows[0, at], params, prompt, tokens[:number], **wanted)
     own = jax.tree.map(lambda x: x[None], Sampling.of(params))
     rows = _perturb(rows, own)
     return np.asarray(rows)[0, len(prompt) - 1 : len(sequence) - 1]

@@ -182,3 +182,12 @@ def word_tokenizer(vocab_size):
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     backend.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def letters_tokenizer():
+    """A tokenizer of the letters from "a" on, and of the space as token 26; an empty text has no token."""
+    vocab = {**{chr(ord("a") + i): i for i in range(26)}, " ": 26}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -8,6 +8,7 @@ import pytest
 
 from jetspec_jax import DecodeWeights, DraftHeadProposer, TreeDecoder
 from jetspec_jax.decode.prefill import prefill
+from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state, score_chunk
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import abstract, weights_of
 from tests.mesh.collectives import collectives, unordered
@@ -17,10 +18,10 @@ from tests.meshes import mesh_of
 SLOTS, NODES = 2, 16
 
 
-def lowered(config, head, mesh, *, prompt=False):
+def lowered(config, head, mesh, *, prompt=False, **settings):
     """A dispatch of trees, whose rounds are one loop's body; or a chunk of a prompt."""
     proposer = DraftHeadProposer(head)
-    decoder = TreeDecoder(config, proposer, bucket=NODES, width=3, mesh=mesh)
+    decoder = TreeDecoder(config, proposer, bucket=NODES, width=3, mesh=mesh, **settings)
     weights = DecodeWeights(*(weights_of(abstract(spread(own, mesh))) for own in (config, head)))
     state = jax.eval_shape(
         lambda: decoder.empty_state(
@@ -61,8 +62,29 @@ def test_a_head_that_cannot_be_split_adds_none():
     assert always == {"sum": 2 * config.num_layers + 2, "gather": 2}
 
 
-@pytest.mark.parametrize("prompt", [False, True], ids=["rounds", "prompt"])
-def test_each_waits_for_the_one_before(prompt):
+def test_what_is_wanted_of_logits_adds_none_and_what_is_told_of_tokens_three():
+    config = config_of("qwen3")
+    plain, adjusting, telling = (
+        Counter(own.kind for own in collectives(lowered(config, head_config(config), mesh_of(1, 2), **wants)))
+        for wants in ({}, {"adjusts": True}, {"logprobs": True})
+    )
+    assert adjusting == plain
+    assert telling - plain == {"gather": 3}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"prompt": True}, {"adjusts": True, "logprobs": True}], ids=["rounds", "prompt", "told"]
+)
+def test_each_waits_for_the_one_before(settings):
     """Otherwise devices might come to them in different orders, and wait for each other for ever."""
     config = config_of("gpt_oss")
-    assert unordered(lowered(config, head_config(config), mesh_of(2, 4), prompt=prompt)) == []
+    assert unordered(lowered(config, head_config(config), mesh_of(2, 4), **settings)) == []
+
+
+def test_each_waits_for_the_one_before_where_a_prompt_is_scored():
+    config, mesh = config_of("gpt_oss"), mesh_of(2, 4)
+    decoder = TreeDecoder(config, mesh=mesh)
+    weights = DecodeWeights(weights_of(abstract(spread(config, mesh))))
+    state = jax.eval_shape(lambda: empty_scoring_state(decoder, SCORED_CHUNK, jnp.dtype(jnp.float32)))
+    row, number = jax.ShapeDtypeStruct((SCORED_CHUNK,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    assert unordered(score_chunk.lower(config, None, mesh, weights, state, row, row, number)) == []

@@ -28,19 +28,53 @@ def test_one_form_of_each_setting():
     assert SamplingParams(max_tokens=None).max_tokens is None
     assert SamplingParams(temperature=1).temperature == 1.0
     assert hash(given)
+    for none in (None, {}, ()):
+        assert SamplingParams(logit_bias=none, bad_words=none or None) == plain
+    biased = SamplingParams(
+        logit_bias={np.int64(7): 2, 3: np.float32(-1)}, bad_words=["a"], allowed_token_ids=[3]
+    )
+    assert biased.logit_bias == ((3, -1.0), (7, 2.0))
+    assert dataclasses.replace(biased, n=2) == dataclasses.replace(biased, n=2)
+    assert hash(biased)
 
 
-NUMBERS = ("temperature", "top_p", "min_p")
-INTEGERS = ("top_k", "seed", "max_tokens", "n")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 2},
+        {"repetition_penalty": 0.9},
+        {"min_tokens": 1},
+        {"logit_bias": {0: 0}},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [0]},
+    ],
+    ids=str,
+)
+def test_what_changes_logits(settings):
+    assert SamplingParams(**settings).adjusts
+    others = {"temperature": 1.0, "top_k": 3, "stop": "a", "logprobs": 0, "prompt_logprobs": 20}
+    assert not SamplingParams(**others).adjusts
+
+
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+NUMBERS = ("temperature", "top_p", "min_p", *PENALTIES)
+INTEGERS = ("top_k", "seed", "max_tokens", "n", "min_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 NO_NUMBERS = ("1", [1], {}, True, 1j, b"1")
 WRONG_TYPES = [
     *((name, value) for name in NUMBERS for value in NO_NUMBERS),
     *((name, value) for name in INTEGERS for value in (*NO_NUMBERS, 1.0, math.nan)),
     *((name, value) for name in FLAGS for value in (0, 1, None, "yes", [])),
-    *((name, None) for name in ("temperature", "n")),
+    *((name, None) for name in ("temperature", "n", "min_tokens", *PENALTIES)),
     *(("stop", value) for value in (1, b"a", {"a": 1}, {"a"}, [1], [None], [["a"]], np.array(["a"]))),
     *(("stop_token_ids", value) for value in (1, "1", b"1", {1}, [1.0], ["1"], [True], [None], [[1]])),
+    *(("bad_words", value) for value in (1, "a", b"a", {"a": 1}, {"a"}, [1], [None], [["a"]])),
+    *(("allowed_token_ids", value) for value in (1, "1", b"1", {1}, [1.0], ["1"], [True], [None])),
+    *(
+        ("logit_bias", value)
+        for value in (1, "1", {1}, [1], [(1, 2.0)], ((1,),), {"1": 1.0}, {1: "1"}, {1: None})
+    ),
 ]
 
 
@@ -63,7 +97,24 @@ OUTSIDE = [
     *(("n", value, r"1\.\.16384") for value in (0, -1, 16385, HUGE)),
     *(("stop", value, "not empty") for value in ("", ["a", ""])),
     *(("stop", value, r"no valid Unicode: .*U\+DC80") for value in ("\udc80", ["a", "b\udc80"])),
-    *(("stop_token_ids", value, "at least 0") for value in ([-1], [3, -HUGE])),
+    *(
+        (name, value, "at least 0")
+        for name in ("stop_token_ids", "allowed_token_ids")
+        for value in ([-1], [3, -HUGE])
+    ),
+    *((name, value, r"\[-2, 2\]") for name in PENALTIES[:2] for value in (2.1, -2.1, HUGE)),
+    *(("repetition_penalty", value, r"lie in \[1e-30, 1e.30\]") for value in (0, -1, 1e31)),
+    *(("min_tokens", value, "at least 0") for value in (-1, -HUGE)),
+    ("min_tokens", 257, "at most max_tokens, 256, not 257"),
+    *((name, value, r"0\.\.20") for name in ("logprobs", "prompt_logprobs") for value in (-1, 21, HUGE)),
+    ("allowed_token_ids", [], "is empty, so that no token could be chosen"),
+    ("bad_words", ["a", ""], "not empty"),
+    ("bad_words", ["\udc80"], r"no valid Unicode: .*U\+DC80"),
+    ("logit_bias", {-1: 0.5}, "at least 0"),
+    *(
+        ("logit_bias", {3: value}, r"bias of token 3 .*\[-100, 100\]")
+        for value in (101, -100.5, math.nan, math.inf)
+    ),
 ]
 
 
@@ -81,7 +132,7 @@ def test_temperatures_that_float32_has(temperature):
     assert (Sampling.of(SamplingParams(temperature=temperature)).temperature > 0) == (temperature > 0)
 
 
-@pytest.mark.parametrize("unknown", ["temprature", "best_of", "presence_penalty", "logprobs"])
+@pytest.mark.parametrize("unknown", ["temprature", "best_of", "presence", "logprob"])
 def test_unknown_keywords(unknown):
     with pytest.raises(TypeError, match=unknown):
         SamplingParams(**{unknown: 1})

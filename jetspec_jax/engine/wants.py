@@ -1,0 +1,76 @@
+"""What requests want beside their tokens, on the device: adjusted logits, and log-probabilities."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.scoring import score_prompt
+from jetspec_jax.decode.state import DecodeState
+from jetspec_jax.engine.records import Admission, Batch
+from jetspec_jax.models import Weights
+from jetspec_jax.sampling.adjust import Adjustments
+
+#: Most rounds of a dispatch that tells log-probabilities: its records are fetched whole, and are large.
+TELLING_ROUNDS = 32
+
+
+def decoder_for(decoder: TreeDecoder, *, adjusts: bool, logprobs: bool) -> TreeDecoder:
+    """The decoder whose rounds also adjust logits, or tell log-probabilities; else it is the same."""
+    if not (adjusts or logprobs):
+        return decoder
+    most = min(decoder.max_rounds, TELLING_ROUNDS) if logprobs else decoder.max_rounds
+    return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
+
+
+def kind_of(batch: Batch) -> str:
+    """What the rounds of a batch are: each kind has programs of its own."""
+    wanted = [name for name in ("adjusts", "logprobs") if getattr(batch, name)]
+    return " ".join(["rounds", *wanted])
+
+
+def adjusted(decoder: TreeDecoder, state: DecodeState, own: Admission) -> DecodeState:
+    """The state in which a slot's new request has what it wants of the logits. ``state`` is donated."""
+    wanted = own.adjusting
+    if wanted is None:
+        return state
+    assert state.adjust is not None, "the engine has made room for what this request wants"
+    _, words, longest = state.adjust.words.shape
+    adjustments = Adjustments.of(
+        own.params,
+        vocab_size=decoder.target.vocab_size,
+        prompt=wanted.prompt.tolist(),
+        output=wanted.output,
+        endings=wanted.endings,
+        bad_words=wanted.bad_words,
+        words=(words, longest),
+    )
+    return decoder.adjust(state, np.int32(own.slot), adjustments)
+
+
+class PromptScores:
+    """What is told of prompts: of each token but the first."""
+
+    def __init__(self, decoder: TreeDecoder, weights: Weights, dtype: jnp.dtype):
+        """Takes any decoder of the target's, the target's parameters, and the type of its stores."""
+        self._own = decoder, weights, dtype
+        # The last prompt: the completions of one share what is told of it.
+        self._last: tuple[bytes, list[Logprobs]] = (b"", [])
+
+    def launch(self, batch: Batch) -> list[tuple[int, list[Logprobs]]]:
+        """Of the admissions of a batch that want it, by slot: in parts, and on the device."""
+        return [(own.slot, self._of(own.scored)) for own in batch.admissions if own.scored is not None]
+
+    def _of(self, prompt: np.ndarray) -> list[Logprobs]:
+        if self._last[0] != prompt.tobytes():
+            decoder, weights, dtype = self._own
+            self._last = prompt.tobytes(), score_prompt(decoder, weights, prompt, dtype)
+        return self._last[1]
+
+
+def joined(parts: list[Logprobs]) -> Logprobs:
+    """What was told of a prompt, on the host, as of one row of tokens."""
+    return jax.tree.map(lambda *rows: np.concatenate([row[0] for row in rows]), *parts)
