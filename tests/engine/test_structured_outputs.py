@@ -93,7 +93,7 @@ def test_trees_and_plain_steps_of_a_mixed_batch(models):
 
 
 def test_other_parameters_come_after_the_grammar(models):
-    """Penalties, biases and words within it, and log-probabilities of the raw distribution."""
+    """Penalties, biases and words within it, log-probabilities of the raw distribution; also none is left."""
     target, head = models
     form = StructuredOutputsParams(regex="([a-c]|é|12)+!")
     first = SamplingParams(
@@ -119,19 +119,17 @@ def test_other_parameters_come_after_the_grammar(models):
             assert row.argmax() == token
         told = [row[token].logprob for row, token in zip(own.logprobs, own.token_ids, strict=True)]
         np.testing.assert_allclose(told, raw_logprobs(target, own.token_ids), atol=1e-4)
+    short = StructuredOutputsParams(choice=["ab"])
+    other = [dataclasses.replace(first, min_tokens=3, structured_outputs=short), *params[1:]]
+    with pytest.raises(ValueError, match="no token is left to choose: the grammar, allowed_token_ids"):
+        generate_tree(target, head, [PROMPT] * 3, other, **SETTINGS)
+    again = generate_tree(target, head, [PROMPT] * 3, params, **SETTINGS)
+    assert [own.token_ids for own in again] == [own.token_ids for own in outputs]
 
 
 def raw_logprobs(target, tokens):
     rows = jax.nn.log_softmax(logits(target, [[*PROMPT, *tokens]])[0, len(PROMPT) - 1 : -1])
     return np.take_along_axis(np.asarray(rows), np.array(tokens)[:, None], axis=1)[:, 0]
-
-
-def test_settings_that_leave_no_token_within_the_grammar(models):
-    params = dataclasses.replace(structured(choice=["ab"]), min_tokens=3)
-    llm = LLM(*models, **SETTINGS)
-    with pytest.raises(ValueError, match="no token is left to choose: the grammar, allowed_token_ids"):
-        llm.generate([PROMPT], params)
-    assert llm.generate([PROMPT], FREE)[0].token_ids == generate(models[0], [PROMPT], FREE)[0].token_ids
 
 
 def test_several_completions_of_a_prompt(models):
