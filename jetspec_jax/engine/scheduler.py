@@ -314,10 +314,11 @@ def _check_choices(request: Request, record: DispatchRecord, column: int) -> Non
     if not (record.tokens[:, column] == NO_CHOICE).any():
         return
     if request.params.adjusts:
+        form = "" if request.matcher is None else "the grammar, "
         request.fail(
             ValueError(
-                "no token is left to choose: allowed_token_ids, bad_words and min_tokens forbid all, or the "
-                "target's logits are not numbers"
+                f"no token is left to choose: {form}allowed_token_ids, bad_words and min_tokens forbid all, "
+                "or the target's logits are not numbers"
             )
         )
     else:
