@@ -1,6 +1,7 @@
 """JetSpec in JAX: a draft head proposes a token tree, the target verifies it, the text stays its own."""
 
 from jetspec_jax import tree
+from jetspec_jax.async_llm import AsyncLLM, Delta
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.loading import Head, Target, load_draft_head, load_target
 from jetspec_jax.decode.decoder import TreeDecoder
@@ -18,10 +19,12 @@ from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "Completion",
     "DecodeState",
     "DecodeWeights",
+    "Delta",
     "DeviceMemoryError",
     "DraftHeadProposer",
     "Head",

@@ -280,10 +280,11 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
-        with group.target.keeper.lock:
+        keeper = group.target.keeper
+        with keeper.line, keeper.lock:
             return Stream(group.target, group.engine(plan), request)
 
-    def warm_up(self, num_prompts: int | None = None) -> None:
+    def warm_up(self, num_prompts: int | None = None, sampling_params: SamplingParams | None = None) -> None:
         """Compiles what calls need, so that they compile nothing; with a progress bar on a terminal.
 
         Of several copies of the models each compiles programs of its own.
@@ -293,10 +294,12 @@ class LLM:
         Args:
             num_prompts: How many completions a call will ask for; None is any number, up to the slots that
                 there may be, each size of a batch in its turn.
+            sampling_params: As those of calls to come, where they want masks, biases, penalties or
+                log-probabilities: what they need is compiled too.
 
         Raises:
-            TypeError: It is no integer.
-            ValueError: It is less than 1.
+            TypeError: Something is of a wrong type.
+            ValueError: The number is less than 1, or the parameters cannot be served.
             DeviceMemoryError: The device cannot hold as many slots.
         """
         copies = len(self.target.meshes)
@@ -309,9 +312,10 @@ class LLM:
         counts = sorted({largest, *(min(1 << power, largest) for power in powers)}, reverse=True)
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is a round's, those before it are prefilled.
-        prompt, params = [0] * min(2, limit - 1), SamplingParams(max_tokens=1, ignore_eos=True)
+        prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
-            self.generate([prompt] * (count * copies), params, use_tqdm=False)
+            for params in kinds:
+                self.generate([prompt] * (count * copies), params, use_tqdm=False)
             compile_chunks(self.target)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -360,6 +364,20 @@ class LLM:
             _log.warning(self._notice)
             self._notice = None
         return planned
+
+
+def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingParams]:
+    """Parameters of short requests that between them run what requests of some parameters do.
+
+    Raises:
+        TypeError: They are no parameters.
+    """
+    check_type("sampling_params", sampling_params, SamplingParams | None, "SamplingParams or None")
+    short = SamplingParams(max_tokens=1, ignore_eos=True)
+    if sampling_params is None or not sampling_params.wants_more:
+        return [short]
+    own = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1), "ignore_eos": True}
+    return [short, replace(sampling_params, **own, n=1, stop=())]
 
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:

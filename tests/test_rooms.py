@@ -18,6 +18,7 @@ ROOMS = {
         ("decode",),
         ("engine",),
         ("inspect", "llm", "generate"),
+        ("async_llm",),
         ("view",),
         ("cli",),
         ("__main__",),

@@ -109,7 +109,7 @@ def _warm_up(
         with llm.stream(ids[0], params, routing=hints[0]) as begun:
             next(begun, None)
         return True
-    llm.warm_up(len(ids) * params.n)
+    llm.warm_up(len(ids) * params.n, params)
     return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
 
 

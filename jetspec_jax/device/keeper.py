@@ -1,6 +1,8 @@
 """The engine that a target keeps: at most one, because its stores take much of a device's memory."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +12,25 @@ class Keeper:
     """Holds at most one engine, for all calls that decode with one target; knows nothing of engines.
 
     Attributes:
+        line: Held by who waits for the lock, and while a call has it. A thread may take it again.
         lock: Held while anything is done with the engine. A thread may take it again.
         engine: The engine; None if there is none.
     """
 
+    line: Any = field(default_factory=threading.RLock)
     lock: Any = field(default_factory=threading.RLock)
     engine: Any = None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Holds the lock for one dispatch of a thread that makes one after the other.
+
+        Who waits in the line meanwhile comes before its next turn; calls hold the line to their end. For
+        threads that no interrupt strikes, which do not have the lock already.
+        """
+        with self.line:
+            self.lock.acquire()
+        try:
+            yield
+        finally:
+            self.lock.release()

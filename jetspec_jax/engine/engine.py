@@ -147,7 +147,10 @@ class Engine:
             return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
             self.runner.forget()
-            return self.scheduler.take(record)
+            served = self.scheduler.take(record)
+        for request in served:
+            request.tell()
+        return served
 
     def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
         """`launch` and `collect`; what an interrupted step has launched is collected first."""

@@ -106,8 +106,11 @@ class Output:
         self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         self._whole = True
 
-    def update(self) -> None:
+    def update(self, count: int | None = None) -> None:
         """Takes what the request has got since the last time; after an interrupted update all of it anew.
+
+        Args:
+            count: Of its tokens the first so many, where another thread may be adding more; None is all.
 
         Raises:
             DeadlinePassed: The request was not served in its time.
@@ -117,7 +120,7 @@ class Output:
         if not self._whole:
             self._begin()
         self._whole = False
-        self._take(self.request.tokens[len(self.token_ids) :])
+        self._take(self.request.tokens[len(self.token_ids) : count])
         self._whole = True
 
     def _take(self, tokens: list[int]) -> None:

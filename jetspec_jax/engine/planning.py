@@ -121,12 +121,22 @@ class EnginePlan:
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
         return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
+    @property
+    def stands(self) -> bool:
+        """Whether its engine stays for requests that come and go, whatever their number."""
+        return self.slices is not None
+
     def serves(self, other: "EnginePlan") -> bool:
-        """Whether an engine of this plan does what one of the other would do, in the same programs."""
+        """Whether an engine of this plan does what one of the other would do; one that stands, any less."""
         mine, wanted = self.size, other.size
+        if self.stands and not other.stands:
+            same = mine.slots >= wanted.slots
+        else:
+            same = (mine.slots, mine.chunks, self.slices) == (wanted.slots, wanted.chunks, other.slices)
         return (
-            (self.decoder, self.dtype, self.least_nodes, mine.slots, mine.chunks)
-            == (other.decoder, other.dtype, other.least_nodes, wanted.slots, wanted.chunks)
+            same
+            and (self.decoder, self.dtype, self.least_nodes)
+            == (other.decoder, other.dtype, other.least_nodes)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )

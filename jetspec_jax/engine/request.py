@@ -2,7 +2,7 @@
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class Request:
         error: Why it failed.
         abandoned: It was cancelled, or its engine was lost.
         reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
+            raise nothing.
         shared: Whether several processes serve it together: then it is over for all at the same step, once
             the first of them wants it no longer.
         closed: Whether that has come.
@@ -99,6 +101,7 @@ class Request:
     error: Exception | None = None
     abandoned: bool = False
     reader: "weakref.ref[Any] | None" = None
+    told: Callable[[], None] | None = None
     shared: bool = False
     closed: bool = False
     # What follows is the scheduler's.
@@ -196,16 +199,17 @@ class Request:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
-        for token in tokens:
-            if self.finish_reason is not None:
-                return
-            self.tokens.append(token)
-            # The anchor before it is in the stores now.
-            self.committed += 1
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.max_tokens:
-                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            return
+        own = list(tokens[: self.left])
+        if not self.stop_ids.isdisjoint(own):
+            own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
+            self.finish_reason = "stop"
+        elif len(own) == self.left:
+            self.finish_reason = "length"
+        self.tokens += own
+        # As many anchors are in the stores now.
+        self.committed += len(own)
 
     def take_round(self, tokens: Sequence[int], tree_size: int, logprobs: Any = None) -> None:
         """Takes what one round committed; nothing once the request has ended.
@@ -226,15 +230,27 @@ class Request:
         """Takes what is told of its prompt's tokens; those after the last have no meaning."""
         self.prompt_logprobs = rows_of(told)[: len(self.prompt) - 1]
 
+    def preempt(self) -> None:
+        """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
+        self.slot, self.committed, self.named = -1, 0, 0
+        self.preemptions += 1
+        self.overtaken += 1
+
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
-            self.finish_reason, self.error = "error", error
+            self.error, self.finish_reason = error, "error"
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells whoever wants to know that there is news of it."""
+        if self.told is not None:
+            self.told()
 
     def follow(self) -> None:
         """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
         if self.matcher is not None:
             self.matcher.advance(self.tokens[self.matcher.count :])
             if self.matcher.problem is not None:
-                self.finish_reason = "error"
-                self.error = ValueError(f"structured_outputs: {self.matcher.problem}")
+                self.finish_reason = None  # what it has got is of no use
+                self.fail(ValueError(f"structured_outputs: {self.matcher.problem}"))

@@ -4,15 +4,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-from jaxtyping import Int32
-
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.engine.holdings import Holdings
 from jetspec_jax.engine.line import check_room, count_overtaken, in_order
 from jetspec_jax.engine.logprobs import by_round
-from jetspec_jax.engine.pages import PagePool, page_keys
+from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.size import EngineSize
@@ -26,17 +23,8 @@ class Scheduler:
 
     `next_batch` and `take` are called in turn, and only they give slots and pages, or take them. Requests are
     served in the order of `jetspec_jax.engine.line.rank`: one that finds no slot or too few pages lets nobody
-    pass. It gets the pages of its prompt and of one round, and before each dispatch those of the rounds to
-    come. Where they are too few for a round of all that decode, these are taken in turn:
-
-    1. pages that nobody holds, though they are cached;
-    2. what others hold for rounds that needed less;
-    3. slot and pages of the last in order that runs. It waits again, before all that came after it, and later
-       goes on with its tokens as its prompt. Noise belongs to positions, so it gets the same tokens as if
-       nothing had happened.
-
-    The first in order never loses anything, and all pages together are enough for it; so it ends, and then
-    another one is the first.
+    pass, nor does one that waits until another has filled the pages that both begin with. It gets the pages
+    of its prompt and of one round, and before each dispatch those of the rounds to come: see `Holdings`.
     """
 
     def __init__(
@@ -56,8 +44,8 @@ class Scheduler:
             most_waiting: Requests that may wait for a slot; None is no bound.
         """
         self.size, self.policy = size, policy
-        self.pool = PagePool(size.num_pages, shares=size.shares_pages)
-        self._round_tokens, self.most_waiting = round_tokens, most_waiting
+        self.most_waiting, self._round_tokens = most_waiting, round_tokens
+        self._holdings = Holdings(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
         # Slots that the device believes to be taken.
@@ -65,8 +53,11 @@ class Scheduler:
         # Those of the last batch that have a slot, and those of them that decode.
         self._running: Sequence[Request] = ()
         self._members: Sequence[Request] = ()
-        # Whose pages the device has not been told.
-        self._untold: set[Request] = set()
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages; a request that has ended holds its own until the next batch."""
+        return self._holdings.pool
 
     @property
     def requests(self) -> list[Request]:
@@ -141,11 +132,11 @@ class Scheduler:
         choice = self._choose(members, others, most_rounds)
         before, self._taken = self._taken, {request.slot for request in running}
         self._running, self._members = running, members
-        grown, self._untold = self._untold.intersection(running) - admitted.keys(), set()
+        table, changed = self._holdings.table, self._holdings.changed() - admitted.keys()
         return Batch(
             tuple(sorted(before - self._taken)),  # an admission clears the slot itself
             tuple(self._admission(request, length) for request, length in admitted.items()),
-            tuple(Growth(request.slot, self._table(request)) for request in running if request in grown),
+            tuple(Growth(request.slot, table(request)) for request in running if request in changed),
             tuple(chunks),
             self._live(members),
             choice.bucket,
@@ -167,13 +158,13 @@ class Scheduler:
             _check_choices(request, record, columns[request.slot])
         for request in served:
             _hand_out(request, record, columns[request.slot], now)
+        self._holdings.name(self._running)
         scored = dict(record.scored)
         for request in self._running:
             if request.slot in scored:
                 request.take_scores(scored[request.slot])
-            self._name_pages(request)
             if not request.open:
-                self._free(request)
+                self._holdings.free(request)
         if self._members:
             self.policy.observe(record)
         self._running = self._members = ()
@@ -189,55 +180,7 @@ class Scheduler:
             if request.open:
                 self._requests.append(request)
             else:
-                self._free(request)
-
-    def _free(self, request: Request) -> None:
-        """Takes all pages from a request."""
-        self.pool.give_back(request.pages)
-        request.pages = []
-
-    def _make_room(self, running: list[Request]) -> bool:
-        """Gets pages for a round of everyone that decodes; false if somebody lost its slot for that.
-
-        Those are no longer among ``running``, which is in order.
-        """
-        everyone = len(running)
-        for request in tuple(running):
-            while request.slot >= 0:
-                missing = request.pages_ahead(self._round_tokens) - len(request.pages)
-                pages = self._obtain(missing, running) if missing > 0 else []
-                if pages is not None:
-                    self._grow(request, pages)
-                    break
-                self._preempt(running.pop())
-        return len(running) == everyone
-
-    def _preempt(self, request: Request) -> None:
-        """Takes slot and pages from a request, which waits again."""
-        self._free(request)
-        request.slot, request.committed, request.named = -1, 0, 0
-        request.preemptions += 1
-        request.overtaken += 1
-
-    def _obtain(
-        self, count: int, running: Sequence[Request], shared: Sequence[int] = (), spare: int = 0
-    ) -> list[int] | None:
-        """As `PagePool.take`; where pages are too few, also those that others hold for later rounds."""
-        pages = self.pool.take(count, shared, spare=spare)
-        if pages is None:
-            for request in running:
-                enough = request.pages_ahead(self._round_tokens)
-                if len(request.pages) > enough:
-                    self.pool.give_back(request.pages[enough:])
-                    del request.pages[enough:]
-                    self._untold.add(request)
-            pages = self.pool.take(count, shared, spare=spare)
-        return pages
-
-    def _grow(self, request: Request, pages: list[int]) -> None:
-        if pages:
-            request.pages += pages
-            self._untold.add(request)
+                self._holdings.free(request)
 
     def _begin(self, running: list[Request], now: float) -> tuple[dict[Request, int], list[Chunk]]:
         """Makes room for those that run, admits others, who join them, and prefills.
@@ -247,7 +190,7 @@ class Scheduler:
         """
         admitted: dict[Request, int] = {}
         chunks: list[Chunk] = []
-        has_room, left = self._make_room(running), self.size.prefill_tokens
+        has_room, left = self._holdings.make_room(running), self.size.prefill_tokens
         while True:
             if has_room:
                 admitted |= {request: request.committed for request in self._admit(running, now)}
@@ -257,32 +200,22 @@ class Scheduler:
             chunks += more
             left = None if left is None else left - sum(int(chunk.counts.sum()) for chunk in more)
             # Forwards run in order: prompts that begin alike share what the ones before them fill.
-            for request in running:
-                self._name_pages(request)
+            self._holdings.name(running)
 
     def _admit(self, running: list[Request], now: float) -> list[Request]:
         """Gives free slots and pages to those that wait, in order; they join the running."""
         taken = {request.slot for request in running}
         slots = [slot for slot in range(self.size.slots) if slot not in taken]
         line = in_order(request for request in self._requests if request.slot < 0) if slots else ()
-        # Pages that a prompt is just filling: who needs the same waits for them.
-        filling = {key for request in running for key in self._keys(request)[request.named :]}
         admitted = []
         for slot, request in zip(slots, line, strict=False):
-            keys = self._keys(request)
-            shared = self.pool.find(keys)
-            if not filling.isdisjoint(keys[len(shared) : len(shared) + 1]):
+            if self._holdings.waits_for_others(request, running):
                 break
-            # A page is left for each that runs: else it would soon be taken back.
-            count = request.pages_ahead(self._round_tokens)
-            pages = self._obtain(count, running, shared, spare=len(running))
-            if pages is None:
+            if not self._holdings.admit(request, running):
                 break
-            request.slot, request.pages = slot, pages
-            request.named, request.committed = len(shared), PAGE_SIZE * len(shared)
+            request.slot = slot
             if request.started is None:
                 request.started, request.prefix_tokens = now, request.committed
-            filling.update(keys[len(shared) :])
             admitted.append(request)
             running.append(request)
             count_overtaken(request, line[len(admitted) :])
@@ -312,8 +245,7 @@ class Scheduler:
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
         tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in members:
-            missing = request.pages_ahead(tokens) - len(request.pages)
-            self._grow(request, self.pool.take(min(max(missing, 0), self.pool.num_free)) or [])
+            self._holdings.grow(request, tokens)
         return Dispatch(bucket, rounds)
 
     def _live(self, members: Sequence[Request]) -> tuple[int, ...]:
@@ -325,33 +257,10 @@ class Scheduler:
         padding = self.size.live_for(len(slots)) - len(slots)
         return tuple(sorted([*slots, *idle[:padding]]))
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Names of the full pages before a request's anchor, as far as it shares any."""
-        full = (request.length - 1) // PAGE_SIZE if self.pool.shares else 0
-        known = len(request.keys)
-        if known < full:
-            parent = request.keys[-1] if known else None
-            tokens = request.span(PAGE_SIZE * known, PAGE_SIZE * full)
-            request.keys += page_keys(tokens, parent, request.cache_salt)
-        return request.keys
-
-    def _name_pages(self, request: Request) -> None:
-        """Lets others share the pages that a request has filled."""
-        full = request.committed // PAGE_SIZE
-        if request.pages and full > request.named and self.pool.shares:
-            keys = self._keys(request)
-            self.pool.share(request.pages[request.named : full], keys[request.named : full])
-            request.named = full
-
-    def _table(self, request: Request) -> Int32[np.ndarray, "T"]:
-        table = np.full(self.size.pages_per_slot, NO_PAGE, np.int32)
-        table[: len(request.pages)] = request.pages
-        return table
-
     def _admission(self, request: Request, length: int) -> Admission:
         return Admission(
             request.slot,
-            self._table(request),
+            self._holdings.table(request),
             length=length,
             anchor=int(request.span(request.length - 1, request.length)[0]),
             active=length == request.length - 1,

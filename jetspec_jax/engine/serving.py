@@ -37,7 +37,8 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
 
     A target keeps one engine, so that two sets of stores do not coexist: one that is broken, or idle and not
     fit to serve, goes before the next is made. While open streams hold the engine, those whom it can serve
-    share it, and others get an engine of their own for as long as they keep it.
+    share it, and others get an engine of their own for as long as they keep it. An engine that stands serves
+    all that fit it, and takes the place of one that streams hold.
 
     Args:
         target: The target.
@@ -51,7 +52,13 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     kept: Engine | None = target.keeper.engine
     if kept is not None and kept.busy and not kept.broken:
         same = kept.plan.decoder == plan.decoder and kept.weights.proposer is weights.proposer
-        return kept if same and kept.plan.size.capacity >= plan.size.capacity else Engine(plan, weights)
+        fits = kept.plan.serves(plan) if plan.stands else kept.plan.size.capacity >= plan.size.capacity
+        if same and fits:
+            return kept
+        made = Engine(plan, weights)
+        if plan.stands:
+            target.keeper.engine = made  # streams hold the one that they have
+        return made
     if kept is not None:
         fits = kept.plan.serves(plan) and kept.weights.proposer is weights.proposer
         if fits and not kept.broken:
@@ -134,7 +141,8 @@ def _serve_locked(
 ) -> list[Completion]:
     """Serves requests with all locks held: one inside of the other, always in the same order."""
     if unlocked:
-        with unlocked[0].target.keeper.lock:
+        keeper = unlocked[0].target.keeper
+        with keeper.line, keeper.lock:
             return _serve_locked(groups, unlocked[1:], plan, requests, bar)
     engines = [group.engine(plan) for group in groups]
     return complete(engines, requests, groups[0].target.tokenizer, bar)
@@ -214,7 +222,7 @@ def _launch(engine: Engine, engines: Sequence[Engine]) -> None:
 def compile_chunks(target: Target) -> None:
     """Compiles the forwards of prompts of the engines that a target and its copies keep."""
     for own in (target, *target.copies):
-        with own.keeper.lock:
+        with own.keeper.line, own.keeper.lock:
             kept: Engine | None = own.keeper.engine
             if kept is not None and not kept.broken:
                 kept.runner.compile_chunks()

@@ -26,7 +26,7 @@ class Stream(Iterator[str]):
     def __init__(self, target: Target, engine: Engine, request: Request):
         """Queues the request; called under the keeper's lock."""
         self.completion: Completion | None = None
-        self._lock, self._engine, self._closed = target.keeper.lock, engine, False
+        self._keeper, self._engine, self._closed = target.keeper, engine, False
         self._output, self._sent = Output(request, target.tokenizer), 0
         engine.admit(request)
 
@@ -46,7 +46,7 @@ class Stream(Iterator[str]):
         """
         sent = None
         try:
-            with self._lock:
+            with self._keeper.line, self._keeper.lock:
                 while not self._closed:
                     text = self._settled()
                     if len(text) > self._sent:

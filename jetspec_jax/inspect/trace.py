@@ -136,7 +136,7 @@ def trace_rounds(
         implementation=implementation,
     )
     weights = proposer_weights if head is None else head.weights
-    with target.keeper.lock:
+    with target.keeper.line, target.keeper.lock:
         engine = take_engine(target, plan, weights)
         engine.admit(request)
     return Trace(target, engine, request)

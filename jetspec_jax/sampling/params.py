@@ -130,6 +130,11 @@ class SamplingParams:
         masks = self.allowed_token_ids is not None, bool(self.bad_words), self.min_tokens > 0
         return any(penalties) or bool(self.logit_bias) or any(masks)
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether more is wanted than tokens that are chosen of the filtered logits as they are."""
+        return self.adjusts or self.logprobs is not None or self.prompt_logprobs is not None
+
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, which has a seed of its own."""
         if self.n == 1:

@@ -15,6 +15,8 @@ from jetspec_jax.cli import generating, info
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.output import Completion
 from jetspec_jax.llm import PLAIN_NOTICE
 from pallas_kernels.dispatch import gpu_problem
 
@@ -68,6 +70,24 @@ def test_json_is_one_object_with_the_figures(capsys, llm):
     assert report["rounds"] == len(expected.accept_lengths)
     assert report["mean_acceptance_length"] == pytest.approx(expected.mean_acceptance_length)
     assert report["tokens_per_second"] == pytest.approx(len(expected.token_ids) / report["seconds"])
+
+
+def test_json_has_what_is_told_of_tokens():
+    """Token ids are names there, as everywhere in JSON; without being asked for, nothing stands there."""
+    told = [{5: Logprob(-0.5, 2, "a"), 7: Logprob(-0.25, 1, "b")}]
+    completion = Completion("a", [5], "length", [1], [1], logprobs=told, prompt_logprobs=[None, told[0]])
+    run = generating._Run([completion], 1.0, True)
+    row = {
+        "5": {"logprob": -0.5, "rank": 2, "decoded_token": "a"},
+        "7": {"logprob": -0.25, "rank": 1, "decoded_token": "b"},
+    }
+    report = json.loads(json.dumps(generating._report(completion, run)))
+    assert report["logprobs"] == [row]
+    assert report["prompt_logprobs"] == [None, row]
+    assert (
+        not {"logprobs", "prompt_logprobs"}
+        & generating._report(Completion("a", [5], "length", [1], [1]), run).keys()
+    )
 
 
 @pytest.mark.wide

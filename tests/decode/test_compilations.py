@@ -88,3 +88,16 @@ def test_after_warm_up_the_first_call_compiles_nothing(target, head):
     assert after == []
     with pytest.raises(ValueError, match="num_prompts must be at least 1, not 0"):
         llm.warm_up(0)
+
+
+def test_after_a_warm_up_for_what_requests_want_beside(target):
+    """Also beside requests that want nothing of it."""
+    llm = LLM(target, max_slots=1)
+    wants = SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=1, bad_words=["ab", "cde"], min_tokens=5)
+    llm.warm_up(1, wants)
+    with compilations() as after:
+        other = dataclasses.replace(
+            wants, bad_words=["xy"], presence_penalty=1.0, temperature=1.0, logprobs=20
+        )
+        llm.generate([[5, 6, 7], [8], [9, 10]], [wants, SamplingParams(max_tokens=4), other])
+    assert after == []

@@ -25,6 +25,7 @@ from tests.decode.tiny import (
 from tests.marks import wide
 from tests.mesh.tiny import config_of
 from tests.meshes import GATHER, agreed, mesh_of, on_parts, padded
+from tests.sampling.reference import log_softmax
 
 VOCAB = 67
 jitted = jax.jit(logprobs_of, static_argnames="vocab_size")
@@ -32,9 +33,7 @@ jitted = jax.jit(logprobs_of, static_argnames="vocab_size")
 
 def by_sorting(rows, chosen, count=20):
     """In float64; of equals the lower id first."""
-    rows = np.asarray(rows, np.float64)
-    shifted = rows - rows.max(-1, keepdims=True)
-    logprobs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    rows, logprobs = np.asarray(rows, np.float64), log_softmax(rows)
     order = np.argsort(-rows, axis=-1, kind="stable")
     ranks = 1 + np.argmax(order == chosen[..., None], axis=-1)
     own = np.take_along_axis(logprobs, chosen[..., None], axis=-1)[..., 0]

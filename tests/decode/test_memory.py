@@ -16,17 +16,20 @@ from jetspec_jax import (
     load_draft_head,
     load_target,
 )
+from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.decode.prefill import prefill
-from jetspec_jax.decode.settings import TreeSettings, make_decoder
+from jetspec_jax.decode.settings import PLAIN, TreeSettings, make_decoder
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
-from jetspec_jax.engine.memory import check_engine_memory, empty_state, workspace_bytes
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
+from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
@@ -38,12 +41,14 @@ from tests.decode.tiny import (
     random_target,
     with_mlp,
     with_windows,
+    word_tokenizer,
 )
 from tests.marks import wide
 from tests.meshes import mesh_of
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
+CONFIG = with_windows(TINY, None)
 FLOAT32 = jnp.dtype(jnp.float32)
 SHORT = SamplingParams(max_tokens=4)
 PARTS = ("stores of", "workspace for", "margin")
@@ -201,6 +206,60 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
     estimate = workspace_bytes(decoder, size, FLOAT32)
     assert plan.temp_size_in_bytes <= estimate <= 4 * plan.temp_size_in_bytes
     assert estimate > workspace_bytes(decoder, dataclasses.replace(size, chunks=((1, 16),)), FLOAT32)
+
+
+WANTS = {
+    "adjustments of": SamplingParams(max_tokens=2, bad_words=["ab", "abc"]),
+    "log-probabilities of 2 x 1 nodes": SamplingParams(max_tokens=2, logprobs=1, bad_words=["ab", "abc"]),
+    "log-probabilities of a prompt": SamplingParams(max_tokens=2, prompt_logprobs=1),
+}
+
+
+@pytest.mark.parametrize("part", WANTS)
+def test_what_requests_want_beside_is_counted_where_they_do(device, part):
+    """When an engine is made for them, and when one that there is gets them."""
+    target, prompts = random_target(CONFIG, 0, tokenizer=word_tokenizer(64)), [[1, 2, 3]] * 2
+    plans = [plan_requests(target, None, PLAIN, prompts, own)[0] for own in (SHORT, WANTS[part])]
+    decoder, size = plans[0].decoder, plans[0].size
+    assert plans[1].decoder == decoder
+    parts = needs(decoder, size, extras=plans[1].extras)
+    assert [name for name in parts if name.startswith(part)] != []
+    more = sum(parts.values()) - total(decoder, size)
+    device(sum(parts.values()) - 1)
+    with pytest.raises(DeviceMemoryError, match=part):
+        generate(target, prompts, WANTS[part])
+    assert len(generate(target, prompts, SHORT)) == 2
+    # The stores are there; what is wanted beside them, and the workspace, must be free.
+    device(more)
+    with pytest.raises(DeviceMemoryError, match=part):
+        generate(target, prompts, WANTS[part])
+    device(more + workspace_bytes(decoder, size, FLOAT32))
+    kept = target.keeper.engine
+    assert len(generate(target, prompts, WANTS[part])) == 2
+    assert target.keeper.engine is kept
+    adjust = kept.runner.state.adjust
+    assert (adjust is None) == ("adjustments" not in "".join(parts))
+    if adjust is not None:
+        assert parts["adjustments of 2 x 64 tokens"] == 2 * array_bytes(adjust)
+
+
+@pytest.mark.parametrize("wants", [wide((True, False)), wide((False, True)), (True, True)], ids=str)
+def test_the_workspace_of_what_requests_want(wants):
+    config = dataclasses.replace(TINY, vocab_size=8192)
+    decoder, size = decoder_for(config, 64), EngineSize.of(config, 1, 128)
+    extras = Extras(adjusts=wants[0], bad_words=(16, 4), logprobs=wants[1])
+    decoder = dataclasses.replace(decoder, adjusts=wants[0], logprobs=wants[1], max_rounds=8)
+    weights = jax.eval_shape(
+        lambda: DecodeWeights(random_target(config, 0).weights, random_head(config, 0).weights)
+    )
+    sizes = {"num_pages": 2, "pages_per_slot": 2, "page_size": PAGE_SIZE, "dtype": FLOAT32}
+    state = jax.eval_shape(lambda: decoder.empty_state(1, **sizes, bad_words=extras.bad_words))
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
+    parts = extra_bytes(decoder, size, FLOAT32, extras)
+    told = sum(count for name, count in parts.items() if name.startswith("log-probabilities"))
+    estimate = workspace_bytes(decoder, size, FLOAT32) + told
+    assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
 
 
 def test_an_engine_that_does_not_fit_is_refused(device):

@@ -9,8 +9,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate, generate_tree
+from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.engine.bad_words import encode_bad_words
 from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.sampling.adjust import room_for
@@ -28,6 +29,7 @@ from tests.decode.tiny import (
     word_tokenizer,
 )
 from tests.marks import wide
+from tests.sampling.reference import log_softmax
 
 EOS = 9
 CONFIG = with_windows(TINY, None)
@@ -182,3 +184,47 @@ def test_a_batch_that_wants_nothing_runs_what_it_ran_before(target, head):
         state = dataclasses.replace(own.runner.state, adjust=None)
         seen.append(decoder.program.lower(decoder, own.weights, state, np.int32(1)).as_text())
     assert seen[0] == seen[1]
+
+
+DEMO_KINDS = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": 0.5},
+    "repetition": {"repetition_penalty": 1.3},
+    "minimum": {"min_tokens": 40, "ignore_eos": False, "stop_token_ids": list(range(0, 2000, 2))},
+    "bias": {"logit_bias": dict.fromkeys(range(0, 1000, 3), -5.0)},
+    "allowed": {"allowed_token_ids": list(range(1500))},
+    "words": {"bad_words": ["return", "self", "path", "for line in", "the"]},
+}
+DEMO_KINDS["everything"] = {name: value for kind in DEMO_KINDS.values() for name, value in kind.items()}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    target = load_target(DEMO_TARGET, dtype="float32")
+    return target, load_draft_head(DEMO_DRAFT_HEAD, dtype="float32", target=target)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", DEMO_KINDS)
+def test_the_demo_pair(demo, kind):
+    """Text that recurs, and words that begin with a space: every request, alone and in a batch of trees."""
+    target, head = demo
+    prompt = target.tokenizer.encode("def read_lines(path):")
+    own = {"max_tokens": 48, "ignore_eos": True, "logprobs": 2, **DEMO_KINDS[kind]}
+    params = [SamplingParams(**own), SamplingParams(**own, temperature=1.0, seed=1, top_p=0.9)]
+    alone = [generate(target, [prompt], each)[0] for each in params]
+    tree = generate_tree(target, head, [prompt] * 2, params, budget=32)
+    assert differences(target, [prompt] * 2, params, tree, alone) == []
+    assert tree[0].mean_acceptance_length > 1.2
+    for output, plain in zip(tree, alone, strict=True):
+        whole = log_softmax(logits(target, [[*prompt, *output.token_ids]])[0, len(prompt) - 1 : -1])
+        for token, told, row in zip(output.token_ids, output.logprobs, whole, strict=True):
+            assert told[token].logprob == pytest.approx(row[token], abs=1e-4)
+            assert max(row) == pytest.approx(max(own.logprob for own in told.values()), abs=1e-4)
+        assert plain.cumulative_logprob == pytest.approx(output.cumulative_logprob, abs=1e-2)
+        text = target.tokenizer.decode(output.token_ids)
+        if kind in ("words", "everything"):
+            assert " return" not in text
+            assert "self" not in text.split()
+        if kind in ("minimum", "everything"):
+            assert len(output.token_ids) >= 40

@@ -255,7 +255,8 @@ class TestPressure:
             step(scheduler, device, 4)
         got = list(own.tokens)
         # As if others had needed its pages.
-        scheduler._preempt(own)
+        scheduler._holdings.free(own)
+        own.preempt()
         [admission] = scheduler.next_batch(1).admissions
         assert admission.anchor == got[-1]
         assert admission.remaining == 200 - len(got)

@@ -33,3 +33,10 @@ def path_of(tokens, parents, node):
         path.append(int(tokens[node]))
         node = parents[node]
     return path[::-1]
+
+
+def log_softmax(rows):
+    """Log-probabilities of rows of logits, in float64."""
+    rows = np.asarray(rows, np.float64)
+    rows = rows - rows.max(-1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(-1, keepdims=True))

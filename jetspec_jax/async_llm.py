@@ -1,0 +1,265 @@
+"""`AsyncLLM`: completions for many callers of an event loop at once, piece by piece."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jetspec_jax.arguments import check_integer, check_number, check_type, shown
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.engine.driver import Driver
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.pace import Slices
+from jetspec_jax.engine.planning import plan_engine, plan_requests
+from jetspec_jax.engine.prompts import Prompt, read_prompt
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.serving import compile_chunks, groups_of
+from jetspec_jax.engine.size import MAX_SLOTS
+from jetspec_jax.llm import LLM, kinds_to_compile
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.tree import Hints
+
+#: Requests that may wait for a slot, unless a caller says how many.
+MAX_WAITING = 1024
+#: Why a completion ended that `AsyncLLM.abort` took out.
+ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a completion.
+
+    Attributes:
+        text: More of its text; empty without a tokenizer.
+        token_ids: More of its tokens, whose text may still be to come.
+        index: Which of its prompt's ``n`` completions it is.
+        finish_reason: None while it goes on; as `Completion` has it, or "abort".
+        completion: All of it, once it has ended; None where it was aborted.
+        logprobs: What is told of the new tokens, as `Completion` has it.
+    """
+
+    text: str
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: str | None = None
+    completion: Completion | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+class AsyncLLM:
+    """Serves requests that come at any time, with one engine for all of them.
+
+    It may be used from several event loops, also at once. An `LLM` of the same target may be used beside it.
+
+    Example::
+
+        async with AsyncLLM(budget=16) as llm:
+            async for delta in llm.generate("def read_lines(path):"):
+                print(delta.text, end="")
+    """
+
+    def __init__(
+        self,
+        *models: Any,
+        max_slots: int = MAX_SLOTS,
+        capacity: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        **settings: Any,
+    ):
+        """Loads the models; the engine is made for the first request.
+
+        Args:
+            *models: Target and draft head, as for `LLM`.
+            max_slots: Requests that decode at the same time, with each copy of the models.
+            capacity: Tokens of prompt and output that a slot can hold; None is the usual number.
+            max_waiting: Requests that may wait for a slot, with each copy of the models.
+            **settings: As for `LLM`.
+
+        Raises:
+            ValueError: A setting is not valid, or there are several processes.
+            Exception: All else that `LLM` raises.
+        """
+        check_integer("max_waiting", max_waiting, 1)
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"AsyncLLM runs in one process, and this job has {jax.process_count()}; use LLM there"
+            )
+        self.llm = LLM(*models, max_slots=max_slots, capacity=capacity, **settings)
+        target: Target = self.llm.target
+        head: Head | None = self.llm.draft_head
+        plan = plan_engine(
+            target.config,
+            None if head is None else head.config,
+            self.llm.settings,
+            target.dtype,
+            slots=max_slots,
+            capacity=capacity,
+            implementation=settings.get("implementation"),
+            mesh=target.mesh,
+        )
+        self._capacity, self._implementation = plan.size.capacity, plan.decoder.implementation
+        plan = replace(plan, slices=Slices())
+        self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
+        # How to end those that have a name.
+        self._named: dict[str, Callable[[], object]] = {}
+
+    async def __aenter__(self) -> "AsyncLLM":
+        """Itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes it."""
+        await self.close()
+
+    @property
+    def errored(self) -> bool:
+        """Whether the last dispatch failed; a later request makes the engine anew."""
+        return any(driver.error is not None for driver in self._drivers)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        routing: Hints | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Completes one prompt; what is new comes after each dispatch.
+
+        To close the iterator, to cancel the task that reads it, or to drop it frees slot and pages at the end
+        of the dispatch that runs.
+
+        Args:
+            prompt: As for `LLM.generate`.
+            sampling_params: How it is sampled; ``n`` of them makes so many completions.
+            request_id: A name for `abort`.
+            priority: Lower numbers are served first.
+            timeout: Seconds that it has from now on.
+            cache_salt: Pages are shared only among requests with the same salt.
+            routing: As for `LLM.generate`.
+
+        Yields:
+            Deltas, the last one of each completion with all of it.
+
+        Raises:
+            TypeError: Something is of a wrong type.
+            ValueError: The request cannot be served, or another of its name runs.
+            QueueFull: Too many wait already.
+            DeadlinePassed: It was not served in its time.
+            RuntimeError: It was closed, or the engine was lost.
+        """
+        check_type("request_id", request_id, str | None, "a name or None")
+        check_type("cache_salt", cache_salt, str | None, "a text or None")
+        check_integer("priority", priority, -(2**31), 2**31)
+        deadline = None if timeout is None else time.monotonic() + check_number("timeout", timeout)
+        requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | None]()
+        for number, request in enumerate(requests):
+            request.priority, request.deadline, request.cache_salt = priority, deadline, cache_salt
+            request.told = _teller(request, number, loop, news)
+        outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
+        if request_id is not None and request_id in self._named:
+            raise ValueError(f"another request of the name {shown(request_id)} runs")
+        try:
+            min(self._drivers, key=lambda driver: driver.work).submit(requests)
+            if request_id is not None:
+                self._named[request_id] = lambda: _send(loop, news, None)
+            going_on = dict(enumerate(outputs))
+            sent = [0] * len(outputs)
+            while going_on:
+                heard = await news.get()
+                if heard is None:
+                    for output in going_on.values():
+                        yield Delta("", [], output.request.index, ABORT)
+                    return
+                number, count = heard
+                if number not in going_on:
+                    continue
+                output, known = outputs[number], len(outputs[number].token_ids)
+                output.update(count)
+                text, reason = output.settled_text[sent[number] :], output.finish_reason
+                sent[number] += len(text)
+                whole, told = None, output.logprobs(known)
+                if reason is not None:
+                    output.request.abandoned = True  # a stop string is nothing that an engine knows of
+                    whole = going_on.pop(number).completion()
+                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told)
+        finally:
+            for request in requests:
+                request.abandoned = True
+            if request_id is not None:
+                self._named.pop(request_id, None)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
+        if end := self._named.get(request_id):
+            end()
+
+    async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
+        """Makes the engine and compiles what requests need.
+
+        Args:
+            sampling_params: As those of requests to come, where they want masks, biases, penalties or
+                log-probabilities: what they need is compiled too.
+        """
+        prompt = [0] * min(2, self._capacity - 1)
+        requests = []
+        for params in kinds_to_compile(sampling_params):
+            for driver in self._drivers:
+                requests += (own := self._read(prompt, params, None))
+                driver.submit(own)
+        while any(request.open for request in requests):
+            await asyncio.sleep(0.01)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        await asyncio.to_thread(compile_chunks, self.llm.target)
+
+    async def close(self) -> None:
+        """Ends all requests with an error, and the thread; the models stay loaded."""
+        for driver in self._drivers:
+            await asyncio.to_thread(driver.close)
+
+    def _read(
+        self, prompt: Prompt, sampling_params: SamplingParams | None, routing: Hints | None
+    ) -> list[Request]:
+        llm = self.llm
+        _, requests = plan_requests(
+            llm.target,
+            llm.draft_head,
+            llm.settings,
+            [read_prompt(llm.target, prompt)],
+            sampling_params,
+            routing,
+            capacity=self._capacity,
+            implementation=self._implementation,
+        )
+        return requests
+
+
+def _teller(
+    request: Request, number: int, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any]
+) -> Callable[[], None]:
+    """What an engine's thread calls: puts the number of its tokens where the loop reads it."""
+
+    def told() -> None:
+        if not _send(loop, news, (number, len(request.tokens))):
+            request.abandoned = True
+
+    return told
+
+
+def _send(loop: asyncio.AbstractEventLoop, news: asyncio.Queue[Any], what: Any) -> bool:
+    """Puts something into a queue of a loop; false where the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(news.put_nowait, what)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,416 @@
+"""`AsyncLLM`: many callers, one engine and one thread; each gets what it gets alone."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDecoder, generate
+from jetspec_jax.device.keeper import Keeper
+from jetspec_jax.engine.driver import Driver
+from jetspec_jax.engine.line import QueueFull
+from jetspec_jax.engine.request import DeadlinePassed
+from tests.decode.compilations import compilations
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+
+CONFIG = with_windows(TINY, None)
+PROMPT = [3, 1, 4, 1, 5]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+TREE = {"budget": 16, "width": 3}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
+
+
+@pytest.fixture
+def llm(models):
+    """One of four slots, which leaves neither requests nor threads."""
+    made = AsyncLLM(*models, max_slots=4, **TREE)
+    yield made
+    asyncio.run(made.close())
+    assert threads() == []
+    engine = models[0].keeper.engine
+    if engine is not None and not engine.broken:
+        assert not engine.busy
+        assert engine.scheduler.free_pages == engine.plan.size.num_pages
+
+
+def threads():
+    return [one for one in threading.enumerate() if one.name == "jetspec-engine"]
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    return generate(models[0], [PROMPT], PARAMS)[0]
+
+
+async def read(llm, prompt=PROMPT, params=PARAMS, most=None, **settings):
+    """Deltas, at most so many; then the generator is closed."""
+    deltas = []
+    async with contextlib.aclosing(llm.generate(prompt, params, **settings)) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == most:
+                break
+    return deltas
+
+
+def tokens_of(deltas):
+    return list(itertools.chain.from_iterable(delta.token_ids for delta in deltas))
+
+
+def check(deltas, expected):
+    whole = deltas[-1].completion
+    assert whole == expected
+    assert tokens_of(deltas) == expected.token_ids
+    assert "".join(delta.text for delta in deltas) == expected.text
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert whole.metrics.decode_time >= 0
+    assert whole.metrics.time_to_first_token > 0
+
+
+def same(deltas, expected):
+    """As `check`, whatever the trees: plain decoding has other rounds."""
+    assert deltas[-1].completion.token_ids == expected.token_ids
+    assert "".join(delta.text for delta in deltas) == expected.text
+
+
+def test_many_at_once_get_what_each_gets_alone(llm, models):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 64, int(rng.integers(1, 30))).tolist() for _ in range(24)]
+    params = [
+        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=int(rng.integers(1, 40)), stop="xa")
+        for seed in range(24)
+    ]
+    alone = generate(models[0], prompts, params)
+    gone = set(range(0, 24, 5))
+
+    async def one(number):
+        await asyncio.sleep(float(rng.random()) * 0.2)
+        most = 1 if number in gone else None
+        return await read(llm, prompts[number], params[number], most)
+
+    async def run():
+        return await asyncio.gather(*[one(number) for number in range(24)])
+
+    for number, (deltas, whole) in enumerate(zip(asyncio.run(run()), alone, strict=True)):
+        if number in gone:
+            got = tokens_of(deltas)
+            assert got == whole.token_ids[: len(got)]
+        else:
+            same(deltas, whole)
+    assert models[0].keeper.engine.plan.size.slots == 4
+
+
+def test_deltas_make_the_completion(llm):
+    deltas = asyncio.run(read(llm))
+    assert len(deltas) > 1
+    check(deltas, deltas[-1].completion)
+
+
+def test_completions_of_one_prompt(llm, models):
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, n=3)
+    deltas = asyncio.run(read(llm, params=params))
+    for index, whole in enumerate(generate(models[0], [PROMPT], params)):
+        same([delta for delta in deltas if delta.index == index], whole)
+
+
+def test_tasks_that_are_cancelled_free_their_slots(llm, expected):
+    async def run():
+        begun = asyncio.Event()
+
+        async def endless():
+            async for _ in llm.generate(PROMPT, LONG):
+                begun.set()
+
+        tasks = [asyncio.create_task(endless()) for _ in range(6)]
+        await begun.wait()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        return await read(llm)
+
+    same(asyncio.run(run()), expected)
+
+
+def test_a_consumer_that_raises_and_one_that_forgets(llm, expected):
+    async def run():
+        async def raises():
+            async with contextlib.aclosing(llm.generate(PROMPT, LONG)) as stream:
+                async for _ in stream:
+                    raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await raises()
+        forgotten = llm.generate(PROMPT, LONG)
+        await anext(forgotten)
+        del forgotten
+        return await read(llm)
+
+    same(asyncio.run(run()), expected)
+
+
+def test_loops_one_after_another_and_at_once(llm, expected):
+    for _ in range(2):
+        same(asyncio.run(read(llm)), expected)
+    got = []
+    loops = [threading.Thread(target=lambda: got.append(asyncio.run(read(llm)))) for _ in range(2)]
+    for one in loops:
+        one.start()
+    for one in loops:
+        one.join()
+    for deltas in got:
+        same(deltas, expected)
+    assert len(got) == 2
+
+
+def test_a_loop_that_is_closed_takes_its_requests_along(llm, expected):
+    loop = asyncio.new_event_loop()
+    stream = llm.generate(PROMPT, LONG)
+    loop.run_until_complete(anext(stream))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    same(asyncio.run(read(llm)), expected)
+    del stream
+
+
+@pytest.mark.parametrize("settings", [TREE, {"budget": 1}], ids=["shares", "has its own"])
+def test_calls_of_other_threads_take_turns(llm, models, expected, settings):
+    got, beside = [], LLM(*models, **settings)
+
+    def call():
+        for _ in range(3):
+            got.extend(beside.generate([PROMPT] * 2, PARAMS))
+            with beside.stream(PROMPT, PARAMS) as stream:
+                list(stream)
+            got.append(stream.completion)
+
+    async def run():
+        other = threading.Thread(target=call)
+        await read(llm, most=1)
+        other.start()
+        deltas = await asyncio.gather(*[read(llm) for _ in range(8)])
+        await asyncio.to_thread(other.join)
+        return deltas
+
+    for deltas in asyncio.run(run()):
+        same(deltas, expected)
+    assert [one.token_ids for one in got] == [expected.token_ids] * 9
+
+
+def test_a_call_shares_the_engine_of_more_slots(llm, models, expected):
+    asyncio.run(read(llm))
+    engine = models[0].keeper.engine
+    assert LLM(*models, **TREE).generate([PROMPT], PARAMS)[0].token_ids == expected.token_ids
+    asyncio.run(read(llm))
+    assert models[0].keeper.engine is engine
+
+
+def test_deltas_tell_of_their_tokens(llm, models):
+    """One that wants more than those before it: their engine makes room for that."""
+    wants = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1, bad_words=["ab"], min_tokens=12)
+
+    async def both():
+        return await asyncio.gather(read(llm), read(llm, params=wants))
+
+    plain, deltas = asyncio.run(both())
+    assert {delta.logprobs is None for delta in plain} == {True}
+    [expected] = generate(models[0], [PROMPT], wants)
+    told = list(itertools.chain.from_iterable(delta.logprobs for delta in deltas))
+    assert told == deltas[-1].completion.logprobs
+    assert tokens_of(deltas) == expected.token_ids
+    for mine, other in zip(told, expected.logprobs, strict=True):
+        assert {token: own.logprob for token, own in mine.items()} == pytest.approx(
+            {token: own.logprob for token, own in other.items()}, abs=1e-4
+        )
+
+
+def test_what_the_device_cannot_hold_ends_its_request_alone(llm, monkeypatch):
+    def too_little(*_):
+        raise DeviceMemoryError("too little memory for what it wants beside")
+
+    monkeypatch.setattr("jetspec_jax.engine.engine.check_extra_memory", too_little)
+
+    async def both():
+        wants = SamplingParams(max_tokens=4, bad_words=["abcdefgh"])
+        return await asyncio.gather(read(llm), read(llm, params=wants), return_exceptions=True)
+
+    plain, failed = asyncio.run(both())
+    assert plain[-1].finish_reason == "length"
+    assert isinstance(failed, DeviceMemoryError)
+
+
+def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected, monkeypatch):
+    def broken(*_):
+        raise OSError("the device is gone")
+
+    async def run():
+        await read(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeDecoder, "decode", broken)
+            ends = await asyncio.gather(*[read(llm) for _ in range(3)], return_exceptions=True)
+        assert [str(end) for end in ends] == ["the device is gone"] * 3
+        assert llm.errored
+        deltas = await read(llm)
+        assert not llm.errored
+        return deltas
+
+    same(asyncio.run(run()), expected)
+
+
+def test_an_engine_that_others_broke(llm, models, expected):
+    async def run():
+        stream = llm.generate(PROMPT, LONG)
+        await anext(stream)
+        with models[0].keeper.line, models[0].keeper.lock:
+            models[0].keeper.engine.broken = True
+        with pytest.raises(RuntimeError, match="start anew"):
+            [delta async for delta in stream]
+        return await read(llm)
+
+    same(asyncio.run(run()), expected)
+
+
+def test_a_deadline_passes(llm, expected):
+    async def run():
+        with pytest.raises(DeadlinePassed):
+            await read(llm, timeout=0)
+        return await read(llm, timeout=600)
+
+    same(asyncio.run(run()), expected)
+
+
+def test_a_full_queue(models, expected):
+    async def run():
+        async with AsyncLLM(*models, max_slots=1, max_waiting=2, **TREE) as llm:
+            ends = await asyncio.gather(*[read(llm) for _ in range(8)], return_exceptions=True)
+            served = [end for end in ends if isinstance(end, list)]
+            assert all(isinstance(end, QueueFull) for end in ends if not isinstance(end, list))
+            assert 2 <= len(served) < 8
+            for deltas in served:
+                same(deltas, expected)
+            with pytest.raises(QueueFull):
+                await read(llm, params=SamplingParams(n=3, max_tokens=9))
+
+    asyncio.run(run())
+
+
+def test_closed_with_running_requests(models):
+    async def run():
+        llm = AsyncLLM(*models, max_slots=2, **TREE)
+        begun = llm.generate(PROMPT, LONG)
+        await anext(begun)
+        others = [asyncio.create_task(read(llm, params=LONG)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        await llm.close()
+        await llm.close()
+        assert threads() == []
+        with pytest.raises(RuntimeError, match="closed"):
+            [delta async for delta in begun]
+        for end in await asyncio.gather(*others, return_exceptions=True):
+            assert isinstance(end, RuntimeError)
+        with pytest.raises(RuntimeError, match="closed"):
+            await read(llm)
+
+    asyncio.run(run())
+
+
+def test_abort(llm):
+    async def run():
+        stream = llm.generate(PROMPT, LONG, request_id="mine")
+        await anext(stream)
+        with pytest.raises(ValueError, match="'mine' runs"):
+            await read(llm, request_id="mine")
+        await llm.abort("mine")
+        await llm.abort("nobody's")
+        deltas = [delta async for delta in stream]
+        assert (deltas[-1].finish_reason, deltas[-1].completion) == ("abort", None)
+        assert (await read(llm, request_id="mine"))[-1].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "says"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([64], {}, "outside the vocabulary"),
+        ([1] * 300, {}, "longer than the context"),
+        (PROMPT, {"params": SamplingParams(max_tokens=300)}, "max_tokens"),
+        (PROMPT, {"params": 3}, "SamplingParams"),
+        (PROMPT, {"priority": "high"}, "priority"),
+        (PROMPT, {"timeout": "soon"}, "timeout"),
+        (PROMPT, {"request_id": 3}, "request_id"),
+        (PROMPT, {"routing": 3}, "routing"),
+    ],
+)
+def test_bad_input_reaches_no_engine(llm, monkeypatch, prompt, settings, says):
+    monkeypatch.setattr(Driver, "submit", lambda *_: pytest.fail("was submitted"))
+    with pytest.raises((TypeError, ValueError), match=says):
+        asyncio.run(read(llm, prompt, **settings))
+
+
+def test_nothing_compiles_after_a_warm_up(llm, models):
+    asyncio.run(llm.warm_up())
+    engine = models[0].keeper.engine
+    with compilations() as seen:
+        asyncio.run(read(llm, [1] * 40))
+    assert seen == []
+    assert models[0].keeper.engine is engine
+
+
+def test_one_that_is_dropped_leaves_no_thread_and_no_target():
+    target, head = random_target(CONFIG, 1), random_head(CONFIG, 1)
+    llm = AsyncLLM(target, head, max_slots=2, **TREE)
+    stream = llm.generate(PROMPT, LONG)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    for one in threads():
+        one.join(60)
+    kept = weakref.ref(target.keeper.engine), weakref.ref(target.weights["embed_tokens"])
+    del llm, stream, target
+    gc.collect()
+    assert threads() == []
+    assert [one() for one in kept] == [None, None]
+
+
+def test_of_several_processes_it_refuses(models, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="in one process, and this job has 2"):
+        AsyncLLM(*models)
+
+
+def test_a_call_comes_between_two_turns():
+    """Of a thread that never stops: one that starves would wait for ever."""
+    keeper, done = Keeper(), threading.Event()
+
+    def turns():
+        while not done.is_set():
+            with keeper.turn():
+                pass
+
+    def calls():
+        for _ in range(50):
+            with keeper.line, keeper.lock, keeper.line, keeper.lock:
+                pass
+
+    threads = [threading.Thread(target=own, daemon=True) for own in (turns, calls)]
+    for one in threads:
+        one.start()
+    threads[1].join(60)
+    assert not threads[1].is_alive()
+    done.set()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
