@@ -294,8 +294,8 @@ class LLM:
         Args:
             num_prompts: How many completions a call will ask for; None is any number, up to the slots that
                 there may be, each size of a batch in its turn.
-            sampling_params: As those of calls to come, where they want masks, biases, penalties or
-                log-probabilities: what they need is compiled too.
+            sampling_params: As those of calls to come, where they want masks, biases, penalties,
+                log-probabilities or a grammar: what they need is compiled too.
 
         Raises:
             TypeError: Something is of a wrong type.
@@ -376,8 +376,9 @@ def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingPar
     short = SamplingParams(max_tokens=1, ignore_eos=True)
     if sampling_params is None or not sampling_params.wants_more:
         return [short]
-    own = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1), "ignore_eos": True}
-    return [short, replace(sampling_params, **own, n=1, stop=())]
+    least, free = min(sampling_params.min_tokens, 1), sampling_params.structured_outputs is None
+    own = {"max_tokens": 1, "min_tokens": least, "ignore_eos": free, "n": 1, "stop": ()}
+    return [short, replace(sampling_params, **own)]
 
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:
