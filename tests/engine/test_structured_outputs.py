@@ -142,8 +142,10 @@ def test_several_completions_of_a_prompt(models):
 def test_streams(models):
     target, head = models
     llm = LLM(target, head, **SETTINGS)
-    with llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
+    llm.warm_up(1, PARAMS[0])
+    with compilations() as seen, llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
         pieces = [next(other), *stream, *other]
+    assert seen == []
     assert stream.completion == llm.generate("ab", PARAMS[0])[0]
     assert other.completion == llm.generate("ab", FREE)[0]
     assert "".join(pieces).count("!") >= 1
