@@ -376,8 +376,9 @@ def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingPar
     short = SamplingParams(max_tokens=1, ignore_eos=True)
     if sampling_params is None or not sampling_params.wants_more:
         return [short]
-    least = min(sampling_params.min_tokens, 1)
-    return [short, replace(sampling_params, max_tokens=1, min_tokens=least, n=1)]
+    own = {"max_tokens": 1, "min_tokens": min(sampling_params.min_tokens, 1)}
+    goes_on = sampling_params.structured_outputs is None  # a form may end its text
+    return [short, replace(sampling_params, **own, ignore_eos=goes_on, n=1, stop=())]
 
 
 def _target_of(target: str | Path | Target, model: str | Path | Target) -> str | Path | Target:

@@ -100,7 +100,8 @@ class Runner:
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
-        rounds = "masked " * bool(matchers) + kind_of(batch), len(batch.live), batch.bucket
+        kind = f"masked {kind_of(batch)}" if matchers else kind_of(batch)
+        rounds = kind, len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -121,8 +122,7 @@ class Runner:
         for chunk in batch.chunks:
             self._prefill(chunk)
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
-        alone = not batch.chunks and not scored and not matchers
-        timed = timed and alone and rounds in self._compiled
+        timed = timed and not (batch.chunks or scored or matchers) and rounds in self._compiled
         started = time.perf_counter() if timed else None
         records = None
         if batch.rounds:
@@ -276,7 +276,7 @@ class Runner:
             what = f"the forward of {size} rows of {'a prompt' if count == 1 else f'{count} prompts'}"
         else:
             what = "the plain step" if size == 1 else f"the round of {size} nodes"
-            what = f"the parts of {what}" if kind == "masked rounds" else what
+            what = f"the parts of {what}" if kind.startswith("masked") else what
             what += "" if count == self.size.slots else f" for {count} of {self.size.slots} slots"
         with waiting(f"compiling {what}"):
             yield

@@ -313,11 +313,12 @@ def _check_choices(request: Request, record: DispatchRecord, column: int) -> Non
     """Refuses to hand out anything of a dispatch that lacks a token; a request that may forbid all, fails."""
     if not (record.tokens[:, column] == NO_CHOICE).any():
         return
-    if request.params.adjusts or request.params.structured_outputs is not None:
+    if request.params.adjusts:
+        form = "" if request.matcher is None else "the grammar, "
         request.fail(
             ValueError(
-                "no token is left to choose: grammar, allowed_token_ids, bad_words and min_tokens together "
-                "forbid all, or the target's logits are not numbers"
+                f"no token is left to choose: {form}allowed_token_ids, bad_words and min_tokens forbid all, "
+                "or the target's logits are not numbers"
             )
         )
     else:

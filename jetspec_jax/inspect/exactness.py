@@ -15,11 +15,15 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
+from jetspec_jax.engine.grammars import matcher_for
+from jetspec_jax.engine.planning import stop_ids_of
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for
+from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.tree import NO_PARENT
 
 # In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
 TIE_GAP = 1e-4
@@ -105,7 +109,12 @@ def perturbed_logits(
     )
     sampling, own = jax.tree.map(lambda x: np.asarray(x)[None], (Sampling.of(params), adjustments))
     position = np.array([len(prompt) + len(output)], np.int32)
-    logits = np.asarray(next_token_logits(target, [*prompt, *output]))
+    logits = next_token_logits(target, [*prompt, *output])
+    matcher = matcher_for(target, params, stop_ids_of(target, params))
+    if matcher is not None:
+        matcher.advance(output)
+        root = matcher.masks_of_tree(np.zeros(1, np.int32), np.full(1, NO_PARENT, np.int32), 1)
+        logits = only_allowed(logits, jnp.asarray(root[None]))
     return np.asarray(_perturbed(logits, position, sampling, own))[0, 0]
 
 

@@ -12,7 +12,7 @@ def only_allowed(logits: Float[Array, "B N V"], allowed: UInt32[Array, "B N word
     Args:
         logits: Of the nodes, of any floating type; a device's own part of the vocabulary, where it has one
             (see `pallas_kernels.shards`).
-        allowed: Packed sets of the whole vocabulary: bit t % 32 of word t // 32 for token t.
+        allowed: Packed sets of the whole vocabulary: see `jetspec_jax.sampling.token_sets`.
     """
     size = logits.shape[-1]
     token = jnp.arange(size, dtype=jnp.int32) + size * shards.index()

@@ -1,4 +1,4 @@
-"""Grammars, matched by llguidance: which tokens may follow at every node of a tree. Imports no JAX.
+"""Grammars, matched by llguidance: which tokens may follow at every node of a tree. Runs on the host.
 
 A grammar speaks of the output alone. Its tokens are bytes to it, so that any split of a text into tokens is
 the same text. Tokens that end a request are no text: they are allowed where the grammar may end.
@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from jetspec_jax.sampling.structured import StructuredOutputsParams
+from jetspec_jax.sampling.token_sets import packed
 
 #: Grammars that are kept compiled for each target.
 MOST_KEPT = 64
@@ -52,7 +53,7 @@ class Vocabulary:
             raise ValueError(f"llguidance cannot take the target's tokenizer: {_words(error)}") from error
         self.vocab_size = vocab_size
         # llguidance allows its own ends where a grammar may end: here a request says which these are.
-        self.text_bits = ~_bits(self._tokens.eos_tokens, size)
+        self.text_bits = ~packed(self._tokens.eos_tokens, size)
         self._kept: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -138,7 +139,7 @@ class Matcher:
         self.problem: str | None = None
         self._matcher, self._stop_ids = matcher, frozenset(stop_ids)
         self._text_bits = vocabulary.text_bits
-        self._stop_bits = _bits(stop_ids, 32 * len(self._text_bits))
+        self._stop_bits = packed(stop_ids, 32 * len(self._text_bits))
         self._words = -(-vocabulary.vocab_size // 32)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -173,7 +174,7 @@ class Matcher:
             num_nodes: Nodes that are no padding.
 
         Returns:
-            Packed sets: bit t % 32 of word t // 32 for token t. Nodes that can never be accepted, as the
+            Packed sets, see `jetspec_jax.sampling.token_sets`. Nodes that can never be accepted, as the
             grammar forbids them, a token before them ends the request, or they are padding, have all.
         """
         masks = np.full((len(tokens), self._words), _ALL, np.uint32)
@@ -235,15 +236,6 @@ class _Walk:
             self._row[:] = 0
             return self._row, True
         return self._row, self._at.is_accepting()
-
-
-def _bits(tokens: Collection[int], size: int) -> UInt32[np.ndarray, "words"]:
-    """A packed set of tokens."""
-    bits = np.zeros(-(-size // 32), np.uint32)
-    for token in tokens:
-        if token < size:
-            bits[token // 32] |= np.uint32(1 << token % 32)
-    return bits
 
 
 def _words(error: object) -> str:

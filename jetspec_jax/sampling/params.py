@@ -133,7 +133,8 @@ class SamplingParams:
     @property
     def wants_more(self) -> bool:
         """Whether more is wanted than tokens that are chosen of the filtered logits as they are."""
-        return self.adjusts or self.logprobs is not None or self.prompt_logprobs is not None
+        told = self.logprobs, self.prompt_logprobs, self.structured_outputs
+        return self.adjusts or any(own is not None for own in told)
 
     def each(self) -> "Sequence[SamplingParams]":
         """The parameters of each of the ``n`` completions, which has a seed of its own."""

@@ -191,7 +191,7 @@ def test_words_that_leave_no_token_later(target):
     """Allowed tokens and bad words that only together, and only after some tokens, forbid all."""
     with_tokenizer = dataclasses.replace(target, tokenizer=letters_tokenizer())
     params = SamplingParams(max_tokens=8, allowed_token_ids=(0,), bad_words=("aaa",))
-    with pytest.raises(ValueError, match="no token is left to choose: grammar, allowed_token_ids"):
+    with pytest.raises(ValueError, match="no token is left to choose: allowed_token_ids, bad_words"):
         generate(with_tokenizer, [GOOD], params)
     [good] = generate(with_tokenizer, [GOOD], dataclasses.replace(params, max_tokens=2))
     assert good.token_ids == [0, 0]

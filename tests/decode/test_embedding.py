@@ -64,7 +64,7 @@ def test_signatures_that_users_rely_on():
         *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
         *("ignore_eos", "n", "include_stop_str_in_output", "skip_special_tokens"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias"),
-        *("bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs"),
+        *("bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "structured_outputs"),
     ]
     assert jj.SamplingParams(0.5, 3).top_k == 3
     assert names(jj.generate)[:3] == ["target", "prompts", "sampling_params"]

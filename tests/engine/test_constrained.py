@@ -33,7 +33,7 @@ def decode(engine, rounds, *, apart):
 
 @pytest.mark.parametrize(
     ("config", "budget", "rounds"),
-    [(TINY, 1, 1), (SLIDING, 16, 3), wide(HYBRID, 16, 3), wide(TINY, 16, 20), wide(HYBRID, 1, 20)],
+    [wide(TINY, 1, 1), (SLIDING, 16, 3), wide(HYBRID, 16, 3), wide(TINY, 16, 20), wide(HYBRID, 1, 20)],
 )
 def test_rounds_of_three_programs_are_those_of_one(config, budget, rounds):
     target, head = random_target(config, 3), random_head(config, 4)

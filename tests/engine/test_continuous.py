@@ -140,7 +140,7 @@ def test_each_gets_what_it_gets_alone(monkeypatch, model, proposer, count):
     assert_as_alone(target, requests, gone, asked, alone)
     assert sum(request.preemptions for request in requests) >= count // 10
     hits = sum(request.prefix_tokens > 0 for request in requests)
-    assert hits >= count // 5 if model == "dense" else hits == 0
+    assert hits >= count // 12 if model == "dense" else hits == 0
     if proposer == "oracle":
         assert np.mean([length for request in requests for length in request.accept_lengths]) > 2
 

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 
-from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams, generate, generate_tree
+from jetspec_jax import LLM, SamplingParams, StructuredOutputsParams, generate, generate_tree, logits
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.inspect.exactness import perturbed_logits
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.compilations import compilations
 from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target
@@ -90,6 +92,46 @@ def test_trees_and_plain_steps_of_a_mixed_batch(models):
     assert re.fullmatch("[a-c]{3}", again[2].text)
 
 
+def test_other_parameters_come_after_the_grammar(models):
+    """Penalties, biases and words within it, log-probabilities of the raw distribution; also none is left."""
+    target, head = models
+    form = StructuredOutputsParams(regex="([a-c]|é|12)+!")
+    first = SamplingParams(
+        temperature=1.0,
+        seed=2,
+        max_tokens=24,
+        structured_outputs=form,
+        presence_penalty=1.0,
+        logit_bias={0: 5.0},  # which is "!"
+        bad_words=["ab"],
+        logprobs=1,
+    )
+    params = [first, dataclasses.replace(first, temperature=0.0, repetition_penalty=1.3), FREE]
+    alone = [generate(target, [PROMPT], own)[0] for own in params]
+    outputs = generate_tree(target, head, [PROMPT] * 3, params, **SETTINGS)
+    for own, plain in zip(outputs, alone, strict=True):
+        assert own.token_ids == plain.token_ids
+    for asked, own in zip(params, outputs[:2], strict=False):
+        assert re.fullmatch("([a-c]|é|12)+!?", own.text)
+        assert "ab" not in own.text
+        for place, token in enumerate(own.token_ids):
+            row = perturbed_logits(target, PROMPT, own.token_ids[:place], asked)
+            assert row.argmax() == token
+        told = [row[token].logprob for row, token in zip(own.logprobs, own.token_ids, strict=True)]
+        np.testing.assert_allclose(told, raw_logprobs(target, own.token_ids), atol=1e-4)
+    short = StructuredOutputsParams(choice=["ab"])
+    other = [dataclasses.replace(first, min_tokens=3, structured_outputs=short), *params[1:]]
+    with pytest.raises(ValueError, match="no token is left to choose: the grammar, allowed_token_ids"):
+        generate_tree(target, head, [PROMPT] * 3, other, **SETTINGS)
+    again = generate_tree(target, head, [PROMPT] * 3, params, **SETTINGS)
+    assert [own.token_ids for own in again] == [own.token_ids for own in outputs]
+
+
+def raw_logprobs(target, tokens):
+    rows = jax.nn.log_softmax(logits(target, [[*PROMPT, *tokens]])[0, len(PROMPT) - 1 : -1])
+    return np.take_along_axis(np.asarray(rows), np.array(tokens)[:, None], axis=1)[:, 0]
+
+
 def test_several_completions_of_a_prompt(models):
     params = dataclasses.replace(structured(regex="[0-9a-z]{4}", seed=3), n=3)
     outputs = generate_tree(*models, [PROMPT], params, **SETTINGS)
@@ -100,8 +142,10 @@ def test_several_completions_of_a_prompt(models):
 def test_streams(models):
     target, head = models
     llm = LLM(target, head, **SETTINGS)
-    with llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
+    llm.warm_up(1, PARAMS[0])
+    with compilations() as seen, llm.stream("ab", PARAMS[0]) as stream, llm.stream("ab", FREE) as other:
         pieces = [next(other), *stream, *other]
+    assert seen == []
     assert stream.completion == llm.generate("ab", PARAMS[0])[0]
     assert other.completion == llm.generate("ab", FREE)[0]
     assert "".join(pieces).count("!") >= 1
@@ -114,6 +158,7 @@ def test_on_a_mesh(models):
     assert [own.token_ids for own in outputs] == [own.token_ids for own in alone]
 
 
+@pytest.mark.wide
 def test_requests_that_lose_their_slots_keep_their_places(models):
     """Too few pages for all: who goes on later goes on in its grammar."""
     target, head = models
@@ -134,9 +179,8 @@ def test_a_grammar_that_has_no_way_on_is_an_error():
     """No token is a "z". What comes after such a call is served."""
     target, head = pair(without="z")
     llm = LLM(target, head, **SETTINGS)
-    for budget in (1, 16):
-        with pytest.raises(ValueError, match="structured_outputs: the text ends where the grammar goes on"):
-            LLM(target, head, budget=budget).generate([PROMPT], structured(regex="abz"))
+    with pytest.raises(ValueError, match="structured_outputs: the text ends where the grammar goes on"):
+        llm.generate([PROMPT], structured(regex="abz"))
     assert llm.generate([PROMPT], structured(choice=["ab"]))[0].text == "ab"
 
 
