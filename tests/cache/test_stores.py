@@ -16,6 +16,7 @@ from jetspec_jax.cache.ring import RingStore
 from jetspec_jax.cache.slots import NO_PAGE, Slots
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.models.layers import KV
+from jetspec_jax.sampling.choice import NO_CHOICE
 from pallas_kernels.paged_write import paged_write
 
 BATCH, PAGE, NUM_PAGES, TABLE = 3, 4, 24, 8
@@ -230,4 +231,5 @@ def test_a_count_after_the_forward():
     """The count itself, of choices that there can be; and XLA cannot know that there are no others."""
     count = jnp.array([3, 0, 5], jnp.int32)
     assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, 0]])).tolist() == [3, 0, 5]
-    assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, -1]])).tolist() == [3, 0, 0]
+    assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, NO_CHOICE]])).tolist() == [3, 0, 5]
+    assert after_forward(count, jnp.array([[0, 9], [4, 2], [7, NO_CHOICE - 1]])).tolist() == [3, 0, 0]
