@@ -1,4 +1,4 @@
-"""The scheduler by itself, before a device that is made of NumPy."""
+"""The scheduler by itself, before a device that is made of NumPy: who is served, when, and until when."""
 
 import pickle
 
@@ -6,79 +6,31 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
 from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
-from jetspec_jax.engine.scheduler import Scheduler
-from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
-from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
-
-BUCKET = 16
-# Prompts of a forward, and rows of each.
-CHUNKS = ((1, 128), (2, 64))
-# Tokens of a round: always as many, whatever is left.
-STEP = 3
-
-
-def request(length, tokens, *, start=0, stop_ids=(), seed=1, settings=None, **own):
-    prompt = (np.arange(start, start + length) % VOCAB).astype(np.int32)
-    params = SamplingParams(max_tokens=tokens, seed=seed, **(settings or {}))
-    return Request(prompt, params, frozenset(stop_ids), BUCKET, **own)
-
-
-class Even(FakeDevice):
-    """Every round commits `STEP` tokens."""
-
-    def _round(self, slot, count):
-        return super()._round(slot, min(STEP, self.round_tokens))
+from tests.engine.fake_device import expected_tokens
+from tests.engine.scheduling import (
+    BUCKET,
+    STEP,
+    add,
+    assert_served,
+    finish,
+    make,
+    request,
+    slots_of,
+    step,
+)
 
 
 @pytest.fixture
 def made():
-    """A scheduler and its device."""
-
-    def make(slots=2, pages=8, capacity=256, policy=None, most_waiting=None, most=STEP, **size):
-        policy = FixedBudget(BUCKET) if policy is None else policy
-        size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
-        scheduler = Scheduler(size, policy, most, most_waiting=most_waiting)
-        return scheduler, Even(size, most, pool=scheduler.pool)
-
     return make
-
-
-def add(scheduler, *requests):
-    for own in requests:
-        scheduler.add(own)
-    return requests
-
-
-def step(scheduler, device, rounds=None, now=None):
-    batch = scheduler.next_batch(rounds, now)
-    scheduler.take(device.run(batch), now)
-    return batch
-
-
-def finish(scheduler, device):
-    for _ in range(1000):
-        if not scheduler.busy:
-            return
-        step(scheduler, device)
-    raise AssertionError("no progress")
-
-
-def assert_served(*requests):
-    for own in requests:
-        assert own.tokens == expected_tokens(own)
-        assert own.finish_reason == "length"
-
-
-def slots_of(batch):
-    return [own.slot for own in batch.admissions]
 
 
 def test_a_token_that_is_no_choice_is_an_error(made):
@@ -153,211 +105,6 @@ def test_a_request_that_no_pool_can_hold_is_refused(made):
     with pytest.raises(ValueError, match=r"needs 3 pages .* and a slot can name 2"):
         scheduler.add(request(100, 60))
     assert not scheduler.busy
-
-
-class TestPages:
-    def test_come_with_the_prompt_and_grow_with_the_rounds(self, made):
-        scheduler, device = made(slots=1, capacity=512)
-        [own] = add(scheduler, request(61, 300))
-        assert own.num_pages == 6
-        batch = step(scheduler, device, 1)
-        # 60 tokens are committed, and a round commits at most 3.
-        assert (len(own.pages), batch.growths) == (1, ())
-        batch = step(scheduler, device, 1)
-        assert [growth.slot for growth in batch.growths] == [0]
-        assert batch.growths[0].pages.tolist() == own.pages + [NO_PAGE] * 6
-        batch = step(scheduler, device, 40)
-        assert len(own.pages) == -(-(66 + 40 * STEP) // PAGE_SIZE)
-        assert step(scheduler, device, 1).growths == ()
-        finish(scheduler, device)
-        assert_served(own)
-        assert scheduler.free_pages == 8
-
-    def test_are_never_more_than_it_can_use(self, made):
-        scheduler, device = made(slots=1)
-        [own] = add(scheduler, request(60, 4))
-        step(scheduler, device)
-        assert_served(own)
-        assert device.slots[0].pages == [0]
-
-    def test_a_request_waits_for_them_and_lets_nobody_pass(self, made):
-        scheduler, device = made(slots=4, pages=5)
-        requests = add(scheduler, *(request(n, m, start=n) for n, m in ((70, 50), (190, 9), (5, 50), (9, 9))))
-        step(scheduler, device, 1)
-        # The first holds two pages, the second needs four; others wait behind it though they would fit.
-        assert [own.state for own in requests] == [State.DECODING, *[State.WAITING] * 3]
-        finish(scheduler, device)
-        assert_served(*requests)
-        assert [own.overtaken for own in requests] == [0] * 4
-        assert scheduler.free_pages == 5
-
-    def test_one_is_left_for_each_that_runs(self, made):
-        """Else it would be taken back soon."""
-        scheduler, device = made(slots=3, pages=3)
-        requests = add(scheduler, request(10, 70), request(20, 9, start=1), request(30, 9, start=2))
-        step(scheduler, device, 1)
-        assert [len(own.pages) for own in requests] == [1, 1, 0]
-        finish(scheduler, device)
-        assert_served(*requests)
-        assert [own.preemptions for own in requests] == [0, 0, 0]
-
-
-class TestPressure:
-    def test_cached_pages_go_first(self, made):
-        scheduler, device = made(slots=1, pages=4)
-        add(scheduler, request(130, 5))
-        finish(scheduler, device)
-        assert scheduler.pool.num_free == scheduler.free_pages == 4
-        first, second = add(scheduler, request(130, 5), request(200, 50, start=7))
-        finish(scheduler, device)
-        assert (first.prefix_tokens, second.prefix_tokens) == (128, 0)
-        # The second has evicted what the first had.
-        [third] = add(scheduler, request(130, 5))
-        finish(scheduler, device)
-        assert third.prefix_tokens == 0
-        assert_served(first, second, third)
-
-    def test_then_what_was_held_for_rounds_that_needed_less(self, made):
-        scheduler, device = made(slots=2, pages=8, capacity=512, most=30)
-        [first] = add(scheduler, request(10, 400))
-        step(scheduler, device, 12)
-        # Rounds might have committed ten times as much.
-        assert (len(first.tokens), len(first.pages)) == (36, 6)
-        [second] = add(scheduler, request(200, 50, start=3))
-        batch = step(scheduler, device, 1)
-        assert slots_of(batch) == [1]
-        assert (first.preemptions, len(first.pages), len(second.pages)) == (0, 2, 4)
-        assert [growth.slot for growth in batch.growths] == [0]
-        finish(scheduler, device)
-        assert_served(first, second)
-
-    def test_then_the_last_in_order_which_resumes_with_the_same_tokens(self, made):
-        scheduler, device = made(slots=3, pages=6, capacity=384)
-        first, second = add(scheduler, request(10, 250), request(60, 200, start=1))
-        while not second.preemptions:
-            step(scheduler, device, 4)
-        got = list(second.tokens)
-        [late] = add(scheduler, request(4, 9, start=2))
-        while second.state is State.WAITING:
-            # Whoever came later stays behind it.
-            assert late.started is None
-            assert second.tokens == got != []
-            step(scheduler, device, 4)
-        assert first.state is State.ENDED
-        finish(scheduler, device)
-        assert_served(first, second, late)
-        assert [own.preemptions for own in (first, second, late)] == [0, 1, 0]
-
-    def test_what_resumes_brings_prompt_and_output(self, made):
-        scheduler, device = made(slots=2, pages=8, capacity=384)
-        [own] = add(scheduler, request(60, 200, stop_ids=(5000,)))
-        for _ in range(7):
-            step(scheduler, device, 4)
-        got = list(own.tokens)
-        # As if others had needed its pages.
-        scheduler._holdings.free(own)
-        own.preempt()
-        [admission] = scheduler.next_batch(1).admissions
-        assert admission.anchor == got[-1]
-        assert admission.remaining == 200 - len(got)
-        # All its full pages are still there.
-        assert admission.length == (60 + len(got) - 1) // 64 * 64 > 64
-        assert not admission.active
-
-    def test_priorities_decide_who_is_last(self, made):
-        scheduler, device = made(slots=2, pages=5, capacity=256)
-        idle, urgent = add(scheduler, request(10, 200, priority=1), request(10, 200, start=1))
-        while scheduler.busy:
-            step(scheduler, device, 4)
-        assert_served(idle, urgent)
-        assert (urgent.preemptions, idle.preemptions > 0) == (0, True)
-
-
-class TestPrefixes:
-    def test_a_later_request_shares_full_pages(self, made):
-        scheduler, device = made(slots=2, pages=12)
-        [first] = add(scheduler, request(200, 20))
-        step(scheduler, device, 1)
-        [second] = add(scheduler, request(170, 20))
-        batch = step(scheduler, device, 1)
-        [admission] = batch.admissions
-        assert (admission.length, admission.active, second.prefix_tokens) == (128, False, 128)
-        assert second.pages[:2] == first.pages[:2]
-        assert [chunk.counts.sum() for chunk in batch.chunks] == [169 - 128]
-        finish(scheduler, device)
-        assert_served(first, second)
-
-    def test_the_anchor_is_never_shared(self, made):
-        """A prompt of whole pages decodes at once behind all but its last; one token more, behind all."""
-        scheduler, device = made(slots=3, pages=12)
-        [first] = add(scheduler, request(200, 5))
-        step(scheduler, device, 1)
-        whole, longer = add(scheduler, request(128, 5), request(129, 5))
-        batch = step(scheduler, device, 1)
-        assert [(own.length, own.active) for own in batch.admissions] == [(64, False), (128, True)]
-        finish(scheduler, device)
-        assert_served(first, whole, longer)
-
-    def test_outputs_are_shared_too(self, made):
-        scheduler, device = made(slots=1, pages=12, capacity=512)
-        [first] = add(scheduler, request(60, 100))
-        finish(scheduler, device)
-        prompt = np.concatenate([first.prompt, np.asarray(first.tokens, np.int32), [3]]).astype(np.int32)
-        [second] = add(scheduler, Request(prompt, SamplingParams(max_tokens=9, seed=4)))
-        finish(scheduler, device)
-        assert second.prefix_tokens == 128
-        assert_served(second)
-
-    def test_requests_that_come_together_share_what_the_first_fills(self, made):
-        """As the completions of one prompt do: it is prefilled once, and the others behind it."""
-        scheduler, device = made(slots=4, pages=20)
-        children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
-        batch = step(scheduler, device, 1)
-        assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0), (1, 128), (2, 128), (3, 128)]
-        assert [chunk.counts.tolist() for chunk in batch.chunks] == [[128], [21], [21, 21], [21]]
-        assert len({page for own in children for page in own.pages[:2]}) == 2
-        assert [len(own.tokens) for own in children] == [STEP] * 4
-        finish(scheduler, device)
-        assert_served(*children)
-
-    def test_requests_that_begin_alike_wait_for_the_first(self, made):
-        """Where its prompt takes several batches, they come when what they share is there."""
-        scheduler, device = made(slots=4, pages=20, prefill_tokens=100)
-        children = add(scheduler, *(request(150, 20, seed=seed) for seed in range(4)))
-        assert slots_of(step(scheduler, device, 1)) == [0]
-        batch = step(scheduler, device, 1)
-        assert slots_of(batch) == [1, 2, 3]
-        assert [own.length for own in batch.admissions] == [128] * 3
-        finish(scheduler, device)
-        assert_served(*children)
-
-    def test_nobody_waits_for_one_that_has_gone(self, made):
-        scheduler, device = made(slots=2, pages=20, prefill_tokens=64)
-        first, second = add(scheduler, request(150, 20), request(150, 20))
-        step(scheduler, device, 1)
-        assert second.state is State.WAITING
-        scheduler.cancel(first)
-        step(scheduler, device, 1)
-        # What the first has filled is there.
-        assert (second.state, second.prefix_tokens) == (State.PREFILLING, 64)
-        finish(scheduler, device)
-        assert_served(second)
-
-    @pytest.mark.parametrize(("salts", "shared"), [(("a", "a"), 128), (("a", "b"), 0), ((None, "a"), 0)])
-    def test_salts_keep_requests_apart(self, made, salts, shared):
-        scheduler, device = made(slots=1, pages=12)
-        first, second = add(scheduler, *(request(150, 5, cache_salt=salt) for salt in salts))
-        finish(scheduler, device)
-        assert_served(first, second)
-        assert second.prefix_tokens == shared
-
-    def test_are_off_where_the_engine_cannot(self, made):
-        scheduler, device = made(slots=2, pages=12, shares_pages=False)
-        requests = add(scheduler, *(request(150, 5) for _ in range(3)))
-        assert len(step(scheduler, device, 1).admissions) == 2
-        finish(scheduler, device)
-        assert_served(*requests)
-        assert [own.prefix_tokens for own in requests] == [0] * 3
 
 
 class TestLine:

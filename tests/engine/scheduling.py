@@ -1,0 +1,67 @@
+"""Schedulers before a device that is made of NumPy, and requests for them."""
+
+import numpy as np
+
+from jetspec_jax import SamplingParams
+from jetspec_jax.engine.budget_policy import FixedBudget
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.size import EngineSize
+from tests.engine.fake_device import VOCAB, FakeDevice, expected_tokens
+
+BUCKET = 16
+# Prompts of a forward, and rows of each.
+CHUNKS = ((1, 128), (2, 64))
+# Tokens of a round: always as many, whatever is left.
+STEP = 3
+
+
+def request(length, tokens, *, start=0, stop_ids=(), seed=1, settings=None, **own):
+    prompt = (np.arange(start, start + length) % VOCAB).astype(np.int32)
+    params = SamplingParams(max_tokens=tokens, seed=seed, **(settings or {}))
+    return Request(prompt, params, frozenset(stop_ids), BUCKET, **own)
+
+
+class Even(FakeDevice):
+    """Every round commits `STEP` tokens."""
+
+    def _round(self, slot, count):
+        return super()._round(slot, min(STEP, self.round_tokens))
+
+
+def make(slots=2, pages=8, capacity=256, policy=None, most_waiting=None, most=STEP, **size):
+    """A scheduler and its device."""
+    policy = FixedBudget(BUCKET) if policy is None else policy
+    size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
+    scheduler = Scheduler(size, policy, most, most_waiting=most_waiting)
+    return scheduler, Even(size, most, pool=scheduler.pool)
+
+
+def add(scheduler, *requests):
+    for own in requests:
+        scheduler.add(own)
+    return requests
+
+
+def step(scheduler, device, rounds=None, now=None):
+    batch = scheduler.next_batch(rounds, now)
+    scheduler.take(device.run(batch), now)
+    return batch
+
+
+def finish(scheduler, device):
+    for _ in range(1000):
+        if not scheduler.busy:
+            return
+        step(scheduler, device)
+    raise AssertionError("no progress")
+
+
+def assert_served(*requests):
+    for own in requests:
+        assert own.tokens == expected_tokens(own)
+        assert own.finish_reason == "length"
+
+
+def slots_of(batch):
+    return [own.slot for own in batch.admissions]
