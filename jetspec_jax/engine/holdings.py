@@ -76,9 +76,9 @@ class Holdings:
     def admit(self, request: Request, running: Sequence[Request]) -> bool:
         """Gives a request its first pages, behind those that it shares, if they are enough."""
         shared = self.pool.find(self._keys(request))
-        # A page is left for each that runs: else what is given would soon be taken back.
-        count = request.pages_ahead(self._round_tokens)
-        pages = self._obtain(count, running, shared, spare=len(running))
+        # A page is left for each that may need more: else what is given would soon be taken back.
+        spare = sum(len(own.pages) < own.num_pages for own in running)
+        pages = self._obtain(request.pages_ahead(self._round_tokens), running, shared, spare=spare)
         if pages is None:
             return False
         request.pages, request.named, request.committed = pages, len(shared), PAGE_SIZE * len(shared)

@@ -60,8 +60,17 @@ class FakeDevice:
         self.sums = np.zeros((size.num_pages, PAGE_SIZE), np.uint32)
         self.slots = {}
         self.paused = self.batches = 0
-        # Names of pages after the batch before; those of this one are filled in it.
+        # Names of pages after the batch before that they have kept; those of this one are filled in it.
         self._keys = {}
+        if pool is not None:
+            evict = pool._evict
+
+            def forgetting():
+                page = evict()
+                self._keys.pop(page, None)
+                return page
+
+            pool._evict = forgetting
         self._rng = np.random.default_rng(seed)
 
     def run(self, batch):

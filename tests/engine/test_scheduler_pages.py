@@ -50,16 +50,22 @@ class TestPages:
 
     def test_a_request_waits_for_them_and_lets_nobody_pass(self, made):
         scheduler, device = made(slots=4, pages=5)
-        requests = add(scheduler, *(request(n, m, start=n) for n, m in ((70, 50), (190, 9), (5, 50), (9, 9))))
+        requests = add(scheduler, *(request(n, m, start=n) for n, m in ((70, 70), (190, 9), (5, 50), (9, 9))))
         step(scheduler, device, 1)
-        # The first holds two pages, the second needs four; others wait behind it though they would fit.
+        # The first has two pages of three, the second needs four; the others wait though they would fit.
         assert [own.state for own in requests] == [State.DECODING, *[State.WAITING] * 3]
         finish(scheduler, device)
         assert_served(*requests)
         assert [own.overtaken for own in requests] == [0] * 4
         assert scheduler.free_pages == 5
 
-    def test_one_is_left_for_each_that_runs(self, made):
+    def test_none_is_left_for_who_needs_no_more(self, made):
+        scheduler, device = made(slots=2, pages=3)
+        requests = add(scheduler, request(70, 50), request(10, 9, start=1))
+        step(scheduler, device, 1)
+        assert [own.state for own in requests] == [State.DECODING] * 2
+
+    def test_one_is_left_for_each_that_may_need_more(self, made):
         """Else it would be taken back soon."""
         scheduler, device = made(slots=3, pages=3)
         requests = add(scheduler, request(10, 70), request(20, 9, start=1), request(30, 9, start=2))

@@ -65,9 +65,8 @@ def test_joint_distribution_of_the_first_tokens(models):
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=3) for seed in range(count)]
     outputs = decode(models, params)
     tokens = np.array([output.token_ids for output in outputs])
-    # Some second and third tokens were accepted drafts, some were bonus tokens.
-    accepted = np.array([output.accept_lengths[0] for output in outputs])
-    assert 0.1 < (accepted > 1).mean() < 0.9
+    # Some of the tokens were accepted drafts, some were bonus tokens: three of these take three rounds.
+    assert 0.1 < np.mean([output.rounds < 3 for output in outputs]) < 0.9
 
     pairs = [[*PROMPT, a, b] for a in range(VOCAB) for b in range(VOCAB)]
     rows = np.asarray(logits(models[0], pairs)).reshape(VOCAB, VOCAB, len(PROMPT) + 2, VOCAB)
