@@ -164,5 +164,5 @@ def test_a_name_for_a_request_comes_back(http):
     got = http.post("/v1/completions", json=body, headers={"X-Request-Id": "my-name:7"})
     assert got.headers["X-Request-Id"] == "my-name:7"
     assert got.json()["id"] == "cmpl-my-name:7"
-    got = http.post("/v1/completions", json=body, headers={"X-Request-Id": "no name " * 40})
+    got = http.post("/v1/completions", json=body, headers={"X-Request-Id": "no name" * 40})
     assert len(got.headers["X-Request-Id"]) == 32
