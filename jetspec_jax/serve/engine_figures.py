@@ -29,7 +29,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "compilations": ("Programs compiled since the warm-up.", lambda own: own.compilations),
     "spec_decode_num_drafts": ("Trees that were verified.", lambda own: own.drafts),
     "spec_decode_num_draft_tokens": ("Tokens that were drafted.", lambda own: own.drafted_tokens),
-    "spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.", lambda own: own.accepted_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Drafted tokens that were accepted.",
+        lambda own: own.accepted_tokens,
+    ),
 }
 _BY_DEPTH = "spec_decode_num_accepted_tokens_per_pos"
 

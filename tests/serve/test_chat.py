@@ -78,8 +78,14 @@ def test_an_answer_is_what_plain_decoding_gives(client, alone):
     assert (made["content"], made["reason"]) == (whole.text, whole.finish_reason)
     assert made["chunks"] > 3
     # What came back may be sent again, and parts are texts.
-    again = [*MESSAGES, choice.message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=1).usage.completion_tokens == 1
+    again = [
+        *MESSAGES,
+        choice.message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
+    assert (
+        client.chat.completions.create(model=MODEL, messages=again, max_tokens=1).usage.completion_tokens == 1
+    )
 
 
 def test_log_probabilities(client, alone):
@@ -99,7 +105,7 @@ def test_log_probabilities(client, alone):
     assert tokens == [own.token for own in told]
 
 
-def test_a_function_that_must_be_called(scripted, llm):
+def test_a_function_that_must_be_called(llm):
     """The real engine follows the schema; a chat template that writes tools is all that it needs."""
     target = llm.llm.target
     before, target.tokenizer.chat_template = target.tokenizer.chat_template, TEMPLATE
@@ -108,15 +114,18 @@ def test_a_function_that_must_be_called(scripted, llm):
             served(llm) as own,
             openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
         ):
-            given = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 40, "seed": 1}
-            given["extra_body"] = {"structured_outputs": None}
-            named = {"type": "function", "function": {"name": "look"}}
-            for choice in (named,):
+            given = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 60, "seed": 1}
+            for choice in ({"type": "function", "function": {"name": "look"}}, "required"):
                 got = client.chat.completions.create(model=MODEL, tool_choice=choice, **given)
-                [call] = got.choices[0].message.tool_calls
-                assert got.choices[0].finish_reason in ("tool_calls", "length")
-                assert call.function.name == "look"
-                assert call.id.startswith("call_")
+                for call in (calls := got.choices[0].message.tool_calls):
+                    assert call.function.name == "look"
+                    assert json.loads(call.function.arguments)["x"] in (1, 2)
+                    assert call.id.startswith("call_")
+                assert got.choices[0].finish_reason == "tool_calls"
+                made = streamed(client, tool_choice=choice, **given)
+                assert made["tool_calls"] == [
+                    (call.function.name, json.loads(call.function.arguments)) for call in calls
+                ]
     finally:
         target.tokenizer.chat_template = before
 

@@ -17,9 +17,7 @@ TOOLS = [
     )
 ]
 THINKING = "<think>\na < b\n</think>\n\nSo <think>"
-HARMONY = (
-    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
-)
+HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
 JSON_CALL = '<tool_call>\n{"name": "look", "arguments": {"s": "1", "x": 1}}\n</tool_call>'
 TAGGED_CALL = (
     "<tool_call>\n<function=look>\n<parameter=s>\n1\n</parameter>\n<parameter=x>\n1\n</parameter>\n"
