@@ -187,6 +187,11 @@ class Service:
                         begun = True
                     following.saw(delta)
                     yield delta
+            except RuntimeError as error:
+                if self.draining:
+                    message = "the server has ended before the answer was complete; another one may give it"
+                    raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
+                raise of_generation(error, asked.names, errored=self.llm.errored) from error
             except Exception as error:
                 raise of_generation(error, asked.names, errored=self.llm.errored) from error
 

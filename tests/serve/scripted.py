@@ -13,7 +13,10 @@ class Scripted(Kept):
     def __init__(self, target, text="", *, size=3, error=None, pause=0.0):
         super().__init__(target, max_slots=1)
         self.text, self.size, self.failure, self.pause = text, size, error, pause
-        self.asked, self.open = [], 0
+        self.asked, self.open, self.warmed = [], 0, []
+
+    async def warm_up(self, sampling_params=None):
+        self.warmed.append(sampling_params)
 
     async def generate(self, prompt, sampling_params=None, **settings):
         ids = read_prompt(self.llm.target, prompt).ids.tolist()

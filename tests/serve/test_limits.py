@@ -207,6 +207,28 @@ def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
     assert said == ["abcdefgh"] * 8
 
 
+def test_a_server_whose_time_is_over_ends_its_requests(target):
+    """Closing the engine ends what it does; here the script does so itself."""
+    llm = Scripted(target, "abcdef", size=1, pause=0.1, error=RuntimeError("this AsyncLLM was closed"))
+    with served(llm, drain_seconds=0) as own, own.client() as http:
+        with http.stream("POST", COMPLETION, json={"prompt": "a", "stream": True}) as got:
+            lines = got.iter_lines()
+            next(lines)
+            own.stop(15)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        own.join()
+        own.stop = lambda _: None
+    assert events[-1]["error"]["code"] == "draining"
+
+
+@pytest.mark.parametrize("what", ["none", "usual", "all"])
+def test_what_is_compiled_before_it_listens(target, what):
+    llm = Scripted(target, "yes")
+    with served(llm, warm_up=what) as own, own.client() as http:
+        assert http.get("/health").is_success
+    assert len(llm.warmed) == {"none": 0, "usual": 1, "all": 5}[what]
+
+
 def test_pages_of_other_origins(target):
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with (
