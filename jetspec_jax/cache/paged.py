@@ -57,6 +57,10 @@ class PagedStore:
         """What was picked, which is the whole store."""
         return picked
 
+    def with_slot(self, number: Int[Array, ""], other: Self, others: Int[Array, ""]) -> Self:
+        """The store itself: no slot has a place of its own in it."""
+        return self
+
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
         """What attention reads: the pool, and where each slot's tokens lie in it."""
         return PagedPrefix(self.k, self.v, slots.block_tables, slots.lengths)

@@ -107,6 +107,7 @@ class EnginePlan:
         most_rows: int | None = MOST_ROWS,
         least_nodes: int = BUCKETS[1],
         slices: Slices | None = None,
+        snapshots: int | None = None,
     ) -> "EnginePlan":
         """The same engine for requests that come and go at any time, of which many decode together.
 
@@ -116,9 +117,12 @@ class EnginePlan:
             most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
             least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
+            snapshots: Places for what slots keep beside pages, where the target has windows or recurrent
+                layers: without any, requests to it share no beginnings. None is as many as slots.
         """
         own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
+        size = size.with_snapshots(snapshots)
         return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     @property
@@ -132,7 +136,8 @@ class EnginePlan:
         if self.stands and not other.stands:
             same = mine.slots >= wanted.slots
         else:
-            same = (mine.slots, mine.chunks, self.slices) == (wanted.slots, wanted.chunks, other.slices)
+            same = mine.slots, mine.chunks, mine.snapshots, self.slices
+            same = same == (wanted.slots, wanted.chunks, wanted.snapshots, other.slices)
         return (
             same
             and (self.decoder, self.dtype, self.least_nodes)
