@@ -7,7 +7,7 @@ Shapes: B slots, R pages of a ring or rows of a path.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self, no_type_check
+from typing import Any, Self, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class RingStore(PagedStore):
         """Stores of equal layouts have their rows at equal places."""
         return *super().layout, self.ring
 
-    def with_slot(self, number: Int[Array, ""], other: Self, others: Int[Array, ""]) -> Self:
+    def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> Self:
         """The store in which a slot's ring is as that of some slot is in another one, of equal rings."""
 
         def copied(own: Array, origin: Array) -> Array:

@@ -4,8 +4,8 @@ Its pages hold tokens and, as keys and values would, what each knows of all befo
 is a function of its seed and of all tokens that its pages hold. So a page that is another's, was written
 twice, or was read before it was written gives an error or other tokens.
 
-Where pages are not all, each slot also has a sum of its tokens in a place of its own, as a recurrent state is,
-and there are places for snapshots of it. A slot that begins behind shared pages must get that sum from a
+Where pages are not all, each slot also has a sum of its tokens in a place of its own, as a recurrent state
+is, and there are places for snapshots of it. A slot that begins behind shared pages must get that sum from a
 snapshot before it reads anything.
 """
 
