@@ -118,8 +118,8 @@ def assert_as_alone(target, requests, gone, asked, alone):
         wide("dense", "head", 60, 0),
         wide("dense", "plain", 100, 0),
         wide("windows", "oracle", 30, 4),
-        wide("recurrent", "oracle", 30, 1),
-        wide("recurrent", "plain", 30, 0),
+        wide("recurrent", "oracle", 30, 4),
+        wide("recurrent", "plain", 60, 0),
     ],
 )
 def test_each_gets_what_it_gets_alone(monkeypatch, model, proposer, count, snapshots):
