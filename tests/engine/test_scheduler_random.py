@@ -177,7 +177,7 @@ def world_of(seed):
         live=((), (1, 2, 4))[seed % 2][: slots.bit_length() - 1],
         prefill_tokens=(None, 100, 300)[seed % 3],
         pages_alone=seed not in (2, 5, 7, 9),
-        snapshots={2: 4, 7: 2, 9: 1}.get(seed, 0),
+        snapshots={2: 4, 7: 8, 9: 1}.get(seed, 0),
     )
     return World(size, (1, 4, 10, 17)[(seed + seed // 4) % 4], seed, most_waiting=(None, 12)[seed % 2])
 
