@@ -1,5 +1,6 @@
 """Targets with windows and recurrent layers whose requests begin behind snapshots, on a device and on two."""
 
+import asyncio
 import dataclasses
 
 import jax
@@ -7,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import AsyncLLM, SamplingParams, generate
 from jetspec_jax.cache.stores import layers_with_places
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine import engine as engines
-from jetspec_jax.engine import memory
+from jetspec_jax.engine import memory, round_costs
 from jetspec_jax.engine.memory import check_engine_memory
 from tests.decode.compilations import compilations
 from tests.decode.tiny import HYBRID, TINY, TinyEngine, finish, random_head, random_target, with_windows
+from tests.engine.test_standing import whole
 from tests.marks import wide
 from tests.mesh.tiny import on_mesh
 from tests.meshes import mesh_of
@@ -181,6 +183,24 @@ def test_an_engine_for_many_has_as_many_as_slots():
     assert plan.for_many(snapshots=7).size.snapshots == 7
     assert not many.serves(plan.for_many(snapshots=7))
     assert plan.for_many(least_nodes=plan.least_nodes).serves(plan)
+
+
+@pytest.mark.wide
+def test_async_llm_keeps_snapshots(monkeypatch):
+    monkeypatch.setattr(round_costs, "REPEATS", 1)
+    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
+    config = dataclasses.replace(HYBRID, max_position_embeddings=256)
+    prompt = np.random.default_rng(0).integers(0, 64, 150).tolist()
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=0, ignore_eos=True)
+
+    async def both():
+        async with AsyncLLM(target=random_target(config, 0), max_slots=1) as llm:
+            return [await whole(llm, prompt, params) for _ in range(2)]
+
+    first, second = asyncio.run(both())
+    assert [own.metrics.prefix_tokens for own in (first, second)] == [0, 128]
+    assert first.token_ids == second.token_ids
+    assert first.token_ids == generate(random_target(config, 0), [prompt], params)[0].token_ids
 
 
 def test_who_shares_nothing_is_told_once(caplog):
