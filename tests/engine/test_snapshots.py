@@ -1,5 +1,7 @@
 """Snapshots: when prompts leave them, who begins behind them, and which go first."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from jetspec_jax.engine.records import SlotCopy
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.snapshots import Snapshots
+from jetspec_jax.engine.wire import pack, unpack
 from tests.decode.tiny import HYBRID, SLIDING, TINY
 from tests.engine.scheduling import STEP, add, assert_served, finish, make, request, slots_of, step
 
@@ -188,6 +191,17 @@ class TestHits:
         finish(scheduler, device)
         assert_served(*asked)
         assert [own.prefix_tokens for own in asked] == [0, 0, 128]
+
+
+def test_other_processes_are_told_of_copies():
+    scheduler, device = made()
+    add(scheduler, request(170, 9), request(170, 9))
+    batch = scheduler.next_batch(1)
+    assert len(batch.copies) == 2
+    told = unpack(json.loads(json.dumps(pack(batch))))
+    assert told.copies == batch.copies
+    assert all(isinstance(copy, SlotCopy) for copy in told.copies)
+    device.run(told)
 
 
 class TestPressure:
