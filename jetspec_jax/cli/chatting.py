@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.cli.figures import figures
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED
-from jetspec_jax.cli.process import in_main_thread, taking_interrupts
+from jetspec_jax.cli.process import hear, in_main_thread
 from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.cli.settings import load_llm, sampling_params
 from jetspec_jax.device.memory import DeviceMemoryError
@@ -65,31 +66,40 @@ def _chat(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(ImportError):  # some Pythons have none
             import readline  # noqa: F401  (from then on `input` edits lines and knows earlier ones)
         print("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
-    with taking_interrupts(chat.interrupt):
-        while (line := _read(terminal=terminal)) is not None:
-            try:
-                if not chat.take(line):
-                    break
-            except (ValueError, DeviceMemoryError) as error:
-                if not terminal:
-                    raise
-                print(f"jetspec-jax: {error}", file=sys.stderr)
+    hear(chat.interrupt, signal.SIGINT)
+    while (line := _read_typed(chat) if terminal else _read_line(chat)) is not None:
+        try:
+            if not chat.take(line):
+                break
+        except (ValueError, DeviceMemoryError) as error:
+            if not terminal:
+                raise
+            print(f"jetspec-jax: {error}", file=sys.stderr)
     return 0
 
 
-def _read(*, terminal: bool) -> str | None:
-    """The next line, without its end; None at the end of the input."""
-    if not terminal:
-        line = sys.stdin.buffer.readline()
-        return decode_utf8(line, "standard input").removesuffix("\n").removesuffix("\r") if line else None
+def _read_line(chat: "_Conversation") -> str | None:
+    """The next line of standard input, without its end; None at the end of the input."""
+    chat.answering = False
+    line = sys.stdin.buffer.readline()
+    return decode_utf8(line, "standard input").removesuffix("\n").removesuffix("\r") if line else None
+
+
+def _read_typed(chat: "_Conversation") -> str | None:
+    """Likewise from a terminal, where an interrupt forgets what was typed."""
+
+    def read() -> str:
+        chat.answering = False
+        return input("> ")
+
     while True:
         try:
-            return in_main_thread(lambda: input("> "))
+            return in_main_thread(read)
         except EOFError:
             print()
             return None
         except KeyboardInterrupt:
-            print()  # forgets the line that was begun
+            print()
 
 
 class _Conversation:
@@ -98,6 +108,7 @@ class _Conversation:
     Attributes:
         messages: All of it but the system's.
         system: What the answers are to heed.
+        answering: Whether an interrupt is meant for an answer.
     """
 
     def __init__(
@@ -117,7 +128,7 @@ class _Conversation:
         self._llm, self._params, self._settings = llm, params, settings
         self._hints, self._limit, self._stats = hints, limit, stats
         self._stream: Stream | None = None
-        self._answering = self._stopping = False
+        self.answering = self._stopping = False
 
     def take(self, line: str) -> bool:
         """Does what a line says, which may be a message; returns whether the conversation goes on.
@@ -141,14 +152,17 @@ class _Conversation:
             print(_HELP, file=sys.stderr)
         return word != "/exit"
 
-    def interrupt(self) -> bool:
-        """Stops the answer, from any thread; returns False if that has been asked for already."""
-        if self._answering and self._stopping:
-            return False
+    def interrupt(self, _: int) -> None:
+        """Stops the answer, from any thread.
+
+        Raises:
+            KeyboardInterrupt: There is none, or that has been asked for already.
+        """
+        if not self.answering or self._stopping:
+            raise KeyboardInterrupt
         self._stopping = True
         if (stream := self._stream) is not None:
             stream.close()
-        return True
 
     def _say(self, text: str) -> None:
         """Prints the answer to a message as it comes; what was begun counts as said, if it was stopped."""
@@ -167,7 +181,7 @@ class _Conversation:
     def _answer(self, ids: list[int], params: SamplingParams, hints: dict[str, str]) -> str | None:
         """Prints an answer, and returns it; None if it was stopped before it began."""
         pieces, completion, started = [], None, time.perf_counter()
-        self._answering, self._stopping = True, False
+        self._stopping, self.answering = False, True
         try:
             with self._llm.stream(ids, params, routing=hints) as stream:
                 self._stream = stream
@@ -180,7 +194,7 @@ class _Conversation:
         except KeyboardInterrupt:
             pass  # of a program in the main thread: in any other the stream was closed
         finally:
-            self._answering, self._stream = False, None
+            self._stream = None
         print(flush=True)
         if completion is None:
             print("jetspec-jax: stopped", file=sys.stderr)

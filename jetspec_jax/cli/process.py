@@ -1,17 +1,53 @@
 """The command as a process of its own, which an interrupt ends at once, whatever it is doing."""
 
-import contextlib
 import os
 import queue
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-# What the main thread is to do for the program, and None when that has ended.
-_Call = tuple[Callable[[], Any], Future[Any]]
-_calls: "queue.SimpleQueue[_Call | None] | None" = None
-_taker: Callable[[], bool] | None = None
+# What the main thread is asked to do while it waits; None ends its waiting. None without a command.
+_asked: "queue.SimpleQueue[Callable[[], object] | None] | None" = None
+
+
+def in_main_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns in the main thread; what it raises there, as on an interrupt, is raised here.
+
+    Only there an interrupted ``input`` leaves the terminal as it was.
+    """
+    if _asked is None:
+        return function()
+    answer: Future[Any] = Future()
+
+    def answered() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    _asked.put(answered)
+    return answer.result()
+
+
+def hear(told: Callable[[int], object], *signals: signal.Signals) -> None:
+    """Has a command hear of signals itself, where it runs in a process of its own.
+
+    Args:
+        told: Called in the main thread with the signal's number; must be quick. A KeyboardInterrupt that it
+            raises is one.
+        *signals: Which; interrupts and SIGTERM if none is named.
+    """
+
+    def install() -> None:
+        for number in signals or (signal.SIGINT, signal.SIGTERM):
+            # Who was started with a signal ignored goes on so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda own, _: told(own))
+
+    if _asked is not None:
+        in_main_thread(install)
 
 
 def run_interruptibly(
@@ -23,32 +59,30 @@ def run_interruptibly(
 
     Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
     minutes; other libraries' callbacks swallow what is raised in them; and Python must not take itself down
-    while a compiler runs. So the main thread does nothing but wait, and the process ends there and then. A
-    program that has a use for interrupts says so by `taking_interrupts`, or waits `in_main_thread`.
+    while a compiler runs. So the main thread waits, does what it is asked `in_main_thread`, and the process
+    ends there and then.
 
     Args:
         main: Returns the exit code; what it raises is raised here.
         message: A line for standard error, said on an interrupt.
         tell: Called then, to tell other processes of it.
     """
-    global _calls
+    global _asked
     outcome: Future[int] = Future()
-    calls = _calls = queue.SimpleQueue()
+    _asked = asked = queue.SimpleQueue()
 
     def work() -> None:
         try:
             outcome.set_result(main())
         except BaseException as error:
             outcome.set_exception(error)
-        finally:
-            calls.put(None)
+        asked.put(None)
 
-    # Not waited for when Python ends, as other threads are: `outcome` is.
-    thread = threading.Thread(target=work, name="jetspec-jax", daemon=True)
     try:
-        thread.start()
-        while not _served(calls):
-            pass
+        # Not waited for when Python ends, as other threads are: `outcome` is.
+        threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
+        while (wanted := asked.get()) is not None:
+            wanted()
         return outcome.result()
     except KeyboardInterrupt:
         try:
@@ -57,49 +91,4 @@ def run_interruptibly(
         finally:  # also on a second interrupt
             os._exit(130)
     finally:
-        _calls = None
-
-
-def _served(calls: "queue.SimpleQueue[_Call | None]") -> bool:
-    """Does the next call, or gives an interrupt to who takes it; True once the program has ended."""
-    try:
-        call = calls.get()
-        if call is None:
-            return True
-        function, answer = call
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-    except KeyboardInterrupt:
-        if _taker is None or not _taker():
-            raise
-    return False
-
-
-@contextlib.contextmanager
-def taking_interrupts(taker: Callable[[], bool]) -> Iterator[None]:
-    """Has interrupts call a function while the block runs; a program in the main thread gets them raised.
-
-    Args:
-        taker: Called in the main thread, while the program goes on in its own; returns whether it goes on
-            for good, or the process is to end.
-    """
-    global _taker
-    _taker = taker
-    try:
-        yield
-    finally:
-        _taker = None
-
-
-def in_main_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns in the main thread, where an interrupt is raised in it, and so here.
-
-    Only there an interrupted ``input`` leaves the terminal as it was.
-    """
-    if _calls is None:
-        return function()
-    answer: Future[Any] = Future()
-    _calls.put((function, answer))
-    return answer.result()
+        _asked = None

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -153,11 +154,13 @@ class TestInterrupts:
 
         def print_and_stop(*values, **settings):
             if values and values[0] and not taken:
-                taken.extend([conversation.interrupt(), conversation.interrupt()])
+                taken.append(conversation.interrupt(signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    conversation.interrupt(signal.SIGINT)
 
         monkeypatch.setattr(chatting, "print", print_and_stop, raising=False)
         assert conversation.take("def f(x):")
-        assert taken == [True, False]
+        assert taken == [None]
         [_, answer] = conversation.messages
         assert answer["role"] == "assistant"
         assert 0 < len(conversation._llm.encode(answer["content"])) < 100
@@ -170,8 +173,9 @@ class TestInterrupts:
         assert conversation.take("def f(x):")
         assert conversation.messages == []
 
-    def test_between_answers_it_does_nothing(self, conversation):
-        assert [conversation.interrupt(), conversation.interrupt()] == [True, True]
+    def test_without_an_answer_it_is_one(self, conversation):
+        with pytest.raises(KeyboardInterrupt):
+            conversation.interrupt(signal.SIGINT)
 
 
 # An interrupt that is typed reaches who has the terminal as its own.
@@ -230,6 +234,8 @@ def test_on_a_terminal_an_interrupt_stops_the_answer_and_not_the_program(termina
     terminal.wait_for("\n    ")  # the answer has begun
     terminal.type("\x03")
     terminal.wait_for("jetspec-jax: stopped")
+    terminal.wait_for("> ")
+    terminal.type("\x03")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
