@@ -120,7 +120,13 @@ class Piece:
 def pieces(port: int, tokens: int) -> Iterator[Piece]:
     """The pieces of an answer as they come."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    asked = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    asked = {
+        "prompt": "def f(x):",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200, response.read()
