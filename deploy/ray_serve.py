@@ -45,7 +45,7 @@ def app(replicas: Replicas) -> serve.Application:
             elsewhere.submit(asyncio.run, llm.warm_up()).result()
         return make_app(llm, ServeSettings(**replicas.settings), name=replicas.target)
 
-    # A replica takes what fills its slots twice; the rest waits at the proxies, for whichever has room first.
+    # A replica takes what its slots can; the rest waits at the proxies, for whichever has room first.
     deployment = serve.deployment(
         name="jetspec",
         autoscaling_config={
@@ -53,7 +53,7 @@ def app(replicas: Replicas) -> serve.Application:
             "max_replicas": replicas.max_replicas,
             "target_ongoing_requests": replicas.max_slots,
         },
-        max_ongoing_requests=2 * replicas.max_slots,
+        max_ongoing_requests=replicas.max_slots,
         max_queued_requests=replicas.max_queued_requests,
         ray_actor_options={"num_gpus": replicas.gpus},
     )
