@@ -228,6 +228,7 @@ def say_which_attention() -> None:
 def say_what_is_not_shared(model_type: str) -> None:
     """Logs, once in a process for each type of model, that requests share no pages."""
     _log.info(
-        "%s: each slot has windows or states of its own, so requests share no beginnings",
+        "%s: each slot has windows or states of its own, and this engine keeps no snapshots of them, "
+        "so requests share no beginnings",
         model_type,
     )

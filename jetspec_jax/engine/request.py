@@ -76,6 +76,7 @@ class Request:
         committed: Its tokens in the stores.
         keys: Names of its first full pages: see `page_keys`.
         named: How many of its pages the pool knows by name.
+        cuts: Its first so many pages are to end a forward, for a snapshot; in rising order.
     """
 
     prompt: Int32[np.ndarray, "T"]
@@ -118,6 +119,7 @@ class Request:
     committed: int = 0
     keys: list[bytes] = field(default_factory=list)
     named: int = 0
+    cuts: list[int] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
@@ -232,7 +234,7 @@ class Request:
 
     def preempt(self) -> None:
         """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
-        self.slot, self.committed, self.named = -1, 0, 0
+        self.slot, self.committed, self.named, self.cuts = -1, 0, 0, []
         self.preemptions += 1
         self.overtaken += 1
 
