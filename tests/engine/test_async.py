@@ -386,10 +386,9 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
     assert [one() for one in kept] == [None, None]
 
 
-def test_of_several_processes_it_refuses(models, monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ValueError, match="in one process, and this job has 2"):
-        AsyncLLM(*models)
+def test_one_process_has_nobody_to_follow(llm):
+    with pytest.raises(ValueError, match="shares its models with no other"):
+        llm.follow()
 
 
 def test_a_call_comes_between_two_turns():
