@@ -107,12 +107,16 @@ def make_crowd(target, count, rng, *, lengths=(1, 20, 90, 140), begins=None, beg
     for number in range(count):
         own = wanted[number % len(wanted)]
         shares = rng.random() < begin_share
-        begin = begins[int(rng.integers(len(begins)))][: int(rng.choice([64, 70, 128, 150]))] if shares else []
-        prompt = begin + rng.integers(5, vocab, int(rng.integers(1, 40))).tolist()
+        begin = (
+            begins[int(rng.integers(len(begins)))][: int(rng.choice([64, 70, 128, 150]))] if shares else []
+        )
+        prompt = (begin if shares else []) + rng.integers(5, vocab, int(rng.integers(1, 40))).tolist()
         most = max(int(rng.choice(lengths)), own.get("min_tokens", 0))
         params = SamplingParams(
             **{
-                "temperature": (0.0, 1.0, 0.7)[number // len(wanted) % 3 if number >= len(wanted) else number % 3],
+                "temperature": (0.0, 1.0, 0.7)[
+                    number // len(wanted) % 3 if number >= len(wanted) else number % 3
+                ],
                 "seed": number,
                 "max_tokens": most,
                 "ignore_eos": "structured_outputs" not in own,
@@ -316,7 +320,7 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
 
 
 def _read(outputs, crowd, leave=None):
-    """Takes in what has come; callers that have seen enough leave, while a batch is under way or between two."""
+    """Takes in what has come; callers that have seen enough leave."""
     for own, asked in zip(outputs, crowd, strict=False):
         for output in own:
             request = output.request
