@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Of each kind.
+_NUMBERS = {"fixed": 1, "uniform": 2, "lognormal": 2}
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -29,16 +32,15 @@ class Lengths:
             ValueError: It is none of the three forms, or a number is out of its range.
         """
         kind, *numbers = text.split(":") if ":" in text else ("fixed", text)
-        forms = {"fixed": 1, "uniform": 2, "lognormal": 2}
         try:
-            values = [float(number) for number in numbers]
-            fine = len(values) == forms[kind] and values[0] >= 1 and all(map(math.isfinite, values))
-            fine = fine and (kind != "uniform" or values[1] >= values[0]) and min(values) >= 0
-        except (KeyError, ValueError):
-            fine = False
-        if not fine:
-            raise ValueError(f"lengths are N, uniform:LEAST:MOST or lognormal:MEDIAN:DEVIATION, not {text!r}")
-        return cls(kind, *values)
+            lengths = cls(kind, *map(float, numbers))
+            fine = len(numbers) == _NUMBERS[kind] and lengths.first >= 1 and lengths.second >= 0
+            fine = fine and math.isfinite(lengths.first + lengths.second)
+            if fine and (kind != "uniform" or lengths.second >= lengths.first):
+                return lengths
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(f"lengths are N, uniform:LEAST:MOST or lognormal:MEDIAN:DEVIATION, not {text!r}")
 
     def draw(self, count: int, rng: np.random.Generator, most: int) -> list[int]:
         """So many lengths, none below 1 or above ``most``."""

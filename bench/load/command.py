@@ -1,8 +1,8 @@
 """``python -m bench load``: one engine under load: waits, gaps, prompts, rounds of many slots, and the host.
 
 Parts are measured in the order in which they are named, and the JSON is written after each; with ``--resume``
-those that it has are kept. Before them a tiny pair in float32 is served by every kind of method, and each must
-give plain decoding's tokens.
+those that it has are kept. Before them a tiny pair in float32 is served plainly and with trees, and both must
+give the tokens of plain decoding alone.
 
 * prefill: tokens a second of prompts that come together, until all have their first token.
 * ttft: a short prompt that comes at any moment beside others that decode.
@@ -11,7 +11,8 @@ give plain decoding's tokens.
 * host: the engine's thread, by live slots.
 * rounds: by live slots and nodes, with floors.
 * projected: tokens a second with published acceptance, from the rounds; "auto" is the engine's own policy.
-* traffic: methods in turns on random prompts, so many at a time (``--concurrency``) or as they come (``--rates``).
+* traffic: methods in turns on random prompts, so many at a time (``--concurrency``), or as they come
+  (``--rates``).
 * demo: the same with the demo pair and real prompts.
 """
 
@@ -67,6 +68,7 @@ _USUAL = {
         "slots": 64,
         "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 128,
+        "least_nodes": 2,
         "context": 1024,
         "concurrency": [1, 2, 4, 8, 16, 32, 64],
         "num_prompts": 64,
@@ -79,6 +81,7 @@ _USUAL = {
         "slots": 64,
         "host_slots": [1, 8, 32, 64],
         "buckets_up_to": 16,
+        "least_nodes": 8,
         "context": 256,
         "concurrency": [1, 4],
         "num_prompts": 8,
@@ -102,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, help="of the engine of host, rounds and projected")
     add("--host-slots", type=int, nargs="+", help="that decode, in host")
     add("--buckets-up-to", type=int, help="largest trees of rounds, projected and auto")
-    add("--least-nodes", type=int, default=2, help="smallest trees of them (default: 2)")
+    add("--least-nodes", type=int, help="smallest trees of them (default: 2 on a GPU, else 8)")
     add("--most-rows", type=int, default=1024, help="nodes of all slots together (default: 1024)")
     add("--context", type=int, help="committed tokens of a slot, in rounds and projected")
     add("--rounds", type=int, default=8, help="of a timed dispatch, in rounds (default: 8)")
@@ -113,9 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, help="of traffic and demo")
     add("--prompt-tokens", default="lognormal:128:0.5", help="of traffic: N, uniform:A:B or lognormal:M:S")
     add("--output-tokens", default="uniform:32:96", help="of traffic and demo, likewise")
-    add(
-        "--temperature", type=float, default=0.0, help="of traffic and demo; prompt i has seed i (default: 0)"
-    )
+    add("--temperature", type=float, default=0.0, help="of traffic and demo; prompt i has seed i")
     add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
     add("--repeats", type=int, default=3, help="timed runs of each (default: 3)")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
@@ -243,7 +244,7 @@ def random_pair(name: str, dtype: Any) -> Pair:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Serves a few prompts of a tiny pair in float32 with every kind of method; the tokens compared.
+    """Serves a few prompts of a tiny pair in float32, plainly and with trees; the tokens compared.
 
     Raises:
         RuntimeError: A method does not give plain decoding's tokens.
@@ -253,7 +254,8 @@ def check(arguments: argparse.Namespace) -> int:
         (prompt, SamplingParams(max_tokens=12, temperature=float(number % 2), seed=number, ignore_eos=True))
         for number, prompt in enumerate(random_prompts([5, 70, 140, 33], 512, rng))
     ]
-    return traffic.check_outputs(pair, methods_of(arguments, 8)[:3], prompts, 256)
+    trees = Method(AUTO, AUTO, TreeSettings(_NODES, algorithm=AUTO))
+    return traffic.check_outputs(pair, [trees], prompts, 256)
 
 
 def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
@@ -367,9 +369,7 @@ class Measured:
     def projected(self, step: Callable[[str], None]) -> Any:
         """See `bench.load.rounds.project`. Raises ValueError where no rounds were measured."""
         if "rounds" not in self._parts:
-            raise ValueError(
-                "--parts projected needs rounds: name it before, or --resume a report that has it"
-            )
+            raise ValueError("--parts projected needs rounds before it, or a report with them to --resume")
         given, costs = self._given, costs_of(self._parts["rounds"]["result"])
         return [
             row
@@ -414,6 +414,7 @@ class Measured:
             rates=given.rates,
             repeats=given.repeats,
             capacity=-(-need // 64) * 64,
+            least_nodes=given.least_nodes,
             implementation=given.implementation,
             seed=given.seed,
             step=step,

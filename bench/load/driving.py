@@ -1,5 +1,6 @@
 """Runs an engine by the clock: requests come when they are due, and what each sees of it is kept."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,9 +46,7 @@ class Followed:
     def gaps(self, start: float = 0.0, end: float = np.inf) -> list[float]:
         """Seconds between news of which the later one came between two moments."""
         times = [at for at, _ in self.news]
-        return [
-            after - before for before, after in zip(times, times[1:], strict=False) if start <= after <= end
-        ]
+        return [after - before for before, after in itertools.pairwise(times) if start <= after <= end]
 
 
 @dataclass
@@ -187,7 +186,7 @@ class Load:
         self.engine.close()
 
     def serve(self, line: Sequence[Followed], concurrency: int | None = None) -> float:
-        """Serves requests to their ends: when they are due, or so many at a time. The seconds that it took."""
+        """Serves requests to their ends, when they are due or so many at a time; the seconds that it took."""
         self.begin()
         left, going = deque(line), list[Followed]()
         while left or self.engine.busy:
@@ -209,9 +208,5 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float | None]:
     """Median, 90th percentile and largest, in milliseconds; None of nothing."""
     if not len(seconds):
         return {"p50_ms": None, "p90_ms": None, "max_ms": None}
-    own = 1e3 * np.asarray(seconds)
-    return {
-        "p50_ms": float(np.median(own)),
-        "p90_ms": float(np.quantile(own, 0.9)),
-        "max_ms": float(own.max()),
-    }
+    middle, late = np.quantile(1e3 * np.asarray(seconds), [0.5, 0.9])
+    return {"p50_ms": float(middle), "p90_ms": float(late), "max_ms": 1e3 * max(seconds)}

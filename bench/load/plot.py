@@ -10,7 +10,7 @@ _OTHER = ("task", "concurrency", "auto_over_best", "sglang_chain_b200")
 
 
 def draw_load(report: Report) -> Figure:
-    """A panel for each projected prompt set, and one for each measured traffic; a sentence if there is none."""
+    """A panel for each projected prompt set, and one for each measured traffic."""
     panels = []
     parts = report["parts"]
     if "projected" in parts:

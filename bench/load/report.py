@@ -109,8 +109,8 @@ def notes_of(parts: Mapping[str, Any]) -> list[str]:
     notes = []
     if "host" in parts or "demo" in parts:
         notes.append(
-            "Host: to decide, to launch, to fetch and to hand out, without the wait for the device. Where the "
-            "device is the CPU, to launch may be to compute: thread_ms counts what the engine's thread did."
+            "Host: to decide, to launch, to fetch and to hand out, without the wait for the device. Where "
+            "that is the CPU, to launch may be to compute: thread_ms counts what the engine's thread did."
         )
     if "projected" in parts:
         notes.append(

@@ -94,8 +94,8 @@ def project(
 ) -> list[dict[str, Any]]:
     """Tokens per second with a published acceptance, by concurrency and method.
 
-    "auto" is the engine's policy: it sees dispatches of the simulated rounds, begins with its usual guess, and
-    what it tries and loses counts.
+    "auto" is the engine's policy: it sees the simulated dispatches, begins with its usual guess, and what it
+    tries and loses counts.
 
     Args:
         costs: What rounds take.
@@ -120,13 +120,11 @@ def project(
             name: simulate(policy, costs, acceptance, count, live, seconds, np.random.default_rng(seed))
             for name, policy in {**methods, "auto": auto}.items()
         }
-        tau = (
-            CHAIN[task] / (1 + acceptance.means[every.index(CHAIN_NODES) - 1])
-            if CHAIN_NODES in buckets
-            else None
-        )
-        chain = None if tau is None else tau * rates[f"tree {CHAIN_NODES}"]
-        best = max(rate for name, rate in {**rates, "chain": chain or 0.0}.items() if name != "auto")
+        chain = None
+        if CHAIN_NODES in buckets:  # the same rounds, with another acceptance
+            tau = 1 + acceptance.means[every.index(CHAIN_NODES) - 1]
+            chain = rates[f"tree {CHAIN_NODES}"] * CHAIN[task] / tau
+        best = max([chain or 0.0, *(rate for name, rate in rates.items() if name != "auto")])
         rows.append(
             {
                 "task": task,

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from bench.common.methods import Method
+from bench.common.methods import PLAIN_METHOD, Method
 from bench.common.pair import Pair
 from bench.common.timing import median
 from bench.load.arrivals import poisson
 from bench.load.driving import Followed, Load, quantiles
 from jetspec_jax import SamplingParams
+from jetspec_jax.inspect.exactness import first_divergence
 
+# The smallest trees where outputs are checked.
+_CHECKED_NODES = 16
 Prompts = Sequence[tuple[list[int], SamplingParams]]
 
 
@@ -26,6 +28,7 @@ def measure_traffic(
     rates: Sequence[float],
     repeats: int,
     capacity: int,
+    least_nodes: int,
     implementation: str | None,
     seed: int,
     step: Callable[[str], None],
@@ -43,6 +46,7 @@ def measure_traffic(
         rates: Requests a second that come, whoever has been served.
         repeats: Turns of each method.
         capacity: Tokens of a slot.
+        least_nodes: Of the smallest trees that "auto" chooses from.
         implementation: Of tree attention.
         seed: Of the arrivals.
         step: Called with what comes next.
@@ -54,7 +58,7 @@ def measure_traffic(
         loads = {}
         for method in methods:
             step(f"compile {method.name}, {slots} slots")
-            loads[method] = _load(pair, method, slots, capacity, implementation)
+            loads[method] = _load(pair, method, slots, capacity, least_nodes, implementation)
         runs: dict[Method, list[dict[str, Any]]] = {method: [] for method in methods}
         for turn in range(1 + repeats):
             for method, load in loads.items():
@@ -76,7 +80,14 @@ def _scene(count: int | None, rate: float | None) -> str:
     return f"{count} at a time" if rate is None else f"{rate:g} a second"
 
 
-def _load(pair: Pair, method: Method, slots: int, capacity: int, implementation: str | None) -> Load:
+def _load(
+    pair: Pair,
+    method: Method,
+    slots: int,
+    capacity: int,
+    least_nodes: int,
+    implementation: str | None = None,
+) -> Load:
     return Load(
         pair,
         method.settings,
@@ -84,7 +95,7 @@ def _load(pair: Pair, method: Method, slots: int, capacity: int, implementation:
         capacity=capacity,
         implementation=implementation,
         live=(),
-        least_nodes=min(4, method.settings.budget),
+        least_nodes=least_nodes,
     )
 
 
@@ -130,26 +141,20 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_outputs(pair: Pair, methods: Sequence[Method], prompts: Prompts, capacity: int) -> int:
-    """Serves prompts with every method at once and with plain decoding alone; the tokens that were compared.
+    """Serves prompts together, plainly and with each method; the tokens compared with those of each alone.
 
     Raises:
         RuntimeError: A method gives other tokens.
     """
-    from jetspec_jax.inspect.exactness import first_divergence
-
-    rng, compared = np.random.default_rng(0), 0
-    alone = _load(pair, methods[0], 1, capacity, None)
-    if methods[0].settings.budget != 1:
-        raise ValueError("the first method must be plain decoding")
-    expected = []
-    for prompt, params in prompts:
-        own = alone.request(prompt, params)
-        own.request.cache_salt = str(len(expected))
-        alone.serve([own], 1)
-        expected.append(own.request.tokens)
-    alone.close()
-    for method in methods:
-        load = _load(pair, method, min(4, len(prompts)), capacity, None)
+    rng, compared, expected = np.random.default_rng(0), 0, []
+    for method in (PLAIN_METHOD, *methods):
+        load = _load(pair, method, len(prompts), capacity, _CHECKED_NODES)
+        if not expected:
+            for number, (prompt, params) in enumerate(prompts):
+                alone = load.request(prompt, params)
+                alone.request.cache_salt = str(number)
+                load.serve([alone], 1)
+                expected.append(alone.request.tokens)
         due = poisson(50.0, len(prompts), rng)
         line = [load.request(prompt, params, at) for at, (prompt, params) in zip(due, prompts, strict=True)]
         load.serve(line)
@@ -160,11 +165,3 @@ def check_outputs(pair: Pair, methods: Sequence[Method], prompts: Prompts, capac
             if difference is not None and not difference.is_tie:
                 raise RuntimeError(f"{method.name} does not give plain decoding's tokens: {difference}")
     return compared
-
-
-def short(prompts: Prompts, most: int) -> Prompts:
-    """The same with at most so many tokens each."""
-    return [
-        (prompt, replace(params, max_tokens=min(params.max_tokens or most, most)))
-        for prompt, params in prompts
-    ]

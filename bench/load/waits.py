@@ -73,14 +73,11 @@ def _forward_seconds(load: Load, count: int, length: int, rng: np.random.Generat
     """Seconds of the forwards of prompts; slots are free, so that they write nothing."""
     runner, size = load.engine.runner, load.engine.plan.size
     left = {slot: rng.integers(0, 2, length, np.int32) for slot in range(count)}
-    chunks = [
-        chunk._replace(ready=np.zeros_like(chunk.ready))
-        for chunk in cut_prompts(left, size.chunks, size.slots)
-    ]
+    chunks = cut_prompts(left, size.chunks, size.slots)
     jax.block_until_ready(runner.state.active)
     load.begin()
     for chunk in chunks:
-        runner._prefill(chunk)
+        runner._prefill(chunk._replace(ready=np.zeros_like(chunk.ready)))
     jax.block_until_ready(runner.state)
     return load.now
 
@@ -99,7 +96,7 @@ def fill(load: Load, count: int, rng: np.random.Generator, length: int = 128) ->
 def measure_first_tokens(
     load: Load, beside: int, length: int, count: int, rng: np.random.Generator
 ) -> dict[str, Any]:
-    """Time to first token of short prompts that come at any moment, one at a time, beside some that decode."""
+    """Time to first token of short prompts that come at any moment, one by one, beside some that decode."""
     load.begin()
     others = fill(load, beside, rng, length)
     started, waits = load.now, []

@@ -97,16 +97,24 @@ def kinds(vocab, *, text, forms):
     return alone
 
 
-def make_crowd(target, count, rng, *, lengths=(1, 20, 90, 140), begins=None, begin_share=0.6):
-    """Requests of every kind in turn, greedy and sampled; of many prompts the beginnings are the same."""
+def make_crowd(target, count, rng, *, lengths=(1, 20, 90, 140), without=()):
+    """Requests of every kind in turn, greedy and sampled; many prompts begin alike.
+
+    Args:
+        target: The target.
+        count: How many.
+        rng: Chooses prompts, lengths, priorities, and who leaves before the end.
+        lengths: Tokens that are asked for.
+        without: Names of parameters that nobody has: fewer kinds of rounds are fewer programs.
+    """
     vocab, tokenizer = target.config.vocab_size, target.tokenizer
     wanted = kinds(vocab, text=tokenizer is not None, forms=tokenizer is not None and vocab > 200)
-    if begins is None:
-        begins = [rng.integers(0, vocab, BEGINNING).tolist() for _ in range(3)]
+    wanted = [own for own in wanted if not own.keys() & set(without)]
+    begins = [rng.integers(0, vocab, BEGINNING).tolist() for _ in range(3)]
     crowd = []
     for number in range(count):
         own = wanted[number % len(wanted)]
-        shares = rng.random() < begin_share
+        shares = rng.random() < 0.6
         begin = (
             begins[int(rng.integers(len(begins)))][: int(rng.choice([64, 70, 128, 150]))] if shares else []
         )
