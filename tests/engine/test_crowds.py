@@ -8,7 +8,7 @@ import pytest
 from jetspec_jax import SamplingParams, load_draft_head, load_target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
-from tests.decode.tiny import TINY, random_head, random_target, with_windows
+from tests.decode.tiny import SLIDING, TINY, TinyEngine, finish, random_head, random_target, with_windows
 from tests.engine.crowd import Alone, assert_as_alone, engine_for_many, make_crowd, serve_crowd
 from tests.families.goldens import NAMES, golden_target
 from tests.marks import wide
@@ -86,11 +86,11 @@ def test_a_few_with_windows(monkeypatch, no_type_checks):
     target, rng = random_target(config, 0), np.random.default_rng(5)
     crowd = [
         dataclasses.replace(
-            asked, params=SamplingParams(ignore_eos=True, seed=seed, max_tokens=seed % 3 * 30 + 2)
+            asked, params=SamplingParams(ignore_eos=True, seed=seed, max_tokens=seed % 3 * 40 + 2)
         )
         for seed, asked in enumerate(make_crowd(target, 14, rng))
     ]
-    told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=(2,))
+    told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=5, live=(2,))
     assert told.preemptions >= 1
     assert {len(batch.live) for batch in told.batches} == {0, 2, 4}
 
