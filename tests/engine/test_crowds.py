@@ -62,8 +62,10 @@ def test_a_small_crowd(monkeypatch, no_type_checks):
 def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     target = load_target(DEMO_TARGET, dtype="float32")
     head, rng = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32"), np.random.default_rng(1)
-    crowd = make_crowd(target, 200, rng, lengths=(1, 12, 40, 70))
-    told = serve_and_check(monkeypatch, target, head, crowd, rng, slots=4, num_pages=8, live=())
+    crowd = make_crowd(target, 200, rng, lengths=(1, 5, 100, 130))
+    told = serve_and_check(
+        monkeypatch, target, head, crowd, rng, slots=4, num_pages=6, most_rounds=8, live=()
+    )
     assert told.preemptions >= 20
     assert told.prefix_hits >= 50
     assert {len(batch.live) for batch in told.batches} == {0, 4}
@@ -75,7 +77,7 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     """Drafts come from an oracle, as nobody has trained heads for these."""
     target, rng = golden_target(family), np.random.default_rng(2)
     # Two kinds of rounds, in place of four, are half the programs.
-    crowd = make_crowd(target, 24, rng, lengths=(1, 12, 40, 70), without=("logprobs",))
+    crowd = make_crowd(target, 24, rng, lengths=(1, 12, 70, 130), without=("logprobs",))
     told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=())
     assert told.preemptions >= 1
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
@@ -86,11 +88,11 @@ def test_a_few_with_windows(monkeypatch, no_type_checks):
     target, rng = random_target(config, 0), np.random.default_rng(5)
     crowd = [
         dataclasses.replace(
-            asked, params=SamplingParams(ignore_eos=True, seed=seed, max_tokens=seed % 3 * 40 + 2)
+            asked, params=SamplingParams(ignore_eos=True, seed=seed, max_tokens=100 + seed % 2 * 40)
         )
-        for seed, asked in enumerate(make_crowd(target, 14, rng))
+        for seed, asked in enumerate(make_crowd(target, 10, rng, lengths=(100,)))
     ]
-    told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=5, live=(2,))
+    told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=(2,))
     assert told.preemptions >= 1
     assert {len(batch.live) for batch in told.batches} == {0, 2, 4}
 
