@@ -27,7 +27,7 @@ ROOMS = {
     "bench": [
         ("common",),
         ("acceptance", "collectives", "decode", "exactness", "experts", "loading", "round", "train_step"),
-        ("kernel",),
+        ("kernel", "load"),
         ("plots",),
         ("__main__",),
     ],
