@@ -82,6 +82,11 @@ class Trace(Iterator[RoundTrace]):
         self._rounds.close()
 
     @property
+    def text(self) -> str:
+        """The text of the rounds so far that nothing to come can take back; empty without a tokenizer."""
+        return self._output.settled_text
+
+    @property
     def completion(self) -> Completion | None:
         """The whole completion once the request has ended, None before."""
         return None if self._output.finish_reason is None else self._output.completion()

@@ -1,0 +1,1 @@
+"""HTTP before the engine (`jetspec-jax serve`)."""
