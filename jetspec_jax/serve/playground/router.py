@@ -126,7 +126,7 @@ class _Rounds(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # A round that runs in its thread has ended by now: a thread is waited for, also by who is cancelled.
+            # A round that runs in a thread has ended by now: who is cancelled has waited for it.
             self._traced.close()
 
 

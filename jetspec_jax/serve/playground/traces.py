@@ -1,4 +1,4 @@
-"""Rounds with their trees for the playground: few at a time, each beside the engine that serves the others."""
+"""Rounds with their trees for the playground: few at a time, beside the engine that serves the others."""
 
 import json
 import threading

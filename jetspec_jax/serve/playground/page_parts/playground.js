@@ -51,7 +51,7 @@ async function start() {
       if (state.following) state.shown = run.rounds.length;
       later(draw);
     });
-    say(run.reason === "length" ? "reached the most tokens" : "ended by itself");
+    say("");
   } catch (error) {
     fail(error);
   }
@@ -61,7 +61,7 @@ async function start() {
 }
 
 // Asks for the same again: with trees, if it was watched, and plainly. What is compared is measured alike.
-async function measure() {
+async function compare() {
   const {asked, run, withTrees} = state, stopped = begin("measuring");
   try {
     for (const [name, budget] of [...withTrees ? [["ours", asked.budget]] : [], ["plain", 1]]) {
@@ -135,10 +135,11 @@ function drawTalk() {
   $("talk").scrollTop = $("talk").scrollHeight;
 }
 
-// What one round added; more than one token is tinted, and neighbours differ.
+// What one round added; more than one token is tinted, but for indents, and neighbours differ.
 function runOf(round, index) {
-  const className = round.tokens > 1 ? `run ${index % 2 ? "odd" : "even"}` : "run";
-  const made = html("span", className, round.text);
+  const made = html("span", round.tokens > 1 ? `run ${index % 2 ? "odd" : "even"}` : "run");
+  const parts = round.text.split(/(^\s+|\s*\n\s*)/).filter(Boolean);
+  made.append(...parts.map(part => part.trim() ? html("i", "", part) : part));
   made.dataset.round = index + 1;
   made.title = `round ${index + 1}: ${many(round.tokens, "token")}`;
   return made;
@@ -193,10 +194,11 @@ function drawFigures() {
   $("ours-name").textContent = $("speed-name").textContent = name;
   const done = run !== null && !busy() && run.rounds.length > 0;
   $("measure").hidden = !done || data.budget === 1 || others.plain !== undefined && plain !== null;
-  $("measure").textContent = withTrees ? "Measure both, without watching" : "Measure plain decoding";
+  $("measure").textContent = withTrees ? "Measure both" : "Measure plain decoding";
+  $("note").hidden = $("measure").hidden || !withTrees;
   if (!others.plain) $("verdict").hidden = true;
   if (run?.rounds.length) {
-    const ends = {length: "reached the most tokens", stop: "ended by itself"};
+    const ends = {length: "ended at the most tokens", stop: "ended by itself"};
     $("summary").textContent = [many(tokensOf(run), "token"), many(run.rounds.length, "round"), ends[run.reason]]
       .filter(Boolean).join(" · ");
   }
@@ -222,6 +224,7 @@ function drawStrip() {
 function drawControls() {
   $("run").textContent = busy() ? "Stop" : state.chat ? "Send" : "Run";
   $("run").classList.toggle("stop", busy());
+  document.body.classList.toggle("busy", busy());
   $("run").disabled = !busy() && !$("prompt").value.trim();
   $("clear").hidden = !state.chat || !state.turns.length || busy();
   for (const id of ["as-text", "as-chat"]) $(id).disabled = busy() || id === "as-chat" && !data.chat;
@@ -240,7 +243,7 @@ function switchTo(chat) {
   drawTalk();
   drawFigures();
   drawControls();
-  $("prompt").focus();
+  if (innerWidth > 900) $("prompt").focus(); // a phone would open its keyboard
 }
 
 function showValues() {
@@ -258,7 +261,7 @@ $("prompt").onkeydown = event => {
   const sends = event.key === "Enter" && !event.isComposing && (state.chat ? !event.shiftKey : event.ctrlKey || event.metaKey);
   if (sends) { event.preventDefault(); if (!busy()) $("composer").requestSubmit(); }
 };
-$("measure").onclick = measure;
+$("measure").onclick = compare;
 $("clear").onclick = () => switchTo(true);
 $("as-text").onclick = () => state.chat && switchTo(false);
 $("as-chat").onclick = () => state.chat || switchTo(true);
@@ -267,7 +270,10 @@ $("slider").oninput = () => go(Number($("slider").value));
 $("back").onclick = () => go(state.shown - 1);
 $("next").onclick = () => go(state.shown + 1);
 for (const id of ["talk", "strip"]) {
-  $(id).onclick = event => state.withTrees && event.target.dataset.round && go(Number(event.target.dataset.round));
+  $(id).onclick = event => {
+    const round = state.withTrees && event.target.closest("[data-round]")?.dataset.round;
+    if (round) go(Number(round));
+  };
 }
 addEventListener("keydown", event => {
   const typing = event.target.matches("input, textarea, select");
