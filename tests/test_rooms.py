@@ -19,6 +19,7 @@ ROOMS = {
         ("engine",),
         ("inspect", "llm", "generate"),
         ("async_llm",),
+        ("serve",),
         ("view",),
         ("cli",),
         ("__main__",),

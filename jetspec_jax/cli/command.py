@@ -1,4 +1,4 @@
-"""The command ``jetspec-jax``: generate text, see trees, and look at checkpoints."""
+"""The command ``jetspec-jax``: generate text, see trees, look at checkpoints, and serve."""
 
 import argparse
 import contextlib
@@ -17,6 +17,7 @@ from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
 from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.quiet import show_own_log
+from jetspec_jax.cli.serving import add_serve_command
 from jetspec_jax.cli.view import add_tree_command
 from jetspec_jax.device.joining import leave
 from jetspec_jax.device.processes import alone, is_first
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add_generate_command(commands)
     add_tree_command(commands)
     add_info_command(commands)
+    add_serve_command(commands)
     return parser
 
 

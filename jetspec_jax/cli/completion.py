@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jetspec_jax.cli.options import GROUPS
+from jetspec_jax.cli.options import GROUPS, SERVING
 
 # What stands for a value in the help says what a shell offers for it.
-_FILES, _FOLDERS = ("FILE",), ("PATH_OR_ID", "DIR|auto|off")
+_FILES, _FOLDERS = ("FILE",), ("PATH_OR_ID", "MODEL", "DIR|auto|off")
 
 
 def add_completion_option(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise ImportError('completion needs shtab: pip install "jetspec-jax[completion]"') from error
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ValueError(f"completion is for {', '.join(shtab.SUPPORTED_SHELLS)}, not {shell!r}")
-    words = {option.dest: option.words for group in GROUPS for option in group.options}
+    words = {option.dest: option.words for group in (*GROUPS, *SERVING) for option in group.options}
     for action in _actions(parser):
         values: Any = action  # it takes the attribute that shtab reads
         if action.metavar in _FILES:

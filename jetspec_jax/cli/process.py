@@ -1,9 +1,31 @@
 """The command as a process of its own, which an interrupt ends at once, whatever it is doing."""
 
 import os
+import queue
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+
+# What the main thread is asked to do while it waits; None ends its waiting. None without a command.
+_asked: "queue.SimpleQueue[Callable[[], object] | None] | None" = None
+
+
+def hear(told: Callable[[int], object]) -> None:
+    """Has a command hear of interrupts and of SIGTERM itself, where it runs in a process of its own.
+
+    Args:
+        told: Called in the main thread with the signal's number; must be quick.
+    """
+
+    def install() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Who was started with a signal ignored goes on so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda own, _: told(own))
+
+    if _asked is not None:
+        _asked.put(install)
 
 
 def run_interruptibly(
@@ -22,17 +44,22 @@ def run_interruptibly(
         message: A line for standard error, said on an interrupt.
         tell: Called then, to tell other processes of it.
     """
+    global _asked
     outcome: Future[int] = Future()
+    _asked = asked = queue.SimpleQueue()
 
     def work() -> None:
         try:
             outcome.set_result(main())
         except BaseException as error:
             outcome.set_exception(error)
+        asked.put(None)
 
     try:
         # Not waited for when Python ends, as other threads are: `outcome` is.
         threading.Thread(target=work, name="jetspec-jax", daemon=True).start()
+        while (wanted := asked.get()) is not None:
+            wanted()
         return outcome.result()
     except KeyboardInterrupt:
         try:

@@ -55,19 +55,23 @@ def _form(arguments: argparse.Namespace) -> StructuredOutputsParams | None:
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
     """Loads the models; says so if there is no draft head among them."""
-    given = MODELS.given(arguments)
+    given = model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
             f"{jax.process_count()} processes share the models: say into how many parts by --tensor-parallel "
             "or --expert-parallel"
         )
-    algorithm = _algorithm(arguments)
-    if algorithm is not None:
-        given["algorithm"] = algorithm
     llm = LLM(**given)
     if llm.draft_head is None:
         print("jetspec-jax: no --draft-head for this target: decoding plainly", file=sys.stderr)
     return llm
+
+
+def model_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments say of models and trees, for `LLM`."""
+    given = MODELS.given(arguments)
+    algorithm = _algorithm(arguments)
+    return given if algorithm is None else given | {"algorithm": algorithm}
 
 
 def _algorithm(arguments: argparse.Namespace) -> Algorithm | None:

@@ -1,1 +1,1 @@
-"""HTTP before the engine (`jetspec-jax serve`)."""
+"""The server: OpenAI's API over one `AsyncLLM`; needs the extra ``serve``."""

@@ -1,0 +1,46 @@
+"""``jetspec-jax serve``: OpenAI's API over HTTP."""
+
+import argparse
+from typing import Any
+
+from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.cli.options import ALGORITHM, ENGINE, MODELS, SERVER
+from jetspec_jax.cli.process import hear
+from jetspec_jax.cli.settings import model_arguments
+from jetspec_jax.serve.settings import ServeSettings
+
+# Those of the models that have vLLM's names here, or none.
+_OTHERWISE = {"target", "model", *(option.field for option in ENGINE.options)}
+
+
+def add_serve_command(commands: Any) -> None:
+    """Adds the command to the subparsers of ``jetspec-jax``."""
+    parser = commands.add_parser("serve", help="serve OpenAI's API", description=_serve.__doc__)
+    parser.set_defaults(run=_serve)
+    parser.add_argument(
+        "target", nargs="?", metavar="MODEL", help="folder or hub id (default: the embedded demo)"
+    )
+    SERVER.add(parser)
+    ENGINE.add(parser)
+    MODELS.add(parser, [option.field for option in MODELS.options if option.field not in _OTHERWISE])
+    ALGORITHM.add(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Serves completions and chats over HTTP, with OpenAI's API and vLLM's additions."""
+    settings = ServeSettings(**SERVER.given(arguments))
+    try:
+        from jetspec_jax.serve.running import Stopping, run
+    except ImportError as error:
+        raise ImportError(f'the server needs {error.name}: pip install "jetspec-jax[serve]"') from error
+    given = model_arguments(arguments) | ENGINE.given(arguments)
+    stopping = Stopping()
+    hear(stopping)
+    run(
+        lambda: AsyncLLM(**given),
+        settings,
+        name=str(arguments.target or "demo"),
+        capacity=given.get("capacity"),
+        stopping=stopping,
+    )
+    return 0

@@ -1,0 +1,132 @@
+"""The app: all routes over one `AsyncLLM`."""
+
+import platform
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import jetspec_jax
+from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.serve.chat import chat_routes
+from jetspec_jax.serve.completions import completion_routes
+from jetspec_jax.serve.errors import ApiError, add_handlers
+from jetspec_jax.serve.metrics import Metrics
+from jetspec_jax.serve.middleware import Gate, Tracking
+from jetspec_jax.serve.service import Service, capacity_of
+from jetspec_jax.serve.settings import ServeSettings
+from jetspec_jax.serve.tokens import token_routes
+
+
+def make_app(
+    llm: AsyncLLM,
+    settings: ServeSettings | None = None,
+    *,
+    name: str = "demo",
+    capacity: int | None = None,
+) -> FastAPI:
+    """An app for any server of ASGI apps; ``app.state.service`` is what its routes share.
+
+    Args:
+        llm: The engine, which the app closes when it ends.
+        settings: How it serves.
+        name: Of the model, unless the settings have another.
+        capacity: As ``llm`` was given it.
+    """
+    settings = ServeSettings() if settings is None else settings
+    model = (settings.served_model_name or (name,))[0]
+    service = Service(llm, settings, name, Metrics(model), capacity_of(llm, capacity))
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await llm.close()
+
+    # The pages of FastAPI's own documentation load scripts from elsewhere.
+    app = FastAPI(
+        title="jetspec-jax",
+        version=jetspec_jax.__version__,
+        root_path=settings.root_path,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        lifespan=life,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in (
+        _plain_routes(service),
+        completion_routes(service),
+        chat_routes(service),
+        token_routes(service),
+    ):
+        app.include_router(router)
+    add_handlers(app)
+    # The last one stands outside.
+    app.add_middleware(Gate, service=service)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    app.add_middleware(Tracking, service=service)
+    return app
+
+
+def _plain_routes(service: Service) -> APIRouter:
+    """Those that answer from what is at hand."""
+    router = APIRouter()
+
+    def described(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "jetspec-jax",
+            "root": service.name,
+            "parent": None,
+            "max_model_len": service.capacity,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described(name) for name in service.names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return described(service.check_model(name))
+
+    @router.get("/health")
+    @router.get("/ping")
+    async def health() -> Response:
+        if service.llm.errored:
+            error = ApiError(
+                503, "the last step of the engine failed; the next request makes it anew", code="engine_error"
+            )
+            return error.response()
+        if service.draining:
+            return ApiError(503, "the server ends", code="draining").response()
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/version")
+    async def version(_: Request) -> dict[str, str]:
+        return {
+            "version": jetspec_jax.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        }
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

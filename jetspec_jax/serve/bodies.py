@@ -1,0 +1,124 @@
+"""Bodies of requests: read within bounds, and checked down to the last field."""
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jetspec_jax.arguments import check_text, shown
+from jetspec_jax.serve.errors import ApiError, invalid
+from jetspec_jax.serve.settings import ServeSettings
+
+
+class Body(BaseModel):
+    """What a request may hold: these fields, of exactly these types. Null stands for a field left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    #: What to do instead of fields that other servers know.
+    hints: ClassVar[dict[str, str]] = {}
+
+
+Own = TypeVar("Own", bound=Body)
+
+
+async def read_body(request: Request, kind: type[Own], settings: ServeSettings) -> Own:
+    """The body of a request.
+
+    Raises:
+        ApiError: It is too large or too slow, no JSON of this kind, or the client has left.
+    """
+    value = _json(await _read(request, settings))
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {_kind(value)}", code="invalid_json")
+    for name, own in value.items():
+        try:
+            check_text("a name in the body", name)
+            for text in _texts(own):
+                check_text(name, text)
+        except ValueError as error:
+            param = name if name in kind.model_fields else None
+            raise ApiError(400, str(error), param=param, code="invalid_unicode") from error
+    try:
+        return kind.model_validate({name: own for name, own in value.items() if own is not None})
+    except ValidationError as error:
+        raise invalid(error, kind.model_fields, kind.hints) from error
+
+
+async def _read(request: Request, settings: ServeSettings) -> bytes:
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(
+            415,
+            f"the content type must be application/json, not {shown(kind) if kind else 'missing'}",
+            code="unsupported_media_type",
+        )
+    most = settings.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        ) from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body is larger than {most} bytes, which is the most that this server reads"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def _json(body: bytes) -> Any:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        message = f"the body is no valid UTF-8: byte {error.start} is 0x{body[error.start]:02x}"
+        raise ApiError(400, message, code="invalid_unicode") from error
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is no valid JSON: {error}", code="invalid_json") from error
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:32]} lies beyond all floats")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """All texts in a JSON value, names of fields too."""
+    left = [value]
+    while left:
+        own = left.pop()
+        if isinstance(own, str):
+            yield own
+        elif isinstance(own, dict):
+            left += (*own.keys(), *own.values())
+        elif isinstance(own, list):
+            left += own

@@ -1,0 +1,330 @@
+"""``/v1/chat/completions``: conversations that are answered."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from jetspec_jax.async_llm import Delta
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
+from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, usage, value_of
+from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.choice import ChoiceText
+from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
+from jetspec_jax.serve.sampling import SamplingFields, sampling_params
+from jetspec_jax.serve.service import Asked, Service
+from jetspec_jax.serve.tools import Chosen, Tool, form_of
+
+
+class CalledFunction(Body):
+    """What a message called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in a message of before."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """A message; what a response had may come back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # Of OpenAI's own responses, without meaning here: null, or nothing to tell.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: None = None
+    function_call: None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """As templates read it: arguments as mappings, and "developer" as "system"."""
+        made: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                made[name] = value
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return made
+
+
+class ChatRequest(SamplingFields):
+    """The body of a request."""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    reasoning_effort: str | None = None
+
+    hints: ClassVar[dict[str, str]] = {
+        **SamplingFields.hints,
+        "prompt": "it belongs to /v1/completions; give messages",
+        "functions": "give them as tools",
+        "function_call": "say tool_choice",
+        "echo": "it belongs to /v1/completions",
+        "best_of": "ask for several completions by n",
+        "suffix": "the model goes on after a prompt, and does not fill in before a text",
+    }
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await read_body(request, ChatRequest, service.settings)
+        model = service.check_model(body.model)
+        _check(body, service)
+        forced = _forced(body)
+        parser = service.settings.reasoning_parser
+        markers = None if parser is None else REASONING[parser]
+        shows = {"skip_special_tokens": False} if markers is not None and markers.special else {}
+        tools = body.tools or []
+        try:
+            form = None if forced is None else form_of(tools, forced or None)
+        except (TypeError, ValueError) as error:
+            raise refused(error, (), "tools") from error
+        params = sampling_params(
+            body,
+            service.settings,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            form=form,
+            **shows,
+        )
+        prompt = await asyncio.to_thread(_prompt, service, body)
+        asked = Asked([prompt], params, ChatRequest.model_fields, "messages", body.priority, body.cache_salt)
+        # A form holds from the first token on, and leaves no room for reasoning.
+        markers = None if params.structured_outputs is not None else markers
+        begun = markers is not None and (prompt.text or "").rstrip().endswith(markers.start.rstrip())
+
+        def choice_text() -> ChoiceText:
+            calls = (
+                None if forced is not None or _choice(body) == "none" else service.settings.tool_call_parser
+            )
+            return ChoiceText(
+                markers,
+                begun=begun,
+                parser=calls,
+                tools=tools,
+                forced=forced,
+                several=body.parallel_tool_calls,
+            )
+
+        writer = ChatWriter(request.state.record["request_id"], model, body, asked, choice_text)
+        return await answer(service, request, asked, writer, stream=body.stream)
+
+    return router
+
+
+def _choice(body: ChatRequest) -> str | Chosen:
+    """What was said of tools: nothing is "auto" where there are some."""
+    if body.tool_choice is not None:
+        return body.tool_choice
+    return "auto" if body.tools else "none"
+
+
+def _forced(body: ChatRequest) -> str | None:
+    """The function that must be called, or "" for any; None where none has to be."""
+    choice = _choice(body)
+    if isinstance(choice, Chosen):
+        return choice.function.name
+    return "" if choice == "required" else None
+
+
+def _check(body: ChatRequest, service: Service) -> None:
+    tokenizer = service.llm.llm.target.tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        message = "this model has no chat template, so that no chat can be written; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="unsupported")
+    if body.top_logprobs is not None and not body.logprobs:
+        message = "top_logprobs needs logprobs=true"
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        message = (
+            "max_tokens and max_completion_tokens are two names of one thing: give max_completion_tokens"
+        )
+        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+    choice, tools = _choice(body), body.tools or []
+    if choice == "none":
+        return
+    if not tools:
+        message = "tool_choice needs tools to choose from"
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    if "tools" not in str(template):
+        message = "the chat template of this model does not write tools; say them in a message instead"
+        raise ApiError(400, message, param="tools", code="unsupported")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools has two functions of one name", param="tools", code="invalid_value")
+    if isinstance(choice, Chosen) and choice.function.name not in names:
+        message = f"tool_choice names {choice.function.name!r}, and tools has {', '.join(names)}"
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+    if choice == "auto" and service.settings.tool_call_parser is None:
+        raise ApiError(
+            400,
+            "tools that the model may choose to call need a server with --tool-call-parser "
+            f'({", ".join(TOOL_CALLS)}); without it say tool_choice="required" or name a function',
+            param="tools",
+            code="unsupported",
+        )
+    if _forced(body) is not None and (body.response_format or body.structured_outputs):
+        message = (
+            "tool_choice says what the form of the text is: leave response_format and structured_outputs out"
+        )
+        raise ApiError(400, message, param="tool_choice", code="invalid_value")
+
+
+def _prompt(service: Service, body: ChatRequest) -> EncodedPrompt:
+    arguments = dict(body.chat_template_kwargs or {})
+    try:
+        check_template_arguments(arguments)
+        if body.tools and _choice(body) != "none":
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if body.reasoning_effort is not None:
+            arguments["reasoning_effort"] = body.reasoning_effort
+        [chat] = read_chats([message.rendered() for message in body.messages])
+        target = service.llm.llm.target
+        return encode_chat(target, chat, arguments, add_generation_prompt=body.add_generation_prompt)
+    except (TypeError, ValueError) as error:
+        raise refused(error, ("chat_template_kwargs",), "messages") from error
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"arguments of a call in messages must be a JSON object, not {text[:80]!r}")
+    return value
+
+
+class ChatWriter:
+    """Responses in OpenAI's form for chats."""
+
+    def __init__(self, request_id: str, model: str, body: ChatRequest, asked: Asked, choice_text: Any):
+        """Takes what all chunks have, what was asked for, and what makes a `ChoiceText`."""
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._body, self._asked = body, asked
+        self._texts: list[ChoiceText] = [choice_text() for _ in range(asked.params.n)]
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """The role, for each choice."""
+        for choice in range(len(self._texts)):
+            yield self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
+
+    def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """A chunk, unless there is nothing to tell yet."""
+        own, last = self._texts[choice], delta.finish_reason is not None
+        told = own.feed(delta.text, last=last)
+        told = {name: value for name, value in told.items() if value}
+        if "tool_calls" in told:
+            start = own.calls - len(told["tool_calls"])
+            told["tool_calls"] = [
+                {"index": start + place, **call} for place, call in enumerate(told["tool_calls"])
+            ]
+        logprobs = _logprobs(delta.token_ids, delta.logprobs, self._asked.params.logprobs)
+        ids = self._body.return_token_ids and bool(delta.token_ids)
+        if not (told or last or ids or (logprobs is not None and delta.token_ids)):
+            return
+        made = self._piece(choice, told, logprobs, own.reason(delta.finish_reason))
+        yield self._chunk([made | {"token_ids": list(delta.token_ids)} if ids else made])
+
+    def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
+        """The usage, where it is asked for."""
+        if self._body.includes_usage:
+            yield self._chunk([]) | self._told(list(completions.values()))
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """All choices, and the usage."""
+        choices = []
+        for choice, own in enumerate(completions):
+            text = self._texts[choice]
+            told = text.feed(own.text or "", last=True)
+            message: dict[str, Any] = {"role": "assistant", "content": told["content"], "refusal": None}
+            if told["reasoning_content"]:
+                message["reasoning_content"] = told["reasoning_content"]
+            if told["tool_calls"]:
+                message |= {"tool_calls": told["tool_calls"], "content": told["content"] or None}
+            made = {
+                "index": choice,
+                "message": message,
+                "logprobs": _logprobs(own.token_ids, own.logprobs, self._asked.params.logprobs),
+                "finish_reason": text.reason(own.finish_reason),
+            }
+            choices.append(made | {"token_ids": own.token_ids} if self._body.return_token_ids else made)
+        made = self._head | {"object": "chat.completion", "choices": choices} | self._told(completions)
+        if completions[0].prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(completions[0])
+        if self._body.return_token_ids:
+            made["prompt_token_ids"] = completions[0].prompt_token_ids
+        return made
+
+    def _told(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        return {"usage": usage(completions, self._asked.params.n), "metrics": figures(completions)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk", "choices": choices}
+
+    @staticmethod
+    def _piece(
+        choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(
+    tokens: Sequence[int], rows: list[dict[int, Logprob]] | None, most: int | None
+) -> dict[str, Any] | None:
+    if rows is None or most is None:
+        return None
+    content = []
+    for token, row in zip(tokens, rows, strict=True):
+        # A row has the token itself too, which may be none of the likeliest.
+        best = sorted((own for own in row.values() if own.rank <= most), key=lambda own: own.rank)
+        content.append(_token(row[token]) | {"top_logprobs": [_token(own) for own in best]})
+    return {"content": content, "refusal": None}
+
+
+def _token(own: Logprob) -> dict[str, Any]:
+    text = own.decoded_token or ""
+    return {"token": text, "logprob": value_of(own), "bytes": list(text.encode())}

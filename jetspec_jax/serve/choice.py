@@ -1,0 +1,60 @@
+"""The text of one choice, taken apart while it arrives: reasoning, content, calls of tools."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jetspec_jax.serve.parsers import Markers
+from jetspec_jax.serve.reasoning import Reasoning
+from jetspec_jax.serve.tools import ListedCalls, NamedCall, TaggedCalls, Tool
+
+
+class ChoiceText:
+    """Takes a choice's text apart.
+
+    Attributes:
+        calls: Calls of tools so far.
+    """
+
+    def __init__(
+        self,
+        markers: Markers | None,
+        *,
+        begun: bool,
+        parser: str | None,
+        tools: Sequence[Tool],
+        forced: str | None,
+        several: bool,
+    ):
+        """Begins before the first piece.
+
+        Args:
+            markers: Of the reasoning, or None.
+            begun: Whether the prompt has begun it.
+            parser: What reads calls in the text; None leaves all text as it is.
+            tools: What may be called.
+            forced: The function that the whole text calls, or "" for any of them; None for none.
+            several: Whether there may be more than one call.
+        """
+        self.calls = 0
+        self._reasoning, self._several = Reasoning(markers, begun=begun), several
+        self._finder: TaggedCalls | NamedCall | ListedCalls | None = None
+        if forced is not None:
+            self._finder = NamedCall(forced) if forced else ListedCalls()
+        elif parser is not None and tools:
+            self._finder = TaggedCalls(parser, tools)
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Takes a piece; gives what is new of "content", "reasoning_content" and "tool_calls"."""
+        reasoning, content = self._reasoning.feed(text, last=last)
+        calls = []
+        if self._finder is not None:
+            content, calls = self._finder.feed(content, last=last)
+        if not self._several:
+            calls = calls[: max(0, 1 - self.calls)]
+        self.calls += len(calls)
+        made = [call.described() for call in calls]
+        return {"content": content, "reasoning_content": reasoning, "tool_calls": made}
+
+    def reason(self, finish_reason: str | None) -> str | None:
+        """Why it ended, as responses say it."""
+        return "tool_calls" if finish_reason == "stop" and self.calls else finish_reason

@@ -1,0 +1,181 @@
+"""``/v1/completions``: texts that go on."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from jetspec_jax.async_llm import Delta
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
+from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, usage, value_of
+from jetspec_jax.serve.bodies import read_body
+from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.sampling import SamplingFields, sampling_params
+from jetspec_jax.serve.service import Asked, Service
+
+#: OpenAI's, where a request says none.
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields):
+    """The body of a request."""
+
+    prompt: Any
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+    hints: ClassVar[dict[str, str]] = {
+        **SamplingFields.hints,
+        "suffix": "the model goes on after a prompt, and does not fill in before a text",
+        "messages": "they belong to /v1/chat/completions; give a prompt",
+        "max_completion_tokens": "it belongs to /v1/chat/completions; say max_tokens",
+        "tools": "they belong to /v1/chat/completions",
+    }
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = await read_body(request, CompletionRequest, service.settings)
+        model = service.check_model(body.model)
+        _check(body)
+        params = sampling_params(body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        prompts = await asyncio.to_thread(_prompts, service, body)
+        names = CompletionRequest.model_fields
+        asked = Asked(prompts, params, names, "prompt", body.priority, body.cache_salt)
+        writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
+        return await answer(service, request, asked, writer, stream=body.stream)
+
+    return router
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        message = f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n or 1}"
+        raise ApiError(400, message, param="best_of", code="unsupported")
+    if body.echo and body.logprobs is not None:
+        message = "echo with logprobs is not supported; ask for prompt_logprobs beside logprobs instead"
+        raise ApiError(400, message, param="echo", code="unsupported")
+
+
+def _prompts(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
+    """A text, token ids, or a list of either."""
+    given, target = body.prompt, service.llm.llm.target
+    several = isinstance(given, list) and bool(given) and all(isinstance(one, str | list) for one in given)
+    each = given if several else [given]
+    if len(each) > service.settings.max_completions:
+        message = f"prompt holds {len(each)} prompts; at most {service.settings.max_completions}"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    prompts = []
+    for number, one in enumerate(each):
+        try:
+            if not isinstance(one, str | list):
+                raise TypeError(f"prompt must be a text, token ids, or a list of either, not {one!r:.80}")
+            with naming(f"prompt[{number}]" if several else ""):
+                prompts.append(read_prompt(target, one))
+        except (TypeError, ValueError) as error:
+            raise refused(error, ("prompt",), "prompt") from error
+    return prompts
+
+
+class CompletionWriter:
+    """Responses in OpenAI's form for completions."""
+
+    def __init__(self, request_id: str, model: str, body: CompletionRequest, asked: Asked, service: Service):
+        """Takes what all chunks have, and what was asked for."""
+        self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._body, self._asked = body, asked
+        self._tokenizer = service.llm.llm.target.tokenizer
+        # Of each choice: characters of the tokens whose log-probabilities were told.
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        """Nothing."""
+        return ()
+
+    def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
+        """A chunk, unless there is nothing to tell yet."""
+        text = delta.text
+        if choice not in self._begun:
+            self._begun.add(choice)
+            text = self._echo(choice // self._asked.params.n) + text
+        told = delta.logprobs is not None and bool(delta.token_ids)
+        if not (text or told or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)):
+            return
+        logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
+        yield self._chunk([self._choice(choice, text, logprobs, delta.finish_reason, delta.token_ids)])
+
+    def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
+        """The usage, where it is asked for."""
+        if self._body.includes_usage:
+            all_of_them = list(completions.values())
+            own = {"usage": usage(all_of_them, self._asked.params.n), "metrics": figures(all_of_them)}
+            yield self._chunk([]) | own
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """All choices, and the usage."""
+        choices = []
+        for choice, own in enumerate(completions):
+            text = self._echo(choice // self._asked.params.n) + (own.text or "")
+            logprobs = self._logprobs(choice, own.token_ids, own.logprobs)
+            made = self._choice(choice, text, logprobs, own.finish_reason, own.token_ids)
+            if own.prompt_logprobs is not None:
+                made["prompt_logprobs"] = prompt_logprobs(own)
+            if self._body.return_token_ids:
+                made["prompt_token_ids"] = own.prompt_token_ids
+            choices.append(made)
+        told = {"usage": usage(completions, self._asked.params.n), "metrics": figures(completions)}
+        return self._chunk(choices) | told
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"object": "text_completion", "choices": choices}
+
+    def _choice(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        reason: str | None,
+        tokens: Sequence[int],
+    ) -> dict[str, Any]:
+        made = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return made | {"token_ids": list(tokens)} if self._body.return_token_ids else made
+
+    def _echo(self, prompt: int) -> str:
+        if not self._body.echo:
+            return ""
+        own = self._asked.prompts[prompt]
+        if own.text is not None:
+            return own.text
+        return "" if self._tokenizer is None else self._tokenizer.decode(own.ids.tolist())
+
+    def _logprobs(
+        self, choice: int, tokens: Sequence[int], rows: list[dict[int, Logprob]] | None
+    ) -> dict[str, Any] | None:
+        if rows is None:
+            return None
+        told: dict[str, list[Any]] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs")}
+        offsets: list[int] = []
+        place = self._offsets.get(choice, 0)
+        for token, row in zip(tokens, rows, strict=True):
+            text = row[token].decoded_token or ""
+            told["tokens"].append(text)
+            told["token_logprobs"].append(value_of(row[token]))
+            told["top_logprobs"].append(
+                {own.decoded_token or str(other): value_of(own) for other, own in row.items()}
+            )
+            offsets.append(place)
+            place += len(text)
+        self._offsets[choice] = place
+        return {**told, "text_offset": offsets}

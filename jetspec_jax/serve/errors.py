@@ -1,0 +1,179 @@
+"""Errors in OpenAI's form: an object with what is wrong, which parameter, and a code."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from jetspec_jax.arguments import shown
+from jetspec_jax.engine.line import QueueFull
+from jetspec_jax.engine.request import DeadlinePassed
+
+#: Paths of OpenAI's API that are not served, and what is instead.
+ELSEWHERE = {
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/embeddings": "this server generates text: use /v1/completions or /v1/chat/completions",
+    "/v1/audio": "this server reads and writes text alone",
+    "/v1/images": "this server reads and writes text alone",
+}
+_KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer.
+
+    Attributes:
+        status: Of the response.
+        message: What is wrong, and what would work.
+        param: The parameter that is meant; None for no single one.
+        code: A word for programs.
+        headers: Of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """Takes what the attributes say."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that is sent."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": _KINDS.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The response that is sent."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Gives errors of an app OpenAI's form; `Tracking` does so with those that nobody expects."""
+
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def of_route(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return _of_route(app, request, error).response()
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(HTTPException, of_route)
+
+
+def _of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} takes {allowed}, not {request.method}"
+        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+    advice = next((own for start, own in ELSEWHERE.items() if path.startswith(start)), None)
+    if advice is None:
+        served = sorted({own for route in app.routes if (own := getattr(route, "path", ""))})
+        advice = f"there are {', '.join(served)}"
+    return ApiError(404, f"{shown(path)} is not served here; {advice}", code="not_found")
+
+
+def internal(error: BaseException) -> ApiError:
+    """What is told of an error that is the server's."""
+    return ApiError(
+        500,
+        f"the engine failed on this request ({type(error).__name__}); it may be sent again",
+        code="engine_error",
+    )
+
+
+def refused(error: Exception, names: Collection[str], default: str | None = None) -> ApiError:
+    """A check's complaint about what a client asked for; the parameter is the first one that it names."""
+    message = str(error)
+    places = {name: found.start() for name in names if (found := re.search(rf"\b{name}\b", message))}
+    param = min(places, key=lambda name: places[name], default=default)
+    code = "context_length_exceeded" if "context limit" in message else "invalid_value"
+    return ApiError(400, message, param=param, code=code)
+
+
+def of_generation(error: Exception, names: Collection[str], *, errored: bool) -> ApiError:
+    """What is told of an error of a generation.
+
+    Args:
+        error: The error.
+        names: Parameters of the request.
+        errored: Whether the engine's last dispatch failed, so that all is its fault.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, DeadlinePassed):
+        return ApiError(504, f"the request was not served in its time: {error}", code="deadline_passed")
+    if isinstance(error, ValueError | TypeError) and not errored:
+        return refused(error, names)
+    return internal(error)
+
+
+def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, str]) -> ApiError:
+    """What is wrong with the fields of a request: all of it, and the first one's name.
+
+    Args:
+        error: Of the model.
+        known: Names of its fields.
+        hints: What to do instead of some that it lacks.
+    """
+    said, first, code = [], None, "invalid_type"
+    for one in error.errors(include_url=False, include_context=False):
+        name = _name(one["loc"])
+        if one["type"] == "extra_forbidden":
+            said.append(_unknown(name, known if len(one["loc"]) == 1 else (), hints))
+            one_code = "unknown_parameter"
+        elif one["type"] == "missing":
+            said.append(f"{name} is missing")
+            one_code = "missing_required_parameter"
+        else:
+            what = one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            meant = what if what.startswith(name) else f"{name} should be {what}, not {shown(one['input'])}"
+            said.append(meant)
+            one_code = "invalid_type"
+        if first is None:
+            first, code = name, one_code
+    return ApiError(400, "; ".join(dict.fromkeys(said)), param=first, code=code)
+
+
+def _name(place: tuple[int | str, ...]) -> str:
+    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions."""
+    name = ""
+    for part in place:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif re.fullmatch(r"\w+", part) and part not in _UNION_TAGS:
+            name += f".{part}" if name else part
+    return name or "the body"
+
+
+_UNION_TAGS = {"str", "int", "float", "bool", "dict", "list"}
+
+
+def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str:
+    if name in hints:
+        return f"{name} is not supported; {hints[name]}"
+    near = difflib.get_close_matches(name, known, 1)
+    advice = f"did you mean {near[0]}?" if near else "leave it out"
+    return f"{name} is no parameter that this server knows; {advice}"

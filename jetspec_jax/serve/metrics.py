@@ -1,0 +1,123 @@
+"""Figures for Prometheus, under vLLM's names."""
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from jetspec_jax.async_llm import Delta
+from jetspec_jax.engine.output import Completion
+
+#: Before all names.
+PREFIX = "jetspec:"
+# Bounds of seconds.
+_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class Metrics:
+    """What a server counts and measures; the engine's own figures are looked up when they are asked for.
+
+    Attributes:
+        registry: Of all of them.
+    """
+
+    def __init__(self, model: str, engine: Collector | None = None):
+        """Begins with nothing.
+
+        Args:
+            model: The label of all figures of requests.
+            engine: Of figures that the engine keeps.
+        """
+        self.registry = CollectorRegistry()
+        if engine is not None:
+            self.registry.register(engine)
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: Iterable[float]) -> Histogram:
+            own = Histogram(
+                PREFIX + name, help, ("model_name",), buckets=tuple(buckets), registry=self.registry
+            )
+            return own.labels(model)
+
+        self._model = model
+        self._prompt = counter("prompt_tokens", "Tokens of prompts that were answered.").labels(model)
+        self._generated = counter("generation_tokens", "Tokens that were generated.").labels(model)
+        self._ended = counter("request_success", "Completions that ended, by reason.", "finished_reason")
+        self._http = counter("http_requests", "HTTP requests, by path and status.", "path", "status")
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first tokens.", _FIRST)
+        self._between = histogram("inter_token_latency_seconds", "From a token to the next.", _TOKEN)
+        self._queue = histogram("request_queue_time_seconds", "From arrival until there was a slot.", _WHOLE)
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+
+    def exposition(self) -> bytes:
+        """All of them as text."""
+        return generate_latest(self.registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """Counts an HTTP request; ``path`` is a route's, of which there are few."""
+        self._http.labels(self._model, path, str(status)).inc()
+
+    def prompt(self, tokens: int) -> None:
+        """Counts a prompt whose answer begins."""
+        self._prompt.inc(tokens)
+
+    def ended(self, completion: Completion, seconds: float) -> None:
+        """Notes a completion that has ended, so many seconds after it came."""
+        self._ended.labels(self._model, completion.finish_reason).inc()
+        self._whole.observe(seconds)
+        if completion.metrics is not None and completion.metrics.queue_time is not None:
+            self._queue.observe(completion.metrics.queue_time)
+
+    def following(self) -> "Following":
+        """Follows the completions of one prompt, from now on."""
+        return Following(self)
+
+
+class Following:
+    """Times the pieces of a prompt's completions."""
+
+    def __init__(self, metrics: Metrics):
+        """Begins now."""
+        self._metrics, self._start = metrics, time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def saw(self, delta: Delta) -> None:
+        """Takes a piece: all its tokens came at once, and are counted as if they had come evenly."""
+        now, count, metrics = time.monotonic(), len(delta.token_ids), self._metrics
+        if count:
+            metrics._generated.inc(count)
+            last = self._last.get(delta.index)
+            if last is None:
+                metrics._first.observe(now - self._start)
+            else:
+                for _ in range(count):
+                    metrics._between.observe((now - last) / count)
+            self._last[delta.index] = now
+        if delta.completion is not None:
+            metrics.ended(delta.completion, now - self._start)

@@ -1,0 +1,130 @@
+"""What stands around all routes: names of requests, the log, keys, and a door that closes."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jetspec_jax.serve.errors import ApiError, internal
+from jetspec_jax.serve.logs import log
+from jetspec_jax.serve.service import Service
+
+#: Paths that need no key, and are answered while the server drains.
+OPEN = frozenset({"/health", "/metrics", "/version", "/ping"})
+_HEADER = "X-Request-Id"
+_NAME = re.compile(r"[\w.:/+=-]{1,128}")
+
+
+class Tracking:
+    """Names each request, counts it, writes a line on it, and answers for errors that nobody expected."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        """Stands around an app."""
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get(_HEADER, "")
+        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex
+        record: dict[str, Any] = {"request_id": name}
+        scope.setdefault("state", {})["record"] = record
+        started, status = time.monotonic(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[_HEADER] = name
+            await send(message)
+
+        self._service.running += 1
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            log("request failed", logging.ERROR, error=error, request_id=name)
+            if not status:
+                await internal(error).response()(scope, receive, send_named)
+        finally:
+            self._service.running -= 1
+            self._note(scope, record, status, time.monotonic() - started)
+        return None
+
+    def _note(self, scope: Scope, record: dict[str, Any], status: int, seconds: float) -> None:
+        route = scope.get("route")
+        self._service.metrics.answered(getattr(route, "path", "other"), status)
+        if not self._service.settings.disable_access_log:
+            client = scope.get("client")
+            log(
+                "request",
+                method=scope["method"],
+                path=scope["path"][:200],
+                status=status,
+                seconds=round(seconds, 4),
+                client=client[0] if client else None,
+                **record,
+            )
+
+
+class Gate:
+    """Lets in who has a key, not too often at once, and while the server is open."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        """Stands around an app."""
+        self._app, self._service = app, service
+        self._keys = [_digest(key) for key in service.settings.api_key]
+        self._running: Counter[int] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            return await self._app(scope, receive, send)
+        try:
+            key = self._check(scope)
+        except ApiError as error:
+            return await error.response()(scope, receive, send)
+        self._running[key] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running[key] -= 1
+        return None
+
+    def _check(self, scope: Scope) -> int:
+        """The number of the request's key; -1 where none is needed."""
+        key = self._key(scope) if self._keys else -1
+        if self._service.draining:
+            message = "the server ends and takes no more requests; another one may"
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise ApiError(503, message, code="draining", headers=headers)
+        most = self._service.settings.max_requests_per_key
+        if most is not None and self._running[key] >= most:
+            message = f"this key has {most} requests that run or wait already; try again when one has ended"
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
+        return key
+
+    def _key(self, scope: Scope) -> int:
+        kind, _, given = Headers(scope=scope).get("Authorization", "").partition(" ")
+        found = -1
+        if kind.lower() == "bearer":
+            digest = _digest(given.strip())
+            for number, own in enumerate(self._keys):
+                if hmac.compare_digest(digest, own):
+                    found = number
+        if found < 0:
+            what = "the key is not one of this server's" if given else "a key is missing"
+            message = f'{what}; send the header "Authorization: Bearer KEY"'
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

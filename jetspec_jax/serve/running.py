@@ -1,0 +1,180 @@
+"""A server as a process: it binds, loads, compiles, listens, drains, and ends."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.llm import PLAIN_NOTICE
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
+from jetspec_jax.serve.app import make_app
+from jetspec_jax.serve.logs import log, show_logs
+from jetspec_jax.serve.protocol import protocol_for
+from jetspec_jax.serve.settings import ServeSettings
+
+#: What programs exist for beside the usual ones.
+MORE = (
+    SamplingParams(presence_penalty=0.5),
+    SamplingParams(logprobs=1),
+    SamplingParams(presence_penalty=0.5, logprobs=1),
+    SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
+)
+# Seconds between two looks at what still runs.
+_LOOK = 0.05
+
+
+class Stopping:
+    """What a process does on signals: the first one lets the server drain, a second one ends it at once.
+
+    Before the server listens, the first one ends it.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked = asyncio.Event()
+        self._count = 0
+
+    def __call__(self, signal: int) -> None:
+        """Called with a signal's number, in any thread."""
+        self._count += 1
+        if self._loop is None or self._count > 1:
+            with contextlib.suppress(OSError):
+                os.write(2, b"jetspec-jax: ended at once\n")
+            os._exit(128 + signal)
+        self._loop.call_soon_threadsafe(self._asked.set)
+
+    async def wait(self) -> None:
+        """Waits for the first signal."""
+        self._loop = asyncio.get_running_loop()
+        await self._asked.wait()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+def run(
+    make_llm: Callable[[], AsyncLLM],
+    settings: ServeSettings,
+    *,
+    name: str = "demo",
+    capacity: int | None = None,
+    stopping: Stopping | None = None,
+) -> None:
+    """Serves until it is told to stop.
+
+    Args:
+        make_llm: Loads the models, once the port is known to be free.
+        settings: How to serve.
+        name: Of the model.
+        capacity: As the models are loaded with.
+        stopping: Told of signals by whoever hears them; None is never told.
+
+    Raises:
+        OSError: The address is not to be had.
+        Exception: All that ``make_llm`` raises.
+    """
+    show_logs(settings.log_level)
+    with contextlib.closing(bind(settings.host, settings.port)) as own:
+        llm = make_llm()
+        asyncio.run(_run(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with an address, which nobody can connect to yet.
+
+    Raises:
+        OSError: The address is not to be had.
+    """
+    try:
+        [family, kind, protocol, _, address] = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        own = socket.socket(family, kind, protocol)
+        try:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(address)
+        except OSError:
+            own.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"cannot listen at {host}:{port}: {reason}; choose others by --host and --port"
+        ) from error
+    return own
+
+
+async def _run(
+    llm: AsyncLLM,
+    own: socket.socket,
+    settings: ServeSettings,
+    name: str,
+    capacity: int | None,
+    stopping: Stopping,
+) -> None:
+    if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
+        print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
+    await _warm_up(llm, settings)
+    app = make_app(llm, settings, name=name, capacity=capacity)
+    service = app.state.service
+    config = uvicorn.Config(
+        app,
+        http=protocol_for(settings),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = Server(config)
+    host, port = own.getsockname()[:2]
+    serving = asyncio.create_task(server.serve([own]))
+    told = asyncio.create_task(stopping.wait())
+    while not (server.started or serving.done()):
+        await asyncio.sleep(_LOOK / 5)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    log("listening", url=url, model=service.names[0])
+    print(f"jetspec-jax: {service.names[0]} is served at {url}/v1", file=sys.stderr, flush=True)
+    await asyncio.wait((serving, told), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        service.draining = True
+        log("draining", requests=service.running, seconds=settings.drain_seconds)
+        end = time.monotonic() + settings.drain_seconds
+        while service.running and time.monotonic() < end:
+            await asyncio.sleep(_LOOK)
+        if service.running:
+            log("requests are ended", logging.WARNING, requests=service.running)
+            await llm.close()
+        server.should_exit = True
+    told.cancel()
+    await serving
+    log("ended")
+
+
+async def _warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
+    if settings.warm_up == "none":
+        return
+    started = time.monotonic()
+    print("jetspec-jax: compiling", file=sys.stderr, flush=True)
+    await llm.warm_up()
+    if settings.warm_up == "all":
+        for params in MORE:
+            if params.structured_outputs is None or llm.llm.target.tokenizer is not None:
+                await llm.warm_up(params)
+    log("compiled", seconds=round(time.monotonic() - started, 2))

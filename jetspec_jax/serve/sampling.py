@@ -1,0 +1,201 @@
+"""OpenAI's and vLLM's sampling parameters, and the one place that makes `SamplingParams` of them."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
+from jetspec_jax.serve.bodies import Body
+from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.settings import ServeSettings
+
+#: Fields that are `SamplingParams`' own by name.
+SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
+    *("skip_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
+)
+_GUIDED = 'put it into structured_outputs, as {"structured_outputs": {"json": …}}'
+
+
+class StreamOptions(Body):
+    """What a stream has beside its pieces."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class JsonSchema(Body):
+    """A schema of ``response_format``."""
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a form."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+
+class SamplingFields(Body):
+    """What requests of both kinds may hold."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    # OpenAI's, without effect here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    # vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+
+    hints: ClassVar[dict[str, str]] = {
+        "guided_json": _GUIDED,
+        "guided_regex": _GUIDED,
+        "guided_choice": _GUIDED,
+        "guided_grammar": _GUIDED,
+        "use_beam_search": "ask for several completions by n",
+        "modalities": "this server writes text alone",
+        "audio": "this server writes text alone",
+        "prediction": "drafts are the draft head's",
+    }
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def sampling_params(
+    request: SamplingFields,
+    settings: ServeSettings,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    form: StructuredOutputsParams | None = None,
+    **fixed: Any,
+) -> SamplingParams:
+    """How a request is sampled; as at OpenAI, a temperature that is not given is 1.
+
+    Args:
+        request: The request.
+        settings: The server's.
+        max_tokens: Most tokens of each completion; None goes on to the context's end.
+        logprobs: Alternatives that are told with each token.
+        form: What the text must be, where that is not what the request's fields say.
+        **fixed: Parameters that the request cannot choose.
+
+    Raises:
+        ApiError: Something is out of its range, or contradicts something else.
+    """
+    _check(request, settings)
+    given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
+    given = {"temperature": 1.0, **given, **fixed, "max_tokens": max_tokens, "logprobs": logprobs}
+    names = type(request).model_fields
+    if request.logit_bias is not None:
+        given["logit_bias"] = _biases(request.logit_bias)
+    try:
+        form = _form(request) if form is None else form
+        params = SamplingParams(**given, structured_outputs=form)
+    except (TypeError, ValueError) as error:
+        raise refused(error, names) from error
+    if form is not None and (size := len(form.source[1].encode())) > settings.max_grammar_bytes:
+        name = "response_format" if request.response_format is not None else "structured_outputs"
+        raise ApiError(
+            400,
+            f"{name}: its {form.kind} has {size} bytes, and this server reads {settings.max_grammar_bytes}",
+            param=name,
+            code="grammar_too_large",
+        )
+    return params
+
+
+def _check(request: SamplingFields, settings: ServeSettings) -> None:
+    """What needs no model."""
+    if request.stream_options is not None and not request.stream:
+        message = "stream_options needs a stream: say stream=true, or leave it out"
+        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    if request.priority and settings.scheduling_policy != "priority":
+        message = "priority must be 0 here; the server takes others with --scheduling-policy priority"
+        raise ApiError(400, message, param="priority", code="invalid_value")
+    if not -(2**31) <= request.priority <= 2**31:
+        message = f"priority must lie in {-(2**31)}..{2**31}"
+        raise ApiError(400, message, param="priority", code="invalid_value")
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    for token in given:
+        if not (token.isascii() and token.isdecimal() and len(token) < 12):
+            message = f'logit_bias must have token ids as names, as in {{"42": -1}}, not {token[:32]!r}'
+            raise ApiError(400, message, param="logit_bias", code="invalid_value")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _form(request: SamplingFields) -> StructuredOutputsParams | None:
+    """The form that the text must have.
+
+    Raises:
+        TypeError: As `StructuredOutputsParams`.
+        ValueError: As `StructuredOutputsParams`, or there are two.
+    """
+    asked, own = request.response_format, request.structured_outputs
+    if asked is not None and asked.type == "text":
+        asked = None
+    if asked is not None and own is not None:
+        raise ValueError("response_format and structured_outputs say both what the form is: give one")
+    if own is not None:
+        return StructuredOutputsParams(**own.model_dump(by_alias=True))
+    if asked is None:
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if asked.json_schema is None:
+        raise ValueError(
+            'response_format of type "json_schema" needs "json_schema": {"name": …, "schema": …}'
+        )
+    try:
+        return StructuredOutputsParams(json=asked.json_schema.schema_)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"response_format: {error}") from error

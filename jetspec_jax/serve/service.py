@@ -1,0 +1,204 @@
+"""What all requests for text share: their checks, their way through the engine, and what is counted."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from jetspec_jax.arguments import shown
+from jetspec_jax.async_llm import AsyncLLM, Delta
+from jetspec_jax.engine.planning import check_request
+from jetspec_jax.engine.prompts import EncodedPrompt, naming
+from jetspec_jax.engine.size import default_capacity
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.serve.errors import ApiError, of_generation, refused
+from jetspec_jax.serve.metrics import Metrics
+from jetspec_jax.serve.settings import ServeSettings
+
+Result = TypeVar("Result")
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request wants of the engine.
+
+    Attributes:
+        prompts: Its prompts.
+        params: How all of them are sampled.
+        names: Parameters of the request, which errors may name.
+        param: The one that holds the prompts.
+        priority: As for `AsyncLLM.generate`, as is the next.
+        cache_salt: Pages are shared only among requests with the same.
+    """
+
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    names: Collection[str]
+    param: str
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(eq=False)
+class Service:
+    """One model that is served.
+
+    Attributes:
+        llm: The engine.
+        settings: What the server was told.
+        name: Of the model.
+        metrics: What is counted.
+        capacity: Tokens of prompt and output together, at most.
+        created: When it was loaded, in seconds since 1970.
+        draining: Whether the server ends, and takes no requests.
+        running: HTTP requests that are being answered.
+    """
+
+    llm: AsyncLLM
+    settings: ServeSettings
+    name: str
+    metrics: Metrics
+    capacity: int
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    running: int = 0
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All names of the model."""
+        return self.settings.served_model_name or (self.name,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name under which the model was asked for.
+
+        Raises:
+            ApiError: It is another model's.
+        """
+        if name is not None and name not in self.names:
+            known = " or ".join(map(repr, self.names))
+            message = f"the model {shown(name)} is not served here; say {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self.names[0]
+
+    async def check(self, asked: Asked) -> None:
+        """Checks all that can be before the engine hears of it.
+
+        Raises:
+            ApiError: What is wrong.
+        """
+        count, most = len(asked.prompts) * asked.params.n, self.settings.max_completions
+        if count > most:
+            prompts = len(asked.prompts)
+            message = f"{prompts} prompts times n={asked.params.n} are {count} completions; at most {most}"
+            raise ApiError(400, message, param="n", code="invalid_value")
+        await asyncio.to_thread(self._check, asked)
+
+    def _check(self, asked: Asked) -> None:
+        most = self.settings.max_prompt_tokens
+        for number, prompt in enumerate(asked.prompts):
+            if most is not None and len(prompt.ids) > most:
+                message = f"{asked.param} has {len(prompt.ids)} tokens, and this server takes {most}"
+                raise ApiError(400, message, param=asked.param, code="context_length_exceeded")
+            try:
+                with naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
+                    check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
+            except (TypeError, ValueError) as error:
+                raise refused(error, asked.names, asked.param) from error
+            except ImportError as error:
+                raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
+
+    async def follow(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta], None]:
+        """What is new of the completions of all prompts, each with the number of its prompt.
+
+        Raises:
+            ApiError: A prompt could not be served.
+        """
+        queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        if len(asked.prompts) == 1:
+            async with contextlib.aclosing(self._follow(asked, 0)) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+
+        async def read(number: int) -> None:
+            try:
+                async with contextlib.aclosing(self._follow(asked, number)) as deltas:
+                    async for delta in deltas:
+                        queue.put_nowait((number, delta))
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(read(number)) for number in range(len(asked.prompts))]
+        try:
+            left = len(tasks)
+            while left:
+                heard = await queue.get()
+                if isinstance(heard, Exception):
+                    raise heard
+                if heard is None:
+                    left -= 1
+                else:
+                    yield heard
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, asked: Asked, number: int) -> AsyncGenerator[Delta, None]:
+        prompt, following = asked.prompts[number].ids, self.metrics.following()
+        deltas = self.llm.generate(
+            prompt,
+            asked.params,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            timeout=self.settings.request_timeout,
+        )
+        begun = False
+        async with contextlib.aclosing(deltas):
+            try:
+                async for delta in deltas:
+                    if not begun:
+                        self.metrics.prompt(len(prompt))
+                        begun = True
+                    following.saw(delta)
+                    yield delta
+            except Exception as error:
+                raise of_generation(error, asked.names, errored=self.llm.errored) from error
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of some work, which is cancelled when the client leaves.
+
+    Raises:
+        ClientLeft: It has left.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        for own in (task, gone):
+            own.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def capacity_of(llm: AsyncLLM, capacity: int | None) -> int:
+    """Tokens of prompt and output together that the engine takes, at most."""
+    config = llm.llm.target.config
+    return min(config.max_position_embeddings, capacity or default_capacity(config, 0))

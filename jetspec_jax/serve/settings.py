@@ -1,0 +1,146 @@
+"""What a server is told, checked; needs none of its libraries."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
+from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
+
+#: Who is served first: as they come, or by the ``priority`` of a request.
+POLICIES = ("fcfs", "priority")
+#: What is compiled before the server listens.
+WARM_UPS = ("none", "usual", "all")
+#: Levels of uvicorn's log.
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server listens, whom it answers, and what it bears. Most names are those of vLLM's options.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 is any that is free.
+        api_key: Keys, one of which a request must have; none serves everybody.
+        served_model_name: Names of the model; the first one stands in responses. None is the target's own.
+        uvicorn_log_level: Of the HTTP library's own log.
+        disable_access_log: Whether requests leave no line in the log.
+        allowed_origins: Web pages that browsers let ask: their origins, or "*".
+        allowed_methods: Methods that they may use.
+        allowed_headers: Headers that they may send.
+        allow_credentials: Whether they may send cookies.
+        root_path: What a proxy takes off the front of paths.
+        tool_call_parser: How calls of tools look in the model's text; None refuses tools that a model may
+            choose to call.
+        reasoning_parser: How reasoning looks there; None leaves it in the text.
+        scheduling_policy: "fcfs", or "priority": requests may say theirs.
+        warm_up: What is compiled at the start: "none", "usual", or "all": also what masks, penalties,
+            log-probabilities and grammars need.
+        max_body_bytes: Of a request's body.
+        max_prompt_tokens: Of each prompt; None is bounded by the context alone.
+        max_completions: Of one request: its prompts times its ``n``.
+        max_grammar_bytes: Of a schema, a grammar, a regular expression, or choices.
+        max_requests_per_key: That run or wait at the same time; None is no bound.
+        request_timeout: Seconds that a request has from its arrival on; None is no bound.
+        body_timeout: Seconds that a client has to send headers, and again for the body.
+        send_timeout: Seconds that a client may read nothing of what it is sent.
+        drain_seconds: Seconds that requests have to end once the server is told to stop.
+
+    Raises:
+        TypeError: A setting is of a wrong type.
+        ValueError: A setting is out of its range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: Sequence[str] = ()
+    served_model_name: Sequence[str] = ()
+    uvicorn_log_level: str = "warning"
+    disable_access_log: bool = False
+    allowed_origins: Sequence[str] = ()
+    allowed_methods: Sequence[str] = ("*",)
+    allowed_headers: Sequence[str] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    scheduling_policy: str = POLICIES[0]
+    warm_up: str = "usual"
+    max_body_bytes: int = 4 * 2**20
+    max_prompt_tokens: int | None = None
+    max_completions: int = 128
+    max_grammar_bytes: int = 2**16
+    max_requests_per_key: int | None = None
+    request_timeout: float | None = None
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Checks every setting."""
+        check_integer("port", self.port, 0, 2**16 - 1)
+        for name in ("host", "root_path"):
+            check_type(name, getattr(self, name), str, "a text")
+        for name in ("disable_access_log", "allow_credentials"):
+            check_flag(name, getattr(self, name))
+        for name in ("max_body_bytes", "max_completions", "max_grammar_bytes"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("max_prompt_tokens", "max_requests_per_key"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        for name in ("request_timeout", "body_timeout", "send_timeout"):
+            _check_seconds(name, getattr(self, name), above_zero=True)
+        _check_seconds("drain_seconds", self.drain_seconds, above_zero=False)
+        for name in ("api_key", "served_model_name", *(f"allowed_{what}" for what in _LISTS)):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for name, words in (
+            ("uvicorn_log_level", LOG_LEVELS),
+            ("scheduling_policy", POLICIES),
+            ("warm_up", WARM_UPS),
+            ("tool_call_parser", (None, *TOOL_CALLS)),
+            ("reasoning_parser", (None, *REASONING)),
+        ):
+            if (value := getattr(self, name)) not in words:
+                known = ", ".join(str(word) for word in words if word is not None)
+                raise ValueError(f"{name} must be one of {known}, not {shown(value)}")
+        if self.max_requests_per_key is not None and not self.api_key:
+            raise ValueError("max_requests_per_key needs keys to tell clients apart: give some as api_key")
+
+    @property
+    def log_level(self) -> int:
+        """The level of uvicorn's log, as `logging` has it."""
+        return (
+            5
+            if self.uvicorn_log_level == "trace"
+            else logging.getLevelNamesMapping()[self.uvicorn_log_level.upper()]
+        )
+
+
+_LISTS = ("origins", "methods", "headers")
+#: Names of all settings.
+SETTINGS = tuple(field.name for field in fields(ServeSettings))
+
+
+def _check_seconds(name: str, value: Any, *, above_zero: bool) -> None:
+    if value is None and name == "request_timeout":
+        return
+    seconds = check_number(name, value)
+    if not (seconds > 0 or (seconds == 0 and not above_zero)) or seconds > 1e9:
+        least = "above 0" if above_zero else "0 or more"
+        raise ValueError(f"{name} must be {least} seconds, at most 1e9, not {shown(value)}")
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    """Texts that are not empty; one that holds commas is several."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list of texts, not {shown(values)}")
+    parts = []
+    for value in values:
+        check_type(f"a text in {name}", value, str, "a text")
+        check_text(name, value)
+        parts += [part.strip() for part in value.split(",")]
+    if not all(parts):
+        raise ValueError(f"{name} must hold texts that are not empty")
+    return tuple(parts)

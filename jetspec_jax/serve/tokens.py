@@ -1,0 +1,88 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.engine.prompts import check_ids, encode_chat
+from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.chat import Message
+from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.service import Service
+from jetspec_jax.serve.tools import Tool
+
+
+class TokenizeRequest(Body):
+    """A text, or a chat in its template's form."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Tokens."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def token_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, TokenizeRequest, service.settings)
+        service.check_model(body.model)
+        tokenizer = _tokenizer(service)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        ids = await asyncio.to_thread(_encode, service, body)
+        made = {"count": len(ids), "max_model_len": service.capacity, "tokens": ids}
+        if body.return_token_strs:
+            made["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return made
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, DetokenizeRequest, service.settings)
+        service.check_model(body.model)
+        tokenizer = _tokenizer(service)
+        try:
+            ids = check_ids(body.tokens, "tokens", service.llm.llm.target.config.vocab_size)
+        except (TypeError, ValueError) as error:
+            raise refused(error, ("tokens",), "tokens") from error
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, ids.tolist())}
+
+    return router
+
+
+def _tokenizer(service: Service) -> Any:
+    tokenizer = service.llm.llm.target.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer; send token ids", code="unsupported")
+    return tokenizer
+
+
+def _encode(service: Service, body: TokenizeRequest) -> list[int]:
+    target = service.llm.llm.target
+    if body.messages is None:
+        return target.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    arguments = dict(body.chat_template_kwargs or {})
+    try:
+        check_template_arguments(arguments)
+        if body.tools:
+            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        [chat] = read_chats([message.rendered() for message in body.messages])
+        made = encode_chat(target, chat, arguments, add_generation_prompt=body.add_generation_prompt)
+    except (TypeError, ValueError) as error:
+        raise refused(error, ("chat_template_kwargs",), "messages") from error
+    return made.ids.tolist()
