@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jetspec_jax.arguments import check_integer, check_number, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.planning import plan_engine, plan_requests
 from jetspec_jax.engine.prompts import Prompt, read_prompt
@@ -40,6 +40,7 @@ class Delta:
         finish_reason: None while it goes on; as `Completion` has it, or "abort".
         completion: All of it, once it has ended; None where it was aborted.
         logprobs: What is told of the new tokens, as `Completion` has it.
+        rounds: What each round added of it.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Delta:
     finish_reason: str | None = None
     completion: Completion | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    rounds: list[Round] = field(default_factory=list)
 
 
 class AsyncLLM:
@@ -130,6 +132,7 @@ class AsyncLLM:
         timeout: float | None = None,
         cache_salt: str | None = None,
         routing: Hints | None = None,
+        budget: int | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Completes one prompt; what is new comes after each dispatch.
 
@@ -144,6 +147,8 @@ class AsyncLLM:
             timeout: Seconds that it has from now on.
             cache_salt: Pages are shared only among requests with the same salt.
             routing: As for `LLM.generate`.
+            budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, as soon as
+                all that decode beside it want no more. None is the LLM's.
 
         Yields:
             Deltas, the last one of each completion with all of it.
@@ -158,12 +163,15 @@ class AsyncLLM:
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")
         check_integer("priority", priority, -(2**31), 2**31)
+        if budget is not None:
+            check_integer("budget", budget, 1, self.llm.settings.budget)
         deadline = None if timeout is None else time.monotonic() + check_number("timeout", timeout)
         requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | None]()
         for number, request in enumerate(requests):
             request.priority, request.deadline, request.cache_salt = priority, deadline, cache_salt
             request.told = _teller(request, number, loop, news)
+            request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
         if request_id is not None and request_id in self._named:
             raise ValueError(f"another request of the name {shown(request_id)} runs")
@@ -183,14 +191,14 @@ class AsyncLLM:
                 if number not in going_on:
                     continue
                 output, known = outputs[number], len(outputs[number].token_ids)
-                output.update(count)
+                rounds = output.update_by_round(count)
                 text, reason = output.settled_text[sent[number] :], output.finish_reason
                 sent[number] += len(text)
                 whole, told = None, output.logprobs(known)
                 if reason is not None:
                     output.request.abandoned = True  # a stop string is nothing that an engine knows of
                     whole = going_on.pop(number).completion()
-                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told)
+                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told, rounds)
         finally:
             for request in requests:
                 request.abandoned = True

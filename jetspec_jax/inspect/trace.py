@@ -25,7 +25,7 @@ from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import plan_requests, read_single
-from jetspec_jax.engine.prompts import Prompt
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
@@ -95,7 +95,7 @@ class Trace(Iterator[RoundTrace]):
 def trace_rounds(
     target: Target,
     head: Head | None,
-    prompt: Prompt,
+    prompt: Prompt | EncodedPrompt,
     params: SamplingParams | None = None,
     settings: TreeSettings = PLAIN,
     *,

@@ -1,13 +1,12 @@
 """Rounds with their trees for the playground: few at a time, beside the engine that serves the others."""
 
-import json
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.engine.planning import check_request
-from jetspec_jax.engine.prompts import Prompt
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.inspect.trace import Trace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
@@ -35,7 +34,9 @@ class Traces:
         self._llm, self._left, self._most = llm, threading.Semaphore(most), most
         self._capacity = capacity
 
-    def begin(self, prompt: Prompt, params: SamplingParams, budget: int | None) -> "TracedRequest":
+    def begin(
+        self, prompt: Prompt | EncodedPrompt, params: SamplingParams, budget: int | None
+    ) -> "TracedRequest":
         """Starts one; nothing is decoded yet.
 
         Args:
@@ -77,8 +78,8 @@ class TracedRequest:
         self._trace, self._tokenizer, self._place = trace, tokenizer, place
         self._ended = False
 
-    def events(self) -> Generator[str]:
-        """Decodes round by round: JSON of each round's text, number of tokens and tree, and of the end."""
+    def events(self) -> Generator[dict[str, Any]]:
+        """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end."""
         chars = tokens = 0
         for one in self._trace:
             completion, text = self._trace.completion, self._trace.text
@@ -88,7 +89,7 @@ class TracedRequest:
             chars, tokens = len(text), tokens + count
             reason = None if completion is None else completion.finish_reason
             labels = labels_of([one], self._tokenizer)
-            yield _json({"rounds": [shown], "labels": labels, "finish_reason": reason})
+            yield {"rounds": [shown], "labels": labels, "finish_reason": reason}
 
     def close(self) -> None:
         """Ends it, whether it has run to its end or not; its stores are free again."""
@@ -96,7 +97,3 @@ class TracedRequest:
             self._ended = True
             self._trace.close()
             self._place.release()
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
