@@ -40,7 +40,7 @@ async function start() {
   drawTalk();
   $("trees").hidden = !withTrees;
   $("tree").replaceChildren();
-  $("round").textContent = "The first tree is on its way";
+  $("round").textContent = "The first tree is on its way: a server compiles for it once";
   drawFigures();
   const stream = (withTrees ? traced : completion)(asked, $("key").value, begin("waiting for the first tokens"));
   try {
@@ -198,7 +198,7 @@ function drawFigures() {
   $("note").hidden = $("measure").hidden || !withTrees;
   if (!others.plain) $("verdict").hidden = true;
   if (run?.rounds.length) {
-    const ends = {length: "ended at the most tokens", stop: "ended by itself"};
+    const ends = {length: "ended at max tokens", stop: "ended by itself"};
     $("summary").textContent = [many(tokensOf(run), "token"), many(run.rounds.length, "round"), ends[run.reason]]
       .filter(Boolean).join(" · ");
   }
