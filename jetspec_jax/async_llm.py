@@ -10,15 +10,18 @@ import jax
 
 from jetspec_jax.arguments import check_integer, check_number, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
-from jetspec_jax.engine.pace import Slices
-from jetspec_jax.engine.planning import plan_engine, plan_requests
+from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.prompts import Prompt, read_prompt
 from jetspec_jax.engine.request import Request
-from jetspec_jax.engine.serving import compile_chunks, groups_of
+from jetspec_jax.engine.serving import groups_of
 from jetspec_jax.engine.size import MAX_SLOTS
+from jetspec_jax.engine.standing import plan_standing
+from jetspec_jax.engine.stats import EngineStats
+from jetspec_jax.engine.wants import Kind
 from jetspec_jax.llm import LLM, kinds_to_compile
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
@@ -67,7 +70,7 @@ class AsyncLLM:
     def __init__(
         self,
         *models: Any,
-        max_slots: int = MAX_SLOTS,
+        max_slots: int | None = None,
         capacity: int | None = None,
         max_waiting: int = MAX_WAITING,
         **settings: Any,
@@ -76,10 +79,12 @@ class AsyncLLM:
 
         Args:
             *models: Target and draft head, as for `LLM`.
-            max_slots: Requests that decode at the same time, with each copy of the models.
+            max_slots: Requests that decode at the same time, with each copy of the models. None is as many as
+                there is memory for, a power of two up to 256, and 8 on a CPU.
             capacity: Tokens of prompt and output that a slot can hold; None is the usual number.
             max_waiting: Requests that may wait for a slot, with each copy of the models.
-            **settings: As for `LLM`.
+            **settings: As for `LLM`; but where no algorithm is named, it is "auto", which chooses before
+                each dispatch among plain decoding and trees up to the budget.
 
         Raises:
             ValueError: A setting is not valid, or there are several processes.
@@ -90,21 +95,22 @@ class AsyncLLM:
             raise ValueError(
                 f"AsyncLLM runs in one process, and this job has {jax.process_count()}; use LLM there"
             )
-        self.llm = LLM(*models, max_slots=max_slots, capacity=capacity, **settings)
+        slots = MAX_SLOTS if max_slots is None else max_slots
+        self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
+        if settings.get("algorithm") is None and self.llm.settings.budget > 1:
+            self.llm.settings = replace(self.llm.settings, algorithm="auto")
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
-        plan = plan_engine(
-            target.config,
-            None if head is None else head.config,
+        plan = plan_standing(
+            target,
+            head,
             self.llm.settings,
-            target.dtype,
-            slots=max_slots,
+            max_slots=max_slots,
             capacity=capacity,
             implementation=settings.get("implementation"),
-            mesh=target.mesh,
         )
         self._capacity, self._implementation = plan.size.capacity, plan.decoder.implementation
-        plan = replace(plan, slices=Slices())
+        self._compilations = Compilations()
         self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
         # How to end those that have a name.
         self._named: dict[str, Callable[[], object]] = {}
@@ -173,12 +179,15 @@ class AsyncLLM:
             request.told = _teller(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
-        if request_id is not None and request_id in self._named:
+
+        def end() -> None:
+            _send(loop, news, None)
+
+        # In one step: several loops may bring one name at once.
+        if request_id is not None and self._named.setdefault(request_id, end) is not end:
             raise ValueError(f"another request of the name {shown(request_id)} runs")
         try:
             min(self._drivers, key=lambda driver: driver.work).submit(requests)
-            if request_id is not None:
-                self._named[request_id] = lambda: _send(loop, news, None)
             going_on = dict(enumerate(outputs))
             sent = [0] * len(outputs)
             while going_on:
@@ -211,7 +220,9 @@ class AsyncLLM:
             end()
 
     async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
-        """Makes the engine and compiles what requests need.
+        """Makes the engine and compiles all that the settings allow, with progress on a terminal.
+
+        Afterwards nothing compiles, but for requests that want of the logits what was not named here.
 
         Args:
             sampling_params: As those of requests to come, where they want masks, biases, penalties or
@@ -228,7 +239,15 @@ class AsyncLLM:
         for request in requests:
             if request.error is not None:
                 raise request.error
-        await asyncio.to_thread(compile_chunks, self.llm.target)
+        kinds = [Kind(), *(() if sampling_params is None else (Kind.of(sampling_params),))]
+        for driver in self._drivers:
+            await asyncio.to_thread(driver.compile, sorted(set(kinds)))
+        self._compilations.restart()
+
+    def stats(self) -> EngineStats:
+        """Figures by now, of all copies together; from any thread, which waits for nobody."""
+        own = EngineStats(compilations=self._compilations.count)
+        return sum((driver.stats() for driver in self._drivers), own)
 
     async def close(self) -> None:
         """Ends all requests with an error, and the thread; the models stay loaded."""

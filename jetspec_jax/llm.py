@@ -26,7 +26,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, namin
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
-from jetspec_jax.engine.stream import Stream
+from jetspec_jax.engine.stream import DrivenStream, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
 
@@ -280,6 +280,8 @@ class LLM:
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
+        if (driver := group.driver(plan)) is not None:
+            return DrivenStream(group.target, driver, request)
         keeper = group.target.keeper
         with keeper.line, keeper.lock:
             return Stream(group.target, group.engine(plan), request)

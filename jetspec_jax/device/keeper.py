@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,13 @@ class Keeper:
         line: Held by who waits for the lock, and while a call has it. A thread may take it again.
         lock: Held while anything is done with the engine. A thread may take it again.
         engine: The engine; None if there is none.
+        driver: Leads to the driver that serves with it whoever comes; None if there has been none.
     """
 
     line: Any = field(default_factory=threading.RLock)
     lock: Any = field(default_factory=threading.RLock)
     engine: Any = None
+    driver: "weakref.ref[Any] | None" = None
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -80,8 +80,7 @@ def check_memory(
     Raises:
         DeviceMemoryError: One cannot. The message lists all parts, their sum, and what would fit.
     """
-    together = spans(mesh)
-    free = _free_everywhere(mesh) if together else free_bytes(mesh)
+    free = _known_free(mesh)
     if free is None:
         return
     parts = needs()
@@ -92,7 +91,7 @@ def check_memory(
     for other in others():
         room = free
         if other.mesh != mesh:
-            room = _free_everywhere(other.mesh) if together else free_bytes(other.mesh)
+            room = _free_everywhere(other.mesh) if spans(mesh) else free_bytes(other.mesh)
         if room is None or sum(other.needs.values()) <= room:
             fitting.setdefault(other.setting, other.value)
     width = max(map(len, parts))
@@ -105,6 +104,17 @@ def check_memory(
         settings = [f"{setting} {value}" for setting, value in fitting.items()]
         lines.append(f"one of these would fit: {', '.join(settings)}")
     raise DeviceMemoryError("\n".join(lines))
+
+
+def fits(needs: Bytes, mesh: Mesh | None = None) -> bool:
+    """Whether each device can give what is needed, as far as it says; see `check_memory`."""
+    free = _known_free(mesh)
+    return free is None or sum(needs.values()) <= free
+
+
+def _known_free(mesh: Mesh | None) -> int | None:
+    """Bytes that each device of a mesh can give; asks all processes that share it."""
+    return _free_everywhere(mesh) if spans(mesh) else free_bytes(mesh)
 
 
 def _free_everywhere(mesh: Mesh | None) -> int | None:

@@ -1,6 +1,7 @@
 """The thread that serves the requests of many callers with one engine."""
 
 import threading
+import weakref
 from collections.abc import Sequence
 
 from jetspec_jax.device.memory import DeviceMemoryError
@@ -9,6 +10,8 @@ from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.serving import Group
+from jetspec_jax.engine.stats import EngineStats, Tally
+from jetspec_jax.engine.wants import Kind
 
 
 class Driver:
@@ -33,41 +36,78 @@ class Driver:
         self.error: Exception | None = None
         # Guards what follows; held for moments only.
         self._mutex = threading.Lock()
+        self._tally = Tally()
         self._requests: list[Request] = []
+        self._guests: set[Request] = set()
         self._arrived: list[Request] = []
         self._thread: threading.Thread | None = None
         self._closed = False
+        group.target.keeper.driver = weakref.ref(self)
+
+    @property
+    def slots(self) -> int:
+        """Requests that may decode at the same time."""
+        return self._plan.size.slots
 
     @property
     def work(self) -> int:
         """Requests that wait or run."""
         return sum(request.open for request in tuple(self._requests))
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def serves(self, group: Group, plan: EnginePlan) -> bool:
+        """Whether calls that need an engine of a plan, with a group's models, may submit their requests."""
+        heads = [own.head and own.head.weights for own in (group, self._group)]
+        same = plan.decoder.proposer is None or heads[0] is heads[1]
+        return not self._closed and same and self._plan.on(group.target.mesh).serves(plan)
+
+    def submit(self, requests: Sequence[Request], *, guests: bool = False) -> None:
         """Takes requests, all or none; from any thread, which waits for nobody.
+
+        Args:
+            requests: The requests.
+            guests: They are those of a call that is not this driver's own, and sees to it that they are few:
+                they are never refused, and outlive `close`.
 
         Raises:
             QueueFull: Too many wait already.
             RuntimeError: The driver is closed.
         """
         with self._mutex:
-            if self._closed:
+            if guests:
+                self._guests |= set(requests)
+            elif self._closed:
                 raise RuntimeError("this AsyncLLM is closed")
-            waiting = sum(request.state is State.WAITING for request in self._requests)
-            check_room(waiting + len(requests) - 1, self._max_waiting)
+            else:
+                waiting = sum(request.state is State.WAITING for request in self._requests)
+                check_room(waiting + len(requests) - 1, self._max_waiting)
             self._requests += requests
             self._arrived += requests
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="jetspec-engine", daemon=True)
                 self._thread.start()
 
+    def compile(self, kinds: Sequence[Kind]) -> None:
+        """Makes the engine and compiles all its programs for rounds of some kinds."""
+        with self._group.target.keeper.turn():
+            self._group.engine(self._plan).compile(kinds)
+
+    def stats(self) -> EngineStats:
+        """Figures by now; from any thread, which waits for nobody."""
+        engine: Engine | None = self._group.target.keeper.engine
+        mine = engine is not None and not engine.broken and engine.plan.stands
+        with self._mutex:
+            pool = engine.scheduler.pool if engine is not None and mine else None
+            return self._tally.stats(self._requests, self._plan.size.num_pages, pool)
+
     def close(self) -> None:
-        """Ends all requests with an error, takes no more, and waits for the thread."""
+        """Ends all requests but guests with an error, takes no more, and waits until they are gone."""
         with self._mutex:
             self._closed, thread = True, self._thread
             for request in self._requests:
-                request.fail(RuntimeError("this AsyncLLM was closed"))
-        if thread is not None:
+                if request not in self._guests:
+                    request.fail(RuntimeError("this AsyncLLM was closed"))
+            shared = any(request.open for request in self._guests)
+        if thread is not None and not shared:
             thread.join()
 
     def _run(self) -> None:
@@ -84,10 +124,14 @@ class Driver:
 
     def _goes_on(self) -> bool:
         with self._mutex:
-            for request in self._requests:
-                if not request.open:
+            everyone, self._requests = self._requests, []
+            for request in everyone:
+                if request.open:
+                    self._requests.append(request)
+                else:
                     request.tell()  # again: an interrupt may have struck who told it
-            self._requests = [request for request in self._requests if request.open]
+                    self._tally.end(request)
+            self._guests.intersection_update(self._requests)
             if not self._requests:
                 self._arrived, self._thread = [], None
             return bool(self._requests)
@@ -108,6 +152,9 @@ class Driver:
                     request.fail(error)
         if engine.busy or engine.runner.in_flight:
             engine.step()
+            if engine.record is not None:
+                with self._mutex:
+                    self._tally.take(engine.record)
         return engine
 
     def _admitted(self) -> bool:

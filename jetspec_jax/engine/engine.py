@@ -5,7 +5,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
@@ -15,9 +15,11 @@ from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudg
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
+from jetspec_jax.engine.wants import Kind
 from pallas_kernels.dispatch import gpu_problem
 
 #: What those are told whose requests were in an engine that broke.
@@ -62,6 +64,8 @@ class Engine:
         self.plan, self.weights = plan, weights
         self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
         self.broken = False
+        #: What the last batch did.
+        self.record: DispatchRecord | None = None
         try:
             if plan.extras.adjusts:
                 self.runner.extend(plan.extras.bad_words)
@@ -80,7 +84,6 @@ class Engine:
 
         Raises:
             ValueError: It can never be served; or several processes serve it, and have not compared it.
-            QueueFull: As many requests wait as may.
             DeviceMemoryError: The device cannot hold what it wants beside.
         """
         if self._step and not request.shared:
@@ -147,6 +150,7 @@ class Engine:
             return []  # a call from inside this one, as a signal's handler makes, has handed it out
         with self._undivided():
             self.runner.forget()
+            self.record = record
             served = self.scheduler.take(record)
         for request in served:
             request.tell()
@@ -157,6 +161,12 @@ class Engine:
         if not self.runner.in_flight:
             self.launch(most_rounds, decode)
         return self.collect()
+
+    def compile(self, kinds: Iterable[Kind]) -> None:
+        """Compiles forwards of prompts and the rounds of some kinds, in all shapes; nothing is in flight."""
+        self.runner.compile_chunks()
+        for kind in kinds:
+            self.runner.compile_rounds(kind)
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is; its slot and pages are free again."""

@@ -69,10 +69,7 @@ def check_engine_memory(
     *,
     weights: Callable[[Mesh | None], Bytes] = no_weights,
 ) -> None:
-    """Checks that the decoder's devices can hold an engine, with a margin of the target's largest matrix.
-
-    The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
-    between arrays.
+    """Checks that the decoder's devices can hold an engine, with a margin: see `engine_bytes`.
 
     Args:
         decoder: The engine's decoder.
@@ -88,13 +85,10 @@ def check_engine_memory(
     def needs(
         decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
     ) -> dict[str, int]:
-        return {
-            **weights(decoder.mesh),
-            f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
-            f"workspace for {size.slots} x {decoder.bucket} nodes": workspace_bytes(decoder, size, dtype),
-            **extra_bytes(decoder, size, dtype, extras),
-            "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
-        }
+        return {**weights(decoder.mesh), **engine_bytes(decoder, size, dtype, extras)}
+
+    def resized(slots: int, capacity: int) -> EngineSize:
+        return replace(EngineSize.of(decoder.target, slots, capacity), most_rows=size.most_rows)
 
     def others() -> Iterator[Alternative]:
         mesh = decoder.mesh
@@ -103,10 +97,10 @@ def check_engine_memory(
             own = needs(decoder=replace(decoder, bucket=bucket, proposer=proposer))
             yield Alternative("budget", bucket, own, mesh)
         for capacity in _halves(size.capacity):
-            own = needs(size=EngineSize.of(decoder.target, size.slots, capacity))
+            own = needs(size=resized(size.slots, capacity))
             yield Alternative("capacity", capacity, own, mesh)
         for slots in _halves(size.slots):
-            own = needs(size=EngineSize.of(decoder.target, slots, size.capacity))
+            own = needs(size=resized(slots, size.capacity))
             yield Alternative("max_slots", slots, own, mesh)
         if TARGET_WEIGHTS not in (unread := weights(mesh)):  # a loaded target keeps its dtype and its mesh
             return
@@ -121,6 +115,25 @@ def check_engine_memory(
     check_memory(needs, mesh=decoder.mesh, others=others)
 
 
+def engine_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> dict[str, int]:
+    """Bytes on a device of an engine's parts, with a margin of the target's largest matrix.
+
+    The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
+    between arrays.
+    """
+    return {
+        f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
+        _workspace(decoder, size): workspace_bytes(decoder, size, dtype),
+        **extra_bytes(decoder, size, dtype, extras),
+        "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
+    }
+
+
+def _workspace(decoder: TreeDecoder, size: EngineSize) -> str:
+    nodes = f"{size.slots} x {decoder.bucket}" if size.most_rows is None else size.nodes(decoder.bucket)
+    return f"workspace for {nodes} nodes"
+
+
 def check_extra_memory(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> None:
     """Checks that the devices can hold what an engine that they hold gets beside.
 
@@ -128,8 +141,7 @@ def check_extra_memory(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype,
         DeviceMemoryError: They cannot.
     """
     needs = extra_bytes(decoder, size, dtype, extras)
-    workspace = f"workspace for {size.slots} x {decoder.bucket} nodes"
-    needs[workspace] = workspace_bytes(decoder, size, dtype)
+    needs[_workspace(decoder, size)] = workspace_bytes(decoder, size, dtype)
     check_memory(lambda: needs, mesh=decoder.mesh)
 
 
@@ -143,7 +155,7 @@ def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras
         found[f"adjustments of {slots} x {vocab} tokens"] = 2 * array_bytes(arrays)
     if extras.adjusts and extras.logprobs:
         # Of the logits as they were.
-        rows = slots * max(decoder.bucket, decoder.depth)
+        rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
         found[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * own.vocab_size
     if extras.prompt_logprobs:
         state = jax.eval_shape(lambda: empty_scoring_state(decoder, size.capacity, dtype))
@@ -169,11 +181,11 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     the taps take is whole, and so is the noise ``[B, D + 1, V]``, of which each device takes its tokens.
     """
     mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
-    target = own_part(decoder.target, mesh)
-    logits = LOGITS_COPIES * slots * nodes * target.vocab_size
+    target, all_nodes = own_part(decoder.target, mesh), size.nodes(decoder.bucket)
+    logits = LOGITS_COPIES * all_nodes * target.vocab_size
     if size_of(mesh) > 1:
         logits += NOISE_COPIES * slots * (decoder.depth + 1) * decoder.target.vocab_size
-    rows = max(slots * nodes, size.chunk_rows)
+    rows = max(all_nodes, size.chunk_rows)
     stash = sum(_stash_bytes(layer, dtype) for layer in target.layers)
     taps = len(taps_of(decoder.proposer)) * target.hidden_size * rows
     layer = 4 * target.hidden_size + max(map(_row_elements, target.layers))
@@ -186,7 +198,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
             layers = own_part(head.layers, mesh if mesh is not None and is_split(head, mesh) else None)
             drafts = slots * head.block_size
             attention = max(attention, _attention_bytes(layers, size, drafts, head.block_size, dtype))
-    pairs = max(slots * nodes**2, *(prompts * min(rows, SOLVED) ** 2 for prompts, rows in size.chunks))
+    pairs = max(all_nodes * nodes, *(prompts * min(rows, SOLVED) ** 2 for prompts, rows in size.chunks))
     recurrence = max(_recurrence_bytes(layer, rows, pairs) for layer in target.layers)
     return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence
 

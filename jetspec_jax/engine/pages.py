@@ -75,6 +75,11 @@ class PagePool:
         """Pages that nobody holds: free ones, and cached ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_cached(self) -> int:
+        """Pages that nobody holds, which have a name."""
+        return len(self._cached)
+
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest beginning of a sequence that the pool has."""
         found = []

@@ -33,7 +33,7 @@ from jetspec_jax.engine.size import (
     EngineSize,
     chunks_for,
     default_capacity,
-    powers_of_two,
+    powers,
     slots_for,
 )
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
@@ -121,7 +121,9 @@ class EnginePlan:
             least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
         """
-        own = powers_of_two(self.size.slots) if live is None else tuple(sorted(live))
+        own = powers(self.size.slots) if live is None else tuple(sorted(live))
+        # Where there is nothing to choose, all slots together have the trees of one.
+        most_rows = None if self.auto is None else most_rows
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
         return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
@@ -136,14 +138,28 @@ class EnginePlan:
         if self.stands and not other.stands:
             same = mine.slots >= wanted.slots
         else:
-            same = (mine.slots, mine.chunks, self.slices) == (wanted.slots, wanted.chunks, other.slices)
+            kept, asked = ((own.size.slots, own.size.chunks, own.least_nodes) for own in (self, other))
+            same = kept == asked and self.slices == other.slices
         return (
             same
-            and (self.decoder, self.dtype, self.least_nodes)
-            == (other.decoder, other.dtype, other.least_nodes)
+            and self.has_trees_of(other)
+            and self.dtype == other.dtype
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )
+
+    def has_trees_of(self, other: "EnginePlan") -> bool:
+        """Whether the decoders are equal; one that stands may choose among sizes of the other's trees."""
+        mine, wanted = self.decoder, other.decoder
+        if self.stands and not other.stands:
+            mine, wanted = _as_shaped(mine), _as_shaped(wanted)
+        return mine == wanted
+
+
+def _as_shaped(decoder: TreeDecoder) -> TreeDecoder:
+    """A decoder of trees as they are shaped, whoever chooses their size."""
+    algorithm = algorithm_of(decoder.algorithm)
+    return replace(decoder, algorithm=algorithm.shape if isinstance(algorithm, Auto) else algorithm)
 
 
 def plan_engine(

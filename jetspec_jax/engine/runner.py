@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
@@ -23,8 +24,8 @@ from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
-from jetspec_jax.engine.wants import PromptScores, adjusted, decoder_for, joined, kind_of
-from jetspec_jax.progress import waiting
+from jetspec_jax.engine.wants import Kind, PromptScores, adjusted, decoder_for, joined
+from jetspec_jax.progress import unseen, waiting
 from jetspec_jax.sampling.grammar import Matcher
 
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
@@ -100,8 +101,8 @@ class Runner:
         """
         bucket = batch.bucket if batch.rounds else self.decoder.bucket
         decoder = self.decoder_for(bucket, adjusts=batch.adjusts, logprobs=batch.logprobs)
-        kind = f"masked {kind_of(batch)}" if matchers else kind_of(batch)
-        rounds = kind, len(batch.live), batch.bucket
+        kind = Kind(batch.adjusts, batch.logprobs, bool(matchers))
+        rounds = str(kind), len(batch.live), batch.bucket
         for slot in batch.releases:
             self.state = decoder.release(self.state, np.int32(slot))
         for own in batch.admissions:
@@ -167,6 +168,23 @@ class Runner:
         for prompts, rows in self.size.chunks:
             slots, nothing = np.arange(prompts, dtype=np.int32), np.zeros(prompts, np.int32)
             self._prefill(Chunk(slots, np.zeros((prompts, rows), np.int32), nothing, nothing > 0))
+
+    def compile_rounds(self, kind: Kind) -> None:
+        """Compiles the rounds of all shapes that do something beside, by running them for nobody.
+
+        What slots hold stays as it is; nothing is in flight.
+        """
+        shapes, active = self.size.rounds(tuple(self.decoders)), self.state.active
+        nobody = np.zeros(self.size.slots, bool)
+        for live, bucket in tqdm(shapes, desc=f"compiling {kind}", delay=2, disable=unseen(), leave=False):
+            decoder = self.decoder_for(bucket, adjusts=kind.adjusts, logprobs=kind.logprobs)
+            run = ConstrainedRounds(decoder, {}) if kind.masked else decoder.decode
+            with self._compiling((str(kind), live, bucket)):
+                state = replace(self.state, active=on_all_devices(self.decoder.mesh, nobody))
+                state, records = run(self.weights, state, np.int32(1), *self._live(range(live)))
+                self.state = replace(state, active=active)
+                with together(self.decoder.mesh):
+                    jax.block_until_ready(records)
 
     def collect(self) -> DispatchRecord:
         """Waits for the batch that was launched; may be repeated until `forget`.

@@ -7,11 +7,11 @@ from dataclasses import replace
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.holdings import Holdings
-from jetspec_jax.engine.line import check_room, count_overtaken, in_order
+from jetspec_jax.engine.line import count_overtaken, in_order
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth
-from jetspec_jax.engine.request import DeadlinePassed, Request, State
+from jetspec_jax.engine.request import DeadlinePassed, Request
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.sampling.grammar import Matcher
@@ -27,24 +27,16 @@ class Scheduler:
     of its prompt and of one round, and before each dispatch those of the rounds to come: see `Holdings`.
     """
 
-    def __init__(
-        self,
-        size: EngineSize,
-        policy: BudgetPolicy,
-        round_tokens: int,
-        *,
-        most_waiting: int | None = None,
-    ):
+    def __init__(self, size: EngineSize, policy: BudgetPolicy, round_tokens: int):
         """All slots and pages are free.
 
         Args:
             size: How much there is.
             policy: Chooses each dispatch.
             round_tokens: Tokens that a round commits to a slot, at most.
-            most_waiting: Requests that may wait for a slot; None is no bound.
         """
         self.size, self.policy = size, policy
-        self.most_waiting, self._round_tokens = most_waiting, round_tokens
+        self._round_tokens = round_tokens
         self._holdings = Holdings(size, round_tokens)
         self._requests: list[Request] = []
         self._arrivals = 0
@@ -95,7 +87,6 @@ class Scheduler:
 
         Raises:
             ValueError: It can never be served: it needs more pages than there are, or than a slot can name.
-            QueueFull: As many wait as may.
         """
         for most, holder in (
             (self.size.num_pages, "the engine has"),
@@ -106,8 +97,6 @@ class Scheduler:
                     f"the request needs {request.num_pages} pages for {len(request.prompt)} prompt tokens "
                     f"and max_tokens={request.max_tokens}, and {holder} {most}"
                 )
-        if self.most_waiting is not None:
-            check_room(sum(own.state is State.WAITING for own in self._requests), self.most_waiting)
         request.arrival = time.monotonic() if now is None else now
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)

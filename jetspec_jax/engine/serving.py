@@ -51,7 +51,7 @@ def engine_for(target: Target, plan: EnginePlan, proposer_weights: Any = None) -
     weights = DecodeWeights(target.weights, None if plan.decoder.proposer is None else proposer_weights)
     kept: Engine | None = target.keeper.engine
     if kept is not None and kept.busy and not kept.broken:
-        same = kept.plan.decoder == plan.decoder and kept.weights.proposer is weights.proposer
+        same = kept.plan.has_trees_of(plan) and kept.weights.proposer is weights.proposer
         fits = kept.plan.serves(plan) if plan.stands else kept.plan.size.capacity >= plan.size.capacity
         if same and fits:
             return kept
@@ -90,6 +90,12 @@ class Group(NamedTuple):
         kept: Engine | None = self.target.keeper.engine
         return 0 if kept is None or kept.broken else len(kept.scheduler.requests)
 
+    def driver(self, plan: EnginePlan) -> Any:
+        """The driver that serves whoever comes with such an engine; None if there is none."""
+        reference, mesh = self.target.keeper.driver, self.target.mesh
+        driver = None if reference is None or spans(mesh) else reference()
+        return driver if driver is not None and driver.serves(self, plan.on(mesh)) else None
+
     def engine(self, plan: EnginePlan) -> Engine:
         """As `engine_for`, for a plan of any group's."""
         weights = None if self.head is None else self.head.weights
@@ -117,6 +123,8 @@ def serve(
 ) -> list[Completion]:
     """Serves requests to their ends, with the target and its copies, no more of them than requests.
 
+    Where drivers serve others with the same engines, they serve these too, and all run together.
+
     Args:
         target: The target.
         head: Its draft head, or None.
@@ -129,6 +137,9 @@ def serve(
         DeviceMemoryError: As `engine_for`.
     """
     groups = least_busy(groups_of(target, head), len(requests))
+    drivers = [group.driver(plan) for group in groups]
+    if requests and None not in drivers:
+        return _complete(_Driven(drivers), requests, target.tokenizer, bar)
     return _serve_locked(groups, groups, plan, requests, bar) if requests else []
 
 
@@ -165,16 +176,19 @@ def complete(
     Raises:
         RuntimeError: An engine was closed meanwhile.
     """
+    return _complete(_Turns(engines), requests, tokenizer, bar)
+
+
+def _complete(
+    runs: "_Turns | _Driven", requests: Sequence[Request], tokenizer: Any, bar: Callable[..., Any] | None
+) -> list[Completion]:
     outputs = [Output(request, tokenizer) for request in requests]
     left, line = outputs, deque(requests)
     try:
         made = None if bar is None else bar(total=len(requests), unit=" completions")
         with contextlib.nullcontext() if made is None else contextlib.closing(made):
-            turns = itertools.cycle(engines)
             while left:
-                engine = next(turns)
-                if engine.runner.in_flight:
-                    engine.collect()
+                if runs.collect():
                     going_on = _read(left)
                     if isinstance(made, Bar):  # so that a single long one is seen to go on
                         tokens = sum(len(each.token_ids) for each in outputs)
@@ -183,13 +197,60 @@ def complete(
                         made.update(len(left) - len(going_on))
                     left = going_on
                 if left:
-                    _seat(line, engines)
-                    _launch(engine, engines)
+                    runs.launch(line)
     finally:
         # After an interrupt the next call must not go on with these.
         for request in requests:
             request.abandoned = True
     return [output.completion() for output in outputs]
+
+
+class _Turns:
+    """Engines that the thread of a call runs, one after the other."""
+
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines, self._turns = engines, itertools.cycle(engines)
+
+    def collect(self) -> bool:
+        """Goes on to the next engine; whether there may be news of it."""
+        self._engine = next(self._turns)
+        if not self._engine.runner.in_flight:
+            return False
+        self._engine.collect()
+        return True
+
+    def launch(self, line: deque[Request]) -> None:
+        """Has the engine do what it has to do, after it was given some of those in line."""
+        _seat(line, self._engines)
+        _launch(self._engine, self._engines)
+
+
+class _Driven:
+    """Engines that drivers run: a call has no more requests there than slots, so others come in between."""
+
+    def __init__(self, drivers: Sequence[Any]):
+        self._seated: list[tuple[Any, list[Request]]] = [(driver, []) for driver in drivers]
+        self._news = threading.Event()
+
+    def collect(self) -> bool:
+        """Waits for news."""
+        if not any(own for _, own in self._seated):
+            return False
+        self._news.wait()
+        self._news.clear()
+        return True
+
+    def launch(self, line: deque[Request]) -> None:
+        """Submits some of those in line."""
+        for _, own in self._seated:
+            own[:] = [request for request in own if request.open]
+        while line:
+            driver, own = max(self._seated, key=lambda each: each[0].slots - len(each[1]))
+            if len(own) == driver.slots:
+                return
+            own.append(line.popleft())
+            own[-1].told = self._news.set
+            driver.submit(own[-1:], guests=True)
 
 
 def _read(outputs: Sequence[Output]) -> list[Output]:

@@ -1,5 +1,6 @@
 """How much an engine holds at a time, and the shapes of its programs."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +10,13 @@ from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
 MAX_SLOTS = 8
-#: Of an engine for many: prompt tokens between two dispatches, which a GPU takes in while others hardly wait;
-#: and nodes of all live slots together, beyond which trees no longer pay.
+#: Of an engine for many: slots that it has on a GPU, if there is memory for them.
+MOST_SLOTS = 256
+#: Likewise prompt tokens between two dispatches, which a GPU takes in while others hardly wait; and nodes of
+#: all live slots together, beyond which trees no longer pay.
 PREFILL_TOKENS, MOST_ROWS = 1024, 1024
+#: Likewise prompt tokens on a CPU: one forward of them.
+CPU_PREFILL_TOKENS = 128
 # Prompts that one forward takes in, and rows of each: few shapes, as each is a program. A GPU computes 1,024
 # rows in the time in which it reads the weights a few times; on a CPU every row is work.
 _GPU_CHUNKS, _CPU_CHUNKS = ((1, 128), (1, 1024), (8, 128)), ((1, 128),)
@@ -79,6 +84,12 @@ class EngineSize:
         """Rows of the largest forward of prompts."""
         return max(prompts * rows for prompts, rows in self.chunks)
 
+    def nodes(self, bucket: int) -> int:
+        """Most nodes of a round of all live slots together, where the largest trees have a bucket's."""
+        if self.most_rows is None:
+            return self.slots * bucket
+        return max(self.slots, min(self.slots * bucket, self.most_rows))
+
     def live_for(self, count: int) -> int:
         """Slots of a dispatch in which ``count`` decode."""
         return next((own for own in self.live if own >= count), self.slots)
@@ -99,9 +110,9 @@ def can_share_pages(target: ModelConfig) -> bool:
     return all(layer.window is None and layer.recurrence is None for layer in target.layers)
 
 
-def powers_of_two(slots: int) -> tuple[int, ...]:
-    """Numbers of live slots for an engine of many: 1, 2, 4, … below all of them."""
-    return tuple(1 << power for power in range((slots - 1).bit_length()))
+def powers(slots: int, base: int = 2) -> tuple[int, ...]:
+    """Numbers of live slots for an engine of many: 1, 2, 4, … below all of them, or of another base."""
+    return tuple(itertools.takewhile(lambda own: own < slots, (base**power for power in range(slots))))
 
 
 def default_capacity(config: ModelConfig, need: int) -> int:

@@ -1,6 +1,9 @@
 """A completion piece by piece, while it is decoded."""
 
+import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.device.processes import OutOfStep
@@ -23,12 +26,13 @@ class Stream(Iterator[str]):
         completion: The whole completion once the stream has ended, None before.
     """
 
-    def __init__(self, target: Target, engine: Engine, request: Request):
-        """Queues the request; called under the keeper's lock."""
+    def __init__(self, target: Target, engine: Engine | None, request: Request):
+        """Queues the request; called under the keeper's lock. Without an engine it is not queued."""
         self.completion: Completion | None = None
         self._keeper, self._engine, self._closed = target.keeper, engine, False
         self._output, self._sent = Output(request, target.tokenizer), 0
-        engine.admit(request)
+        if engine is not None:
+            engine.admit(request)
 
     def __enter__(self) -> "Stream":
         """The stream itself."""
@@ -46,7 +50,7 @@ class Stream(Iterator[str]):
         """
         sent = None
         try:
-            with self._keeper.line, self._keeper.lock:
+            with self._turn():
                 while not self._closed:
                     text = self._settled()
                     if len(text) > self._sent:
@@ -69,6 +73,11 @@ class Stream(Iterator[str]):
             self.completion = self._output.completion()
         return self._output.settled_text
 
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._keeper.line, self._keeper.lock:
+            yield
+
     def _step(self) -> None:
         engine, request = self._engine, self._output.request
         if engine is not None and not request.abandoned:
@@ -90,3 +99,29 @@ class Stream(Iterator[str]):
     def _leave(self) -> None:
         self._output.request.abandoned = True
         self._engine = None  # its stores are the target's to keep or to free
+
+
+class DrivenStream(Stream):
+    """A stream whose request a driver serves, among those of others."""
+
+    def __init__(self, target: Target, driver: Any, request: Request):
+        """Submits the request."""
+        super().__init__(target, None, request)
+        self._driver, self._news, self._lock = driver, threading.Event(), threading.RLock()
+        request.told = self._news.set
+        driver.submit([request], guests=True)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    def _step(self) -> None:
+        if not self._closed:
+            self._news.wait()
+            self._news.clear()
+
+    def close(self) -> None:
+        """Ends the request; its slot and pages are free again. Waits for nobody."""
+        super().close()
+        self._news.set()

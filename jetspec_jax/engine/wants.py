@@ -1,6 +1,7 @@
 """What requests want beside their tokens, on the device: adjusted logits, and log-probabilities."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.engine.records import Admission, Batch
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.adjust import Adjustments
+from jetspec_jax.sampling.params import SamplingParams
 
 #: Most rounds of a dispatch that tells log-probabilities: its records are fetched whole, and are large.
 TELLING_ROUNDS = 32
@@ -26,10 +28,28 @@ def decoder_for(decoder: TreeDecoder, *, adjusts: bool, logprobs: bool) -> TreeD
     return replace(decoder, adjusts=adjusts, logprobs=logprobs, max_rounds=most)
 
 
-def kind_of(batch: Batch) -> str:
-    """What the rounds of a batch are: each kind has programs of its own."""
-    wanted = [name for name in ("adjusts", "logprobs") if getattr(batch, name)]
-    return " ".join(["rounds", *wanted])
+class Kind(NamedTuple):
+    """What rounds do beside choosing tokens: each kind has programs of its own.
+
+    Attributes:
+        adjusts: They change logits.
+        logprobs: They tell log-probabilities.
+        masked: The host says in each what may follow.
+    """
+
+    adjusts: bool = False
+    logprobs: bool = False
+    masked: bool = False
+
+    def __str__(self) -> str:
+        """Its name in words."""
+        wanted = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
+        return " ".join([*(["masked"] if self.masked else []), "rounds", *wanted])
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Kind":
+        """That of a request alone."""
+        return cls(params.adjusts, params.logprobs is not None, params.structured_outputs is not None)
 
 
 def adjusted(decoder: TreeDecoder, state: DecodeState, own: Admission) -> DecodeState:

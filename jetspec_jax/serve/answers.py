@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -21,6 +21,7 @@ _IMPOSSIBLE = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Makes a response of deltas."""
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.registry import Collector
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.output import Completion
@@ -45,16 +44,9 @@ class Metrics:
         registry: Of all of them.
     """
 
-    def __init__(self, model: str, engine: Collector | None = None):
-        """Begins with nothing.
-
-        Args:
-            model: The label of all figures of requests.
-            engine: Of figures that the engine keeps.
-        """
+    def __init__(self, model: str):
+        """Begins with nothing; ``model`` is a label of all figures."""
         self.registry = CollectorRegistry()
-        if engine is not None:
-            self.registry.register(engine)
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)

@@ -91,7 +91,7 @@ def run(
     show_logs(settings.log_level)
     with contextlib.closing(bind(settings.host, settings.port)) as own:
         llm = make_llm()
-        asyncio.run(_run(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping))
+        asyncio.run(serve_at(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -119,7 +119,7 @@ def bind(host: str, port: int) -> socket.socket:
     return own
 
 
-async def _run(
+async def serve_at(
     llm: AsyncLLM,
     own: socket.socket,
     settings: ServeSettings,
@@ -127,6 +127,7 @@ async def _run(
     capacity: int | None,
     stopping: Stopping,
 ) -> None:
+    """Serves at an address until it is told to stop; the other arguments are those of `run`."""
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
     await _warm_up(llm, settings)

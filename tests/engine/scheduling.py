@@ -29,11 +29,11 @@ class Even(FakeDevice):
         return super()._round(slot, min(STEP, self.round_tokens))
 
 
-def make(slots=2, pages=8, capacity=256, policy=None, most_waiting=None, most=STEP, **size):
+def make(slots=2, pages=8, capacity=256, policy=None, most=STEP, **size):
     """A scheduler and its device."""
     policy = FixedBudget(BUCKET) if policy is None else policy
     size = EngineSize(slots, capacity, pages, **{"chunks": CHUNKS, **size})
-    scheduler = Scheduler(size, policy, most, most_waiting=most_waiting)
+    scheduler = Scheduler(size, policy, most)
     return scheduler, Even(size, most, pool=scheduler.pool)
 
 

@@ -22,7 +22,7 @@ CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-TREE = {"budget": 16, "width": 3}
+TREE = {"budget": 16, "width": 3, "algorithm": "top_nodes"}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax.engine.round_costs import (
+    LEAST_REPEATS,
     MOST_TIMED,
     REPEATS,
     RoundCosts,
@@ -69,6 +70,13 @@ def test_interleaves_shapes_and_keeps_long_rounds_few():
     assert {(pair, context) for pair, context, _ in repeats[0]} == {(p, c) for p in ends for c in CONTEXTS}
     turns = {(pair, rounds) for pair, _, rounds in repeats[0]}
     assert turns == {(pair, 1) for pair in ends} | {((1, 1), 10), ((1, 256), 4)}
+
+
+def test_the_longer_rounds_are_the_less_often_they_are_timed():
+    machine = Machine(lambda call: 10.0)
+    measure_round_costs(machine, ONE, CONTEXTS, ROUNDS)
+    timed = len(machine.calls) - 2 * len(ONE)
+    assert timed == LEAST_REPEATS * 2 * 2 * len(ONE)
 
 
 class TestManyShapes:

@@ -8,7 +8,7 @@ import pytest
 from jetspec_jax import SamplingParams
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.engine.budget_policy import Dispatch, FixedBudget, LiveSlot
-from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull
+from jetspec_jax.engine.line import MOST_OVERTAKEN
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
@@ -130,22 +130,6 @@ class TestLine:
             count += 1
             assert count <= MOST_OVERTAKEN + 1
         assert patient.overtaken == MOST_OVERTAKEN == count - 1
-
-    def test_a_full_queue_refuses(self, made):
-        scheduler, device = made(slots=1, most_waiting=2)
-        add(scheduler, request(5, 3), request(6, 3))
-        with pytest.raises(QueueFull, match="2 requests wait already, and no more than 2 may"):
-            scheduler.add(request(7, 3))
-        step(scheduler, device)
-        add(scheduler, last := request(7, 3))
-        finish(scheduler, device)
-        assert_served(last)
-
-    def test_cancelled_requests_do_not_fill_it(self, made):
-        scheduler, _ = made(slots=1, most_waiting=1)
-        [own] = add(scheduler, request(5, 3))
-        scheduler.cancel(own)
-        add(scheduler, request(6, 3))
 
 
 class TestDeadlines:

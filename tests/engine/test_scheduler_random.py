@@ -8,7 +8,7 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.budget_policy import Dispatch
-from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull
+from jetspec_jax.engine.line import MOST_OVERTAKEN, QueueFull, check_room
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import Scheduler
@@ -48,7 +48,7 @@ class World:
     def __post_init__(self):
         self.rng, self.now = np.random.default_rng(self.seed), 100.0
         policy = Anything(np.random.default_rng([self.seed, 1]))
-        self.scheduler = Scheduler(self.size, policy, self.round_tokens, most_waiting=self.most_waiting)
+        self.scheduler = Scheduler(self.size, policy, self.round_tokens)
         self.device = FakeDevice(self.size, self.round_tokens, self.seed, self.scheduler.pool)
         self.texts = [self.rng.integers(0, VOCAB, self.size.capacity).astype(np.int32) for _ in range(3)]
         self.readers, self.refused, self.live = {}, 0, []
@@ -72,11 +72,14 @@ class World:
 
     def arrive(self):
         request = self.request()
-        try:
-            self.scheduler.add(request, self.now)
-        except QueueFull:
-            self.refused += 1
-            return
+        if self.most_waiting is not None:
+            try:
+                waiting = sum(own.state is State.WAITING for own in self.scheduler.requests)
+                check_room(waiting, self.most_waiting)
+            except QueueFull:
+                self.refused += 1
+                return
+        self.scheduler.add(request, self.now)
         if self.rng.random() < 0.1:
             self.readers[request] = Output(request, None)
         self.requests.append(request)

@@ -1,0 +1,75 @@
+"""The engine that stands for requests of many callers: how much it holds where nobody says so."""
+
+from jetspec_jax.arguments import check_integer
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.memory import fits
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.memory import engine_bytes
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.size import CPU_PREFILL_TOKENS, MAX_SLOTS, MOST_SLOTS, powers
+from jetspec_jax.tree import BUCKETS
+from pallas_kernels.dispatch import gpu_problem
+
+
+def plan_standing(
+    target: Target,
+    head: Head | None,
+    settings: TreeSettings,
+    *,
+    max_slots: int | None = None,
+    capacity: int | None = None,
+    implementation: str | None = None,
+) -> EnginePlan:
+    """An engine for requests that come and go; on the target's own devices, and on those of each copy.
+
+    With GPU kernels there are programs for 1, 2, 4, … live slots, and with "auto" trees of 2, 4, 8, … nodes.
+    Without, each row is work and a program takes long to compile: so there are programs for 1, 4, 16, …, and
+    either trees of the budget or none.
+
+    Args:
+        target: The target, loaded.
+        head: A draft head; None decodes plainly.
+        settings: The trees.
+        max_slots: Requests that decode at the same time; None is as many as the devices have memory for by
+            now, a power of two up to `MOST_SLOTS`, and without GPU kernels `MAX_SLOTS`.
+        capacity: Tokens that a slot can hold; None is the usual number.
+        implementation: Of tree attention; None picks the best.
+
+    Raises:
+        TypeError: A setting is of a wrong type.
+        ValueError: One is out of its range.
+    """
+    gpu = implementation != "xla" and gpu_problem() is None
+
+    def plan(slots: int) -> EnginePlan:
+        made = plan_engine(
+            target.config,
+            None if head is None else head.config,
+            settings,
+            target.dtype,
+            slots=slots,
+            capacity=capacity,
+            implementation=implementation,
+            mesh=target.mesh,
+        )
+        if gpu:
+            return made.for_many()
+        least = max(made.decoder.bucket, BUCKETS[1])
+        return made.for_many(live=powers(slots, 4), prefill_tokens=CPU_PREFILL_TOKENS, least_nodes=least)
+
+    if max_slots is not None:
+        return plan(check_integer("max_slots", max_slots, 1))
+    if not gpu:
+        return plan(MAX_SLOTS)
+    for slots in reversed(powers(MOST_SLOTS)):
+        made = plan(2 * slots)
+        if all(_has_room(made.on(mesh)) for mesh in target.meshes):
+            return made
+    return plan(1)  # if that does not fit either, the engine says what is missing
+
+
+def _has_room(plan: EnginePlan) -> bool:
+    """Whether its devices can hold an engine by now, and what its requests may want beside."""
+    extras = Extras(adjusts=True, logprobs=True)
+    return fits(engine_bytes(plan.decoder, plan.size, plan.dtype, extras), plan.decoder.mesh)

@@ -1,0 +1,231 @@
+"""The engine behind `AsyncLLM`: its size, its programs, its figures, and the calls that share it."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.device import memory
+from jetspec_jax.engine import round_costs, standing
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.memory import engine_bytes
+from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.standing import plan_standing
+from jetspec_jax.engine.stats import EngineStats, Tally
+from tests.decode.compilations import compilations
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+
+CONFIG = with_windows(TINY, None)
+PROMPT = [3, 1, 4, 1, 5]
+WANTS = SamplingParams(max_tokens=12, presence_penalty=1.0, logprobs=1, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return random_target(CONFIG, 0, tokenizer=word_tokenizer(CONFIG.vocab_size)), random_head(CONFIG, 0)
+
+
+@pytest.fixture(autouse=True)
+def quickly_timed(monkeypatch):
+    monkeypatch.setattr(round_costs, "REPEATS", 1)
+    monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
+
+
+async def whole(llm, prompt, params):
+    async for delta in llm.generate(prompt, params):
+        last = delta
+    return last.completion
+
+
+def batches_of(monkeypatch):
+    seen, launch = [], Engine.launch
+
+    def noted(engine, *arguments, **settings):
+        launch(engine, *arguments, **settings)
+        seen.append(engine.runner.in_flight.batch)
+
+    monkeypatch.setattr(Engine, "launch", noted)
+    return seen
+
+
+def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
+    """Also of batches in which somebody wants more: no request compiles anything."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 64, int(size)).tolist() for size in rng.integers(1, 150, 10)]
+    params = [
+        WANTS if number % 4 == 3 else SamplingParams(max_tokens=12, temperature=1.0, seed=number)
+        for number in range(10)
+    ]
+    expected = generate(models[0], prompts, params)
+    batches = batches_of(monkeypatch)
+
+    async def run():
+        async with AsyncLLM(*models, budget=16, width=3, max_slots=4) as llm:
+            await llm.warm_up(WANTS)
+            before = llm.stats()
+            with compilations() as seen:
+                alone = await whole(llm, prompts[0], params[0])
+                got = await asyncio.gather(*[whole(llm, *own) for own in zip(prompts, params, strict=True)])
+            await asyncio.sleep(0.2)
+            return seen, before, alone, got, llm.stats()
+
+    seen, before, alone, got, after = asyncio.run(run())
+    assert seen == []
+    assert alone.token_ids == expected[0].token_ids
+    for mine, plain in zip(got, expected, strict=True):
+        assert (mine.token_ids, mine.text) == (plain.token_ids, plain.text)
+    assert {len(batch.live) for batch in batches} >= {1, 4}
+    figures = [one.metrics for one in [alone, *got]]
+    assert after.compilations == after.running == after.waiting == after.pages_used == 0
+    assert after.dispatches > before.dispatches
+    assert after.prefix_queries - before.prefix_queries == sum(map(len, [prompts[0], *prompts]))
+    assert after.prefix_hits == sum(one.prefix_tokens for one in figures) > 0
+    assert after.pages_cached > 0
+    assert (after.pages, after.preemptions) == (4 * 4, 0)
+    # The rounds after an end count too.
+    assert after.drafted_tokens - before.drafted_tokens >= sum(one.drafted_tokens for one in figures)
+    assert sum(after.accepted_by_depth) == after.accepted_tokens
+
+
+def test_a_tally_counts_rounds():
+    tokens = np.full((2, 2, 4), -1, np.int32)
+    tokens[0, 0, :3], tokens[0, 1, :1], tokens[1, 0, :2] = 1, 1, 1
+    tally = Tally()
+    tally.take(DispatchRecord(8, (0, 2), None, tokens, np.array([[8, 8], [5, 0]], np.int32)))
+    assert tally.stats([], 7, None) == EngineStats(
+        pages=7,
+        dispatches=1,
+        drafted_tokens=7 + 7 + 4,
+        accepted_tokens=2 + 0 + 1,
+        accepted_by_depth=(2, 1),
+        bucket=8,
+        live_slots=2,
+    )
+
+
+def test_slots_by_memory(models, monkeypatch):
+    target, head = models
+    monkeypatch.setattr(standing, "gpu_problem", lambda: None)
+    settings = TreeSettings(32, 3, algorithm="auto")
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: None)
+    most = plan_standing(target, head, settings)
+    assert (most.size.slots, most.size.live) == (256, (1, 2, 4, 8, 16, 32, 64, 128))
+    assert [decoder.bucket for decoder in most.decoders] == [1, 2, 4, 8, 16, 32]
+    assert most.size.prefill_tokens == 1024
+    fixed = plan_standing(target, head, TreeSettings(32, 3), max_slots=256)
+    wanted = Extras(adjusts=True, logprobs=True)
+    # Trees of all slots at once are never run where there is a choice.
+    needs = [engine_bytes(own.decoder, own.size, own.dtype, wanted) for own in (most, fixed)]
+    assert 1.5 * sum(needs[0].values()) < sum(needs[1].values())
+    for slots in (256, 64, 1):
+        plan = plan_standing(target, head, settings, max_slots=slots)
+        free = sum(engine_bytes(plan.decoder, plan.size, plan.dtype, wanted).values())
+        monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free)
+        assert plan_standing(target, head, settings).size.slots == slots
+        if slots > 1:
+            monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free - 1)
+            assert plan_standing(target, head, settings).size.slots == slots // 2
+    monkeypatch.undo()
+    assert plan_standing(target, None, PLAIN).size.live == (1, 4)
+    assert plan_standing(target, None, PLAIN).size.slots == 8
+
+
+def test_a_call_and_other_callers_run_together(models):
+    """First tokens come before a long call ends, and a stream is one of them."""
+    trees = {"budget": 16, "width": 3}
+    beside = LLM(*models, **trees)
+    long, short = SamplingParams(max_tokens=200, ignore_eos=True), SamplingParams(max_tokens=9)
+    prompts = [[number, 5] for number in range(8)]
+    expected, brief = generate(models[0], prompts, long), generate(models[0], prompts, short)
+    ended = []
+
+    def call():
+        ended.append((beside.generate(prompts, long), time.monotonic()))
+
+    async def run():
+        async with AsyncLLM(*models, max_slots=4, **trees) as llm:
+            await llm.warm_up()
+            engine = models[0].keeper.engine
+            thread = threading.Thread(target=call)
+            thread.start()
+            while not llm.stats().running:
+                await asyncio.sleep(0.001)
+            firsts, streamed = [], beside.stream(prompts[0], short)
+
+            async def one(prompt):
+                async with contextlib.aclosing(llm.generate(prompt, short)) as deltas:
+                    tokens = []
+                    async for delta in deltas:
+                        if not tokens:
+                            firsts.append(time.monotonic())
+                        tokens += delta.token_ids
+                return tokens
+
+            got = await asyncio.gather(*map(one, prompts[:2]))
+            pieces = await asyncio.to_thread(list, streamed)
+            alive = thread.is_alive()
+            await asyncio.to_thread(thread.join)
+            assert models[0].keeper.engine is engine
+            return got, firsts, pieces, streamed.completion, alive
+
+    got, firsts, pieces, streamed, alive = asyncio.run(run())
+    [(completions, when)] = ended
+    assert alive
+    assert max(firsts) < when
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert got == [one.token_ids for one in brief[:2]]
+    assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)
+
+
+def test_calls_outlive_the_others(models):
+    """To close `AsyncLLM` ends no call, and later ones make do without it."""
+    beside, params = LLM(*models, budget=16, width=3), SamplingParams(max_tokens=200, ignore_eos=True)
+    [expected] = generate(models[0], [PROMPT], params)
+    got = []
+
+    async def run():
+        llm = AsyncLLM(*models, max_slots=2, budget=16, width=3)
+        thread = threading.Thread(target=lambda: got.extend(beside.generate([PROMPT] * 5, params)))
+        thread.start()
+        while not llm.stats().running:
+            await asyncio.sleep(0.001)
+        closed = beside.stream(PROMPT, params)
+        next(closed)
+        closed.close()
+        assert list(closed) == []
+        await llm.close()
+        assert thread.is_alive()
+        await asyncio.to_thread(thread.join)
+
+    asyncio.run(run())
+    got += beside.generate([PROMPT], params)
+    assert [one.token_ids for one in got] == [expected.token_ids] * 6
+
+
+def test_one_name_for_two_loops_at_once(models):
+    llm, got = AsyncLLM(*models, max_slots=2, budget=1), []
+    gate = threading.Barrier(4)
+
+    async def one():
+        stream = llm.generate(PROMPT, SamplingParams(max_tokens=200, ignore_eos=True), request_id="mine")
+        gate.wait()
+        try:
+            await anext(stream)
+        except ValueError as error:
+            got.append(str(error))
+        gate.wait()
+        await stream.aclose()
+
+    threads = [threading.Thread(target=lambda: asyncio.run(one())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    asyncio.run(llm.close())
+    assert got == ["another request of the name 'mine' runs"] * 3

@@ -1,0 +1,73 @@
+"""Servers in threads of the tests' process, with real sockets."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import httpx
+
+from jetspec_jax import AsyncLLM
+from jetspec_jax.serve.running import Stopping, bind, serve_at
+from jetspec_jax.serve.settings import ServeSettings
+
+
+class Served:
+    """A server that listens; ``stop`` is what a signal does."""
+
+    def __init__(self, llm, **settings):
+        self.llm = llm
+        self.settings = ServeSettings(**{"port": 0, "warm_up": "none", "drain_seconds": 10, **settings})
+        self.stop, self.error = Stopping(), None
+        self._socket = bind(self.settings.host, self.settings.port)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        while self._thread.is_alive():
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{self.url}/version")
+                return
+            time.sleep(0.01)
+        raise AssertionError("the server has ended") from self.error
+
+    def _run(self):
+        try:
+            with contextlib.closing(self._socket):
+                asyncio.run(serve_at(self.llm, self._socket, self.settings, "demo", None, self.stop))
+        except BaseException as error:
+            self.error = error
+
+    def join(self):
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+
+    def client(self, **settings):
+        return httpx.Client(base_url=self.url, timeout=60, **settings)
+
+
+@contextlib.contextmanager
+def served(llm, **settings):
+    own = Served(llm, **settings)
+    try:
+        yield own
+    finally:
+        own.stop(15)
+        own.join()
+
+
+class Kept(AsyncLLM):
+    """One that servers share: none of them closes it."""
+
+    async def close(self):
+        pass
+
+
+def until(condition, seconds=20):
+    """Waits for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

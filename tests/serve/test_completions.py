@@ -1,0 +1,168 @@
+"""Completions as the `openai` client gets them: the same tokens as without a server."""
+
+import json
+
+import jsonschema
+import pytest
+
+from jetspec_jax import SamplingParams
+
+PROMPT = "def read_lines(path):"
+MODEL = "demo"
+
+
+def expected(alone, prompt=PROMPT, **params):
+    return alone.generate(prompt, SamplingParams(**params), use_tqdm=False)
+
+
+def test_a_text_is_what_plain_decoding_gives(client, alone):
+    [whole] = expected(alone, max_tokens=24)
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    assert got.object == "text_completion"
+    assert got.id.startswith("cmpl-")
+    assert got.model == MODEL
+    [choice] = got.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (whole.text, whole.finish_reason, None)
+    assert got.usage.prompt_tokens == len(whole.prompt_token_ids)
+    assert got.usage.completion_tokens == 24
+    assert got.usage.total_tokens == 24 + len(whole.prompt_token_ids)
+    drafting = got.metrics["speculative_decoding"]
+    assert drafting["num_drafts"] + drafting["num_accepted_tokens"] >= 24
+    assert drafting["num_accepted_tokens"] == sum(drafting["num_accepted_tokens_per_pos"])
+
+
+def test_a_stream_is_the_text_in_pieces(client, alone):
+    [whole] = expected(alone, max_tokens=60, temperature=0.8, seed=3)
+    chunks = list(
+        client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=60,
+            temperature=0.8,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 2
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == [whole.finish_reason]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(whole.token_ids)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_sixteen_tokens_and_a_temperature_of_one_unless_said(client, alone):
+    [whole] = expected(alone, max_tokens=16, temperature=1.0, seed=5)
+    assert client.completions.create(model=MODEL, prompt=PROMPT, seed=5).choices[0].text == whole.text
+
+
+def test_several_prompts_with_several_completions_each(client, alone):
+    prompts = [PROMPT, "class Stack:"]
+    params = {"max_tokens": 10, "temperature": 1.0, "seed": 2, "n": 2}
+    wholes = expected(alone, prompts, **params)
+    got = client.completions.create(model=MODEL, prompt=prompts, **params)
+    assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in got.choices] == [whole.text for whole in wholes]
+    counts = [len(whole.prompt_token_ids) for whole in wholes[::2]]
+    assert got.usage.prompt_tokens == sum(counts)
+    texts = [""] * 4
+    for chunk in client.completions.create(model=MODEL, prompt=prompts, stream=True, **params):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [whole.text for whole in wholes]
+
+
+def test_token_ids_are_prompts_too(client, alone):
+    ids = alone.encode(PROMPT)
+    [whole] = expected(alone, max_tokens=8)
+    for prompt in (ids, [ids]):
+        got = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            echo=True,
+            extra_body={"return_token_ids": True},
+        )
+        assert got.choices[0].text == PROMPT + whole.text
+        assert got.choices[0].token_ids == whole.token_ids
+        assert got.choices[0].prompt_token_ids == ids
+
+
+def test_a_prompt_of_before_is_cached(client):
+    prompt = "def f(x):\n    return x\n" * 12
+    params = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = client.completions.create(**params)
+    again = client.completions.create(**params)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 64
+    assert again.choices[0].text == first.choices[0].text
+
+
+def test_every_sampling_parameter_arrives(client, alone):
+    extra = {
+        "top_k": 20,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "min_tokens": 4,
+        "ignore_eos": True,
+        "bad_words": ["return"],
+        "stop_token_ids": [7],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    given = {
+        "max_tokens": 20,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 11,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.2,
+        "stop": [")"],
+    }
+    [whole] = expected(alone, **given, **extra, logit_bias={5: -2.0})
+    got = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        **given,
+        logit_bias={"5": -2.0},
+        user="somebody",
+        extra_body=extra | {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+    )
+    assert (got.choices[0].text, got.choices[0].finish_reason) == (whole.text, whole.finish_reason)
+
+
+def test_log_probabilities(client, alone):
+    [whole] = expected(alone, max_tokens=6, logprobs=2)
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
+    told = got.choices[0].logprobs
+    rows = [row[token] for token, row in zip(whole.token_ids, whole.logprobs, strict=True)]
+    assert told.tokens == [row.decoded_token for row in rows]
+    assert told.token_logprobs == pytest.approx([row.logprob for row in rows], abs=1e-4)
+    assert [len(row) for row in told.top_logprobs] == [2] * 6
+    assert told.text_offset[1] == len(told.tokens[0])
+
+
+@pytest.mark.parametrize("way", ["response_format", "structured_outputs"])
+def test_a_schema_is_kept(client, way):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    asked = {"structured_outputs": {"json": schema}}
+    if way == "response_format":
+        asked = {way: {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}}
+    got = client.completions.create(model=MODEL, prompt="{", max_tokens=60, seed=1, extra_body=asked)
+    jsonschema.validate(json.loads(got.choices[0].text), schema)
+
+
+def test_a_name_for_a_request_comes_back(http):
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    got = http.post("/v1/completions", json=body, headers={"X-Request-Id": "my-name:7"})
+    assert got.headers["X-Request-Id"] == "my-name:7"
+    assert got.json()["id"] == "cmpl-my-name:7"
+    got = http.post("/v1/completions", json=body, headers={"X-Request-Id": "no name " * 40})
+    assert len(got.headers["X-Request-Id"]) == 32
