@@ -17,6 +17,7 @@ from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.marks import wide
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
@@ -386,7 +387,7 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
     assert [one() for one in kept] == [None, None]
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "top_nodes"])
+@pytest.mark.parametrize("algorithm", [wide("auto"), "top_nodes"])
 def test_a_request_has_a_budget_of_its_own(models, algorithm):
     async def run():
         async with AsyncLLM(*models, max_slots=2, **{**TREE, "algorithm": algorithm}) as llm:

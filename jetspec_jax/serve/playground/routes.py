@@ -94,7 +94,7 @@ def _begin(service: Service, traces: Traces, body: RoundsRequest) -> TracedReque
         message = "the device has no room for the stores of a request that is watched; send it without trees"
         raise ApiError(503, message, code="out_of_memory") from error
     except (TypeError, ValueError) as error:
-        raise refused(error, RoundsRequest.model_fields) from error
+        raise refused(error, own, "prompt" if body.messages is None else "messages") from error
 
 
 def _prompt(service: Service, body: RoundsRequest) -> EncodedPrompt:
