@@ -177,10 +177,18 @@ def test_a_smaller_budget_has_smaller_trees(http):
     assert max(len(one["rounds"][0]["tree"]["tokens"]) for one in rounds) == 4
 
 
+def standing(http, llm):
+    """The server's engine; calls of others may have had another in its place."""
+    asked = {"prompt": PROMPT, "max_tokens": 2}
+    assert http.post("/v1/completions", json=asked, timeout=COMPILING).status_code == 200
+    engine = llm.llm.target.keeper.engine
+    assert engine.plan.stands
+    return engine
+
+
 def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
     keeper, long = llm.llm.target.keeper, {**ASKED, "max_tokens": 900}
-    assert keeper.engine.plan.stands
-    engine = keeper.engine
+    engine = standing(http, llm)
     with contextlib.ExitStack() as stack:
         streams = [http.stream("POST", "/playground/rounds", json=long) for _ in range(2)]
         lines = [stack.enter_context(own).iter_lines() for own in streams]
@@ -198,6 +206,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
 
 
 def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
+    standing(http, llm)
     closed = []
     monkeypatch.setattr(Engine, "close", lambda own: closed.append(own) or close(own))
     with http.stream("POST", "/playground/rounds", json={**ASKED, "max_tokens": 900}) as response:
