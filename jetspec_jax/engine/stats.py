@@ -25,6 +25,7 @@ class EngineStats:
         prefix_hits: Those of them that were in the stores already.
         preemptions: How often a request lost its slot.
         dispatches: Dispatches with rounds.
+        drafts: Trees of more than a root that were verified.
         drafted_tokens: Tokens that were drafted.
         accepted_tokens: Those of them that the target agreed with, before any cut.
         accepted_by_depth: Of these, how many lay at depth 1, 2, 3, ….
@@ -42,6 +43,7 @@ class EngineStats:
     prefix_hits: int = 0
     preemptions: int = 0
     dispatches: int = 0
+    drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_depth: tuple[int, ...] = ()
@@ -79,6 +81,7 @@ class Tally:
         reached = np.bincount(accepted[accepted > 0])[::-1].cumsum()[::-1][1:] if (accepted > 0).any() else ()
         own = EngineStats(
             dispatches=1,
+            drafts=int((record.tree_sizes[ran] > 1).sum()),
             drafted_tokens=int(record.tree_sizes[ran].sum() - ran.sum()),
             accepted_tokens=int(accepted.sum()),
             accepted_by_depth=tuple(map(int, reached)),

@@ -15,6 +15,7 @@ import jetspec_jax
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.serve.chat import chat_routes
 from jetspec_jax.serve.completions import completion_routes
+from jetspec_jax.serve.engine_figures import EngineFigures
 from jetspec_jax.serve.errors import ApiError, add_handlers
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.middleware import Gate, Tracking
@@ -41,7 +42,9 @@ def make_app(
     """
     settings = ServeSettings() if settings is None else settings
     model = (settings.served_model_name or (name,))[0]
-    service = Service(llm, settings, name, Metrics(model), capacity_of(llm, capacity))
+    metrics = Metrics(model)
+    metrics.registry.register(EngineFigures(llm, model))
+    service = Service(llm, settings, name, metrics, capacity_of(llm, capacity))
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

@@ -129,8 +129,16 @@ def chat_routes(service: Service) -> APIRouter:
             **shows,
         )
         prompt = await asyncio.to_thread(_prompt, service, body)
-        names = ChatRequest.model_fields
-        asked = Asked([prompt], params, names, "messages", body.priority, body.cache_salt, body.budget)
+        asked = Asked(
+            [prompt],
+            params,
+            ChatRequest.model_fields,
+            "messages",
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            body.priority,
+            body.cache_salt,
+            body.budget,
+        )
         # A form holds from the first token on, and leaves no room for reasoning.
         markers = None if params.structured_outputs is not None else markers
         begun = markers is not None and (prompt.text or "").rstrip().endswith(markers.start.rstrip())

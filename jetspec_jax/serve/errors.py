@@ -107,8 +107,7 @@ def refused(error: Exception, names: Collection[str], default: str | None = None
     message = str(error)
     places = {name: found.start() for name in names if (found := re.search(rf"\b{name}\b", message))}
     param = min(places, key=lambda name: places[name], default=default)
-    code = "context_length_exceeded" if "context limit" in message else "invalid_value"
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def of_generation(error: Exception, names: Collection[str], *, errored: bool) -> ApiError:

@@ -61,7 +61,8 @@ class Tracking:
     def _note(self, scope: Scope, record: dict[str, Any], status: int, seconds: float) -> None:
         route = scope.get("route")
         self._service.metrics.answered(getattr(route, "path", "other"), status)
-        if not self._service.settings.disable_access_log:
+        often = scope["path"] in OPEN and status < 400  # scraped every few seconds
+        if not (often or self._service.settings.disable_access_log):
             client = scope.get("client")
             log(
                 "request",

@@ -91,7 +91,9 @@ def run(
     show_logs(settings.log_level)
     with contextlib.closing(bind(settings.host, settings.port)) as own:
         llm = make_llm()
-        asyncio.run(serve_at(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping))
+        asyncio.run(
+            serve_at(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping)
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:

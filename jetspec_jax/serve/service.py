@@ -35,6 +35,7 @@ class Asked:
         params: How all of them are sampled.
         names: Parameters of the request, which errors may name.
         param: The one that holds the prompts.
+        limit: The one that says how many tokens to generate.
         priority: As for `AsyncLLM.generate`, as is the next.
         cache_salt: Pages are shared only among requests with the same.
         budget: Most nodes of its trees; None is the engine's.
@@ -44,6 +45,7 @@ class Asked:
     params: SamplingParams
     names: Collection[str]
     param: str
+    limit: str = "max_tokens"
     priority: int = 0
     cache_salt: str | None = None
     budget: int | None = None
@@ -117,11 +119,8 @@ class Service:
             raise ApiError(400, message, param="budget", code="invalid_value")
 
     def _check(self, asked: Asked) -> None:
-        most = self.settings.max_prompt_tokens
         for number, prompt in enumerate(asked.prompts):
-            if most is not None and len(prompt.ids) > most:
-                message = f"{asked.param} has {len(prompt.ids)} tokens, and this server takes {most}"
-                raise ApiError(400, message, param=asked.param, code="context_length_exceeded")
+            self._check_length(asked, len(prompt.ids))
             try:
                 with naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
                     check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
@@ -129,6 +128,23 @@ class Service:
                 raise refused(error, asked.names, asked.param) from error
             except ImportError as error:
                 raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
+
+    def _check_length(self, asked: Asked, count: int) -> None:
+        most, room, asks = self.settings.max_prompt_tokens, self.capacity - count, asked.params.max_tokens
+        param = asked.param
+        if most is not None and count > most:
+            message = f"{param} has {count} tokens; this server takes at most {most}"
+        elif room < 1:
+            message = f"{param} has {count} tokens, and the context is {self.capacity}, output included"
+        elif asks is not None and asks > room:
+            param = asked.limit
+            message = (
+                f"{count} prompt tokens and {param}={asks} lie beyond the context of {self.capacity}; "
+                f"{param} could be at most {room}"
+            )
+        else:
+            return
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def follow(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta], None]:
         """What is new of the completions of all prompts, each with the number of its prompt.
@@ -187,6 +203,11 @@ class Service:
                         begun = True
                     following.saw(delta)
                     yield delta
+            except RuntimeError as error:
+                if self.draining:
+                    message = "the server has ended before the answer was complete; another one may give it"
+                    raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
+                raise of_generation(error, asked.names, errored=self.llm.errored) from error
             except Exception as error:
                 raise of_generation(error, asked.names, errored=self.llm.errored) from error
 

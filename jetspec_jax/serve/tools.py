@@ -204,7 +204,7 @@ def form_of(tools: Sequence[Tool], name: str | None) -> StructuredOutputsParams:
     """The form of a text that calls one function, or without a name any of them, at least one."""
     if name is not None:
         [own] = [tool.function.parameters or _ANY for tool in tools if tool.function.name == name]
-        return StructuredOutputsParams(json=own)
+        return StructuredOutputsParams(json=own, disable_any_whitespace=True)
     each = [
         {
             "type": "object",
@@ -217,7 +217,8 @@ def form_of(tools: Sequence[Tool], name: str | None) -> StructuredOutputsParams:
         }
         for tool in tools
     ]
-    return StructuredOutputsParams(json={"type": "array", "minItems": 1, "items": {"anyOf": each}})
+    listed = {"type": "array", "minItems": 1, "items": {"anyOf": each}}
+    return StructuredOutputsParams(json=listed, disable_any_whitespace=True)
 
 
 _ANY = {"type": "object"}

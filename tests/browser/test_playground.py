@@ -117,10 +117,12 @@ def answer(url, **asked):
 
 def test_text_comes_in_pieces_and_is_plain_decoding_s(page, url):
     setting(page, "max-tokens", 200)
-    lengths = "new MutationObserver(() => (window.lengths ??= []).push(document.querySelector('#talk').textContent.length))"
-    page.evaluate(
-        f"void {lengths}.observe(document.querySelector('#talk'), {{childList: true, subtree: true}})"
-    )
+    page.evaluate("""() => {
+        const talk = document.querySelector("#talk");
+        window.lengths = [];
+        new MutationObserver(() => window.lengths.push(talk.textContent.length))
+            .observe(talk, {childList: true, subtree: true});
+    }""")
     run(page)
     pieces = page.evaluate("[...new Set(window.lengths)]")
     assert len(pieces) > 4

@@ -1,0 +1,36 @@
+"""An `AsyncLLM` that says what a test wants."""
+
+import asyncio
+
+from jetspec_jax import Completion, Delta
+from jetspec_jax.engine.prompts import read_prompt
+from tests.serve.servers import Kept
+
+
+class Scripted(Kept):
+    """Says a text in pieces, or raises; keeps what it was asked for."""
+
+    def __init__(self, target, text="", *, size=3, error=None, pause=0.0):
+        super().__init__(target, max_slots=1)
+        self.text, self.size, self.failure, self.pause = text, size, error, pause
+        self.asked, self.open, self.warmed = [], 0, []
+
+    async def warm_up(self, sampling_params=None):
+        self.warmed.append(sampling_params)
+
+    async def generate(self, prompt, sampling_params=None, **settings):
+        ids = read_prompt(self.llm.target, prompt).ids.tolist()
+        self.asked.append((self.llm.target.tokenizer.decode(ids), sampling_params, settings))
+        self.open += 1
+        try:
+            tokens = []
+            for start in range(0, len(self.text), self.size):
+                await asyncio.sleep(self.pause)
+                tokens.append(1)
+                yield Delta(self.text[start : start + self.size], [1])
+            if self.failure is not None:
+                raise self.failure
+            whole = Completion(self.text, tokens or [0], "stop", [1] * max(1, len(tokens)), [1], ids)
+            yield Delta("", [], finish_reason="stop", completion=whole)
+        finally:
+            self.open -= 1

@@ -1,0 +1,236 @@
+"""What is refused: in OpenAI's form, by the name of the parameter, with what would work."""
+
+import json
+import socket
+
+import openai
+import pytest
+
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
+from tests.serve.servers import served
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "a"}]
+
+
+def refused(response, status, param, *words):
+    """Checks an error's form, its parameter and what it says."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    for word in words:
+        assert word in error["message"]
+    assert response.headers["X-Request-Id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "status", "words"),
+    [
+        (b"{", "application/json", 400, ["no valid JSON"]),
+        (b"", "application/json", 400, ["no valid JSON"]),
+        (b"[]", "application/json", 400, ["must be a JSON object, not an array"]),
+        (b'"a"', "application/json", 400, ["must be a JSON object, not a string"]),
+        (b'{"prompt": "a"}', "text/plain", 415, ["application/json, not 'text/plain'"]),
+        (b'{"prompt": "\xff"}', "application/json", 400, ["no valid UTF-8", "0xff"]),
+        (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, ["NaN is no number"]),
+        (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400, ["beyond all floats"]),
+        (b'{"prompt": "a", "seed": -Infinity}', "application/json", 400, ["-Infinity is no number"]),
+        (b"[" * 100_000, "application/json", 400, ["nested too deeply"]),
+        (b'{"prompt": "' + b"a" * 2**23 + b'"}', "application/json", 413, ["4194304 bytes"]),
+    ],
+)
+def test_bodies(http, raw, kind, status, words):
+    got = http.post(COMPLETION, content=raw, headers={"Content-Type": kind})
+    refused(got, status, None, *words)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        ({}, 400, "prompt", ["prompt is missing"]),
+        ({"prompt": ""}, 400, "prompt", ["empty"]),
+        ({"prompt": []}, 400, "prompt", ["empty"]),
+        ({"prompt": ["a", ""]}, 400, "prompt", ["prompt[1]", "empty"]),
+        ({"prompt": "\ud800"}, 400, "prompt", ["surrogate", "U+D800"]),
+        ({"prompt": [1, 4096]}, 400, "prompt", ["4096", "0..4095"]),
+        ({"prompt": [1, -1]}, 400, "prompt", ["-1", "0..4095"]),
+        ({"prompt": [1, True]}, 400, "prompt", ["True", "no integer"]),
+        ({"prompt": [1, "a"]}, 400, "prompt", ["'a'"]),
+        ({"prompt": 1}, 400, "prompt", ["a text, token ids"]),
+        ({"prompt": {"a": 1}}, 400, "prompt", ["a text, token ids"]),
+        ({"prompt": "a", "model": "other"}, 404, "model", ["'other'", "'demo'"]),
+        ({"prompt": "a", "max_token": 1}, 400, "max_token", ["did you mean max_tokens?"]),
+        ({"prompt": "a", "guided_json": {}}, 400, "guided_json", ["structured_outputs"]),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix", ["not supported"]),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of", ["n=1"]),
+        ({"prompt": "a", "max_tokens": 2000}, 400, "max_tokens", ["at most 1023"]),
+        ({"prompt": "a " * 3000}, 400, "prompt", ["the context is 1024"]),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", ["at least 1"]),
+        ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", ["integer"]),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens", ["integer"]),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature", ["lie in"]),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature", ["number", "'hot'"]),
+        ({"prompt": "a", "top_p": 1.5}, 400, "top_p", ["(0, 1]"]),
+        ({"prompt": "a", "top_k": -2}, 400, "top_k", ["at least -1"]),
+        ({"prompt": "a", "min_p": 2}, 400, "min_p", ["[0, 1]"]),
+        ({"prompt": "a", "n": 0}, 400, "n", ["1..16384"]),
+        ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
+        ({"prompt": "a", "seed": -1}, 400, "seed", ["0..18446744073709551615"]),
+        ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
+        ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ["0..20"]),
+        ({"prompt": "a", "stop": [""]}, 400, "stop", ["not empty"]),
+        ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
+            400,
+            "stream_options.x",
+            ["no parameter"],
+        ),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", ["needs"]),
+        ({"prompt": "a", "structured_outputs": {}}, 400, "structured_outputs", ["exactly one"]),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "("}},
+            400,
+            "structured_outputs",
+            [],
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"regex": "a" * 70_000}},
+            400,
+            "structured_outputs",
+            ["65536"],
+        ),
+        ({"prompt": "a", "priority": 1}, 400, "priority", ["--scheduling-policy priority"]),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", ["prompt_logprobs"]),
+        ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["no parameter"]),
+    ],
+)
+def test_completions(http, llm, body, status, param, words):
+    before = llm.stats()
+    content = json.dumps(body)  # with surrogates, which httpx would not send
+    got = http.post(COMPLETION, content=content, headers={"Content-Type": "application/json"})
+    refused(got, status, param, *words)
+    after = llm.stats()
+    assert (after.prefix_queries, after.waiting) == (before.prefix_queries, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", ["no messages"]),
+        ({"messages": "a"}, "messages", ["list"]),
+        ({"messages": [{"role": "user"}]}, "messages", ['no "content"']),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", ["assistant"]),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", ["missing"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            ["image_url", '"text" alone'],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages",
+            ["input_audio"],
+        ),
+        ({"messages": USER, "modalities": ["audio"]}, "modalities", ["text alone"]),
+        ({"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs=true"]),
+        ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", ["two names"]),
+        ({"messages": USER, "tool_choice": "auto"}, "tool_choice", ["needs tools"]),
+        (
+            {"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}]},
+            "tools",
+            ["chat template of this model"],
+        ),
+        ({"messages": USER, "functions": []}, "functions", ["tools"]),
+        ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "messages", ["tokenize"]),
+        ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
+        ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
+    ],
+)
+def test_chats(http, body, param, words):
+    refused(http.post(CHAT, json=body), 400, param, *words)
+
+
+def test_tools_need_a_parser():
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    with served(Scripted(small_target("{{ tools }}"))) as own, own.client() as http:
+        got = http.post(CHAT, json={"messages": USER, "tools": tools})
+        refused(got, 400, "tools", "--tool-call-parser", "hermes")
+        got = http.post(CHAT, json={"messages": USER, "tools": [*tools, *tools], "tool_choice": "required"})
+        refused(got, 400, "tools", "two functions")
+        got = http.post(
+            CHAT,
+            json={
+                "messages": USER,
+                "tools": tools,
+                "tool_choice": {"type": "function", "function": {"name": "b"}},
+            },
+        )
+        refused(got, 400, "tool_choice", "'b'")
+
+
+def test_without_a_chat_template_completions_are_served():
+    llm = Scripted(small_target(), "yes")
+    llm.llm.target.tokenizer.chat_template = None
+    with served(llm) as own, own.client() as http:
+        refused(http.post(CHAT, json={"messages": USER}), 400, "messages", "no chat template", COMPLETION)
+        assert http.post(COMPLETION, json={"prompt": "a"}).json()["choices"][0]["text"] == "yes"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/v1/nothing"])
+def test_paths_that_are_not_served(http, path):
+    error = refused(http.post(path, json={}), 404, None, "is not served here")
+    assert error["code"] == "not_found"
+
+
+def test_methods(http):
+    refused(http.get(COMPLETION), 405, None, "POST")
+
+
+def test_what_is_no_http(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as own:
+        own.sendall(b"nonsense\r\n\r\n")
+        got = own.makefile("rb").read()
+    assert got.startswith(b"HTTP/1.1 400")
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_keys():
+    llm = Scripted(small_target(), "yes")
+    with served(llm, api_key=["one,two", "three"]) as own:
+        for key in ("one", "two", "three"):
+            with openai.OpenAI(base_url=f"{own.url}/v1", api_key=key, max_retries=0) as client:
+                assert [model.id for model in client.models.list()] == ["demo"]
+                assert client.models.retrieve("demo").id == "demo"
+        with (
+            openai.OpenAI(base_url=f"{own.url}/v1", api_key="four", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError, match="not one of this server's"),
+        ):
+            client.models.list()
+        with own.client() as http:
+            got = http.post(COMPLETION, json={"prompt": "a"})
+            refused(got, 401, None, "a key is missing", "Authorization: Bearer")
+            assert got.headers["WWW-Authenticate"] == "Bearer"
+            for path in ("/health", "/metrics", "/version"):
+                assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (openai.BadRequestError, {"extra_body": {"x": 1}}),
+        (openai.NotFoundError, {"model": "other"}),
+    ],
+)
+def test_errors_of_the_client(client, kind, given):
+    with pytest.raises(kind) as caught:
+        client.completions.create(**{"model": "demo", "prompt": "a", **given})
+    assert caught.value.param in ("x", "model")
+    assert caught.value.code in ("unknown_parameter", "model_not_found")

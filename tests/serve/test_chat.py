@@ -1,0 +1,180 @@
+"""Chats as the `openai` client has them: texts, tools, reasoning."""
+
+import json
+
+import openai
+import pytest
+
+from jetspec_jax import SamplingParams
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
+from tests.serve.servers import served
+
+MODEL = "demo"
+MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "def f(x):"}]
+#: Writes all that a template may get, so that tests see it in the prompt.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.x }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% if think %}<think>\n{% endif %}{% endif %}"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"enum": [1, 2]}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    return Scripted(small_target(TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def tooled(scripted):
+    with (
+        served(scripted, tool_call_parser="hermes", reasoning_parser="qwen3") as own,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def streamed(client, **given):
+    """What the pieces of a stream make together."""
+    made = {"content": "", "reasoning_content": "", "tool_calls": [], "reason": None, "chunks": 0}
+    for chunk in client.chat.completions.create(model=MODEL, stream=True, **given):
+        [choice] = chunk.choices
+        made["chunks"] += 1
+        made["content"] += choice.delta.content or ""
+        made["reasoning_content"] += getattr(choice.delta, "reasoning_content", "")
+        for call in choice.delta.tool_calls or []:
+            assert call.index == len(made["tool_calls"])
+            made["tool_calls"].append((call.function.name, json.loads(call.function.arguments)))
+        made["reason"] = choice.finish_reason or made["reason"]
+    return made
+
+
+def test_an_answer_is_what_plain_decoding_gives(client, alone):
+    [whole] = alone.chat(MESSAGES, SamplingParams(max_tokens=20, temperature=1.0, seed=4), use_tqdm=False)
+    given = {"messages": MESSAGES, "max_completion_tokens": 20, "seed": 4}
+    got = client.chat.completions.create(model=MODEL, **given)
+    [choice] = got.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", whole.text)
+    assert choice.finish_reason == whole.finish_reason
+    assert choice.message.tool_calls is None
+    assert got.usage.prompt_tokens == len(whole.prompt_token_ids)
+    made = streamed(client, **given)
+    assert (made["content"], made["reason"]) == (whole.text, whole.finish_reason)
+    assert made["chunks"] > 3
+    # What came back may be sent again, and parts are texts.
+    again = [
+        *MESSAGES,
+        choice.message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    ]
+    assert (
+        client.chat.completions.create(model=MODEL, messages=again, max_tokens=1).usage.completion_tokens == 1
+    )
+
+
+def test_log_probabilities(client, alone):
+    params = SamplingParams(max_tokens=5, logprobs=2)
+    [whole] = alone.chat(MESSAGES, params, use_tqdm=False)
+    given = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    got = client.chat.completions.create(model=MODEL, top_logprobs=2, **given)
+    told = got.choices[0].logprobs.content
+    rows = [row[token] for token, row in zip(whole.token_ids, whole.logprobs, strict=True)]
+    assert [own.token for own in told] == [row.decoded_token for row in rows]
+    assert [own.logprob for own in told] == pytest.approx([row.logprob for row in rows], abs=1e-4)
+    assert [len(own.top_logprobs) for own in told] == [2] * 5
+    assert told[0].top_logprobs[0].token == told[0].token
+    chunks = client.chat.completions.create(model=MODEL, stream=True, **given)
+    pieces = [chunk.choices[0].logprobs for chunk in chunks]
+    tokens = [own.token for piece in pieces if piece is not None for own in piece.content]
+    assert tokens == [own.token for own in told]
+
+
+def test_a_function_that_must_be_called(llm):
+    """The real engine follows the schema; a chat template that writes tools is all that it needs."""
+    target = llm.llm.target
+    before, target.tokenizer.chat_template = target.tokenizer.chat_template, TEMPLATE
+    try:
+        with (
+            served(llm) as own,
+            openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            given = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 60, "seed": 1}
+            for choice in ({"type": "function", "function": {"name": "look"}}, "required"):
+                got = client.chat.completions.create(model=MODEL, tool_choice=choice, **given)
+                for call in (calls := got.choices[0].message.tool_calls):
+                    assert call.function.name == "look"
+                    assert json.loads(call.function.arguments)["x"] in (1, 2)
+                    assert call.id.startswith("call_")
+                assert got.choices[0].finish_reason == "tool_calls"
+                made = streamed(client, tool_choice=choice, **given)
+                assert made["tool_calls"] == [
+                    (call.function.name, json.loads(call.function.arguments)) for call in calls
+                ]
+    finally:
+        target.tokenizer.chat_template = before
+
+
+def test_calls_are_found_in_the_text(tooled, scripted):
+    scripted.text = (
+        'I look.\n<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "look", "arguments": {"x": 2}}\n</tool_call>'
+    )
+    given = {"messages": MESSAGES, "tools": TOOLS}
+    got = tooled.chat.completions.create(model=MODEL, **given)
+    [choice] = got.choices
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert calls == [("look", {"x": 1}), ("look", {"x": 2})]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    assert scripted.asked[-1][0].startswith('[{"')
+    assert "Looks." in scripted.asked[-1][0]
+    made = streamed(tooled, **given)
+    assert (made["content"], made["tool_calls"], made["reason"]) == ("I look.", calls, "tool_calls")
+    one = tooled.chat.completions.create(model=MODEL, parallel_tool_calls=False, **given)
+    assert len(one.choices[0].message.tool_calls) == 1
+    none = tooled.chat.completions.create(model=MODEL, tool_choice="none", **given)
+    assert none.choices[0].message.content == scripted.text
+    assert scripted.asked[-1][0].startswith("[system]")
+    # The result goes back with the call.
+    message = choice.message.model_dump()
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "seen"}
+    tooled.chat.completions.create(model=MODEL, messages=[*MESSAGES, message, result], tools=TOOLS)
+    assert scripted.asked[-1][0].endswith("[assistant]I look.(look 1)(look 2)[tool]seen[assistant]")
+
+
+def test_what_is_no_call_stays_text(tooled, scripted):
+    for text in ("a <tool_call>no JSON</tool_call> b", 'a <tool_call>{"name": "look"', "1 < 2 <tool"):
+        scripted.text = text
+        got = tooled.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+        assert (got.choices[0].message.content, got.choices[0].finish_reason) == (text, "stop")
+        assert streamed(tooled, messages=MESSAGES, tools=TOOLS)["content"] == text
+
+
+def test_reasoning_is_split_off(tooled, scripted):
+    scripted.text = "<think>\n1 < 2\n</think>\n\nYes <think>."
+    for text, begun in ((scripted.text, False), (scripted.text.removeprefix("<think>\n"), True)):
+        scripted.text = text
+        given = {"messages": MESSAGES, "extra_body": {"chat_template_kwargs": {"think": begun}}}
+        message = tooled.chat.completions.create(model=MODEL, **given).choices[0].message
+        assert message.content == "\n\nYes <think>."
+        assert message.reasoning_content.strip() == "1 < 2"
+        made = streamed(tooled, **given)
+        assert (made["content"], made["reasoning_content"]) == (message.content, message.reasoning_content)
+    scripted.text = "No reasoning."
+    message = tooled.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message
+    assert (message.content, hasattr(message, "reasoning_content")) == ("No reasoning.", False)

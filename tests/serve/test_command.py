@@ -1,0 +1,197 @@
+"""``jetspec-jax serve`` as a process, and what its command line refuses."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.cli import command
+from jetspec_jax.cli.options import ENGINE, SERVER
+from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.serve.running import bind
+from jetspec_jax.serve.settings import SETTINGS, ServeSettings
+from tests.decode.tiny import random_weights
+from tests.serve.conftest import SMALL
+
+#: `SMALL` as a config.json.
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models") / "small"
+    save_checkpoint(made, CONFIG, random_weights(SMALL, 0), dtype="float32")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made / name).write_bytes((DEMO_TARGET / name).read_bytes())
+    return str(made)
+
+
+class Command:
+    """The command, once it listens."""
+
+    def __init__(self, *words):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jetspec_jax", "serve", *words, "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = []
+        for line in self.process.stderr:
+            self.said.append(line)
+            if found := re.search(r"served at (http://\S+)/v1", line):
+                self.url = found[1]
+                return
+        raise AssertionError("".join(self.said))
+
+
+def streams(command, count, tokens):
+    """So many streams that have begun; their lines and threads."""
+    body = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    lines, begun = [[] for _ in range(count)], threading.Semaphore(0)
+
+    def ask(own):
+        try:
+            with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=120) as got:
+                for line in got.iter_lines():
+                    own.append(line)
+                    begun.release() if len(own) == 1 else None
+        except httpx.TransportError:
+            own.append("gone")
+
+    threads = [threading.Thread(target=ask, args=(own,)) for own in lines]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert begun.acquire(timeout=120)
+    return lines, threads
+
+
+def text_of(lines):
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def test_sigterm_lets_eight_streams_end(folder):
+    command = Command(folder, "--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none")
+    try:
+        lines, threads = streams(command, 8, 400)
+        command.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(120)
+        output, _ = command.process.communicate(timeout=60)
+        assert command.process.returncode == 0
+    finally:
+        command.process.kill()
+        command.process.communicate()
+    assert [[line for line in own if line][-1] for own in lines] == ["data: [DONE]"] * 8
+    assert len({text_of(own) for own in lines}) == 1
+    said = [json.loads(line) for line in output.splitlines()]
+    assert [one["message"] for one in said if one["message"] != "request"] == [
+        "listening",
+        "draining",
+        "ended",
+    ]
+    assert [one["status"] for one in said if one["message"] == "request"] == [200] * 8
+
+
+@pytest.mark.wide
+def test_a_second_signal_ends_at_once(folder):
+    command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none")
+    try:
+        lines, threads = streams(command, 1, 1000)
+        command.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{command.url}/health").status_code != 503:
+            pass
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(10) == 128 + signal.SIGTERM
+        threads[0].join(20)
+        assert lines[0][-1] == "gone"
+    finally:
+        command.process.kill()
+        command.process.communicate()
+
+
+def run(capsys, *words):
+    code = command.main(["serve", *words])
+    return code, capsys.readouterr().err
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("jetspec_jax.cli.serving.AsyncLLM", lambda **_: pytest.fail("was loaded"))
+    with bind("127.0.0.1", 0) as own:
+        own.listen()
+        port = own.getsockname()[1]
+        code, said = run(capsys, "--port", str(port))
+    assert code == 2
+    assert f"cannot listen at 127.0.0.1:{port}" in said
+    assert "--port" in said
+    code, said = run(capsys, "--host", "no.such.host.invalid")
+    assert (code, said.count("\n")) == (2, 1)
+
+
+def test_the_extra_that_is_not_installed(capsys, monkeypatch):
+    for name in [own for own in sys.modules if own.startswith("jetspec_jax.serve.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, said = run(capsys)
+    assert code == 2
+    assert said == 'jetspec-jax: the server needs uvicorn: pip install "jetspec-jax[serve]"\n'
+
+
+def test_too_small_a_device(capsys):
+    code, said = run(capsys, "--port", "0", "--max-num-seqs", str(2**20))
+    assert code == 2
+    assert "GiB" in said or "MiB" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "70000"], "port must lie in 0..65535"),
+        (["--tool-call-parser", "x"], "tool_call_parser must be one of hermes, qwen3_coder, qwen3_xml"),
+        (["--reasoning-parser", "x"], "reasoning_parser must be one of qwen3"),
+        (["--max-requests-per-key", "2"], "needs keys"),
+        (["--request-timeout", "0"], "above 0"),
+        (["--drain-seconds", "-1"], "0 or more"),
+        (["--api-key", ","], "not empty"),
+        (["no/such/folder", "--port", "0"], "no/such/folder"),
+    ],
+)
+def test_what_the_command_line_refuses(capsys, words, says):
+    code, said = run(capsys, *words)
+    assert code == 2
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_every_setting_has_an_option_of_vllm_s_name():
+    assert {option.field for option in SERVER.options} == set(SETTINGS)
+    names = {option.name for option in (*SERVER.options, *ENGINE.options)}
+    assert {
+        *("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--allowed-origins"),
+        *("--root-path", "--tool-call-parser", "--reasoning-parser", "--scheduling-policy"),
+        *("--max-num-seqs", "--max-model-len", "--tensor-parallel-size", "--data-parallel-size"),
+    } <= names
+    assert ServeSettings(api_key=["a,b"]).api_key == ("a", "b")

@@ -1,0 +1,325 @@
+"""What a server bears: slow, silent and leaving clients, crowds, errors of the engine, and its own end."""
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from jetspec_jax import TreeDecoder
+from jetspec_jax.serve.logs import LOG, JsonLines
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
+from tests.serve.servers import served, until
+from tests.serve.test_bad_input import COMPLETION, refused
+
+LONG = {"prompt": "def f(x):", "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return small_target()
+
+
+def raw_request(body, path=COMPLETION):
+    content = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    ).encode() + content
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=120)
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_stream_arrives_in_pieces(target):
+    body = {"prompt": "a", "stream": True}
+    with (
+        served(Scripted(target, "abcdef", size=1, pause=0.05)) as own,
+        own.client() as http,
+        http.stream("POST", COMPLETION, json=body) as got,
+    ):
+        assert got.headers["Content-Type"].startswith("text/event-stream")
+        times = [time.monotonic() for line in got.iter_lines() if line.startswith("data: {")]
+    assert len(times) == 7
+    assert times[-2] - times[0] > 0.15
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_frees_slot_and_pages(server, llm, stream):
+    with connect(server) as own:
+        own.sendall(raw_request({**LONG, "stream": stream}))
+        if stream:
+            own.recv(200)
+        until(lambda: llm.stats().running == 1)
+    until(lambda: (llm.stats().running, llm.stats().waiting) == (0, 0))
+    # A request for all slots finds them free.
+    with server.client() as http:
+        got = http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2, "n": 4})
+    assert len(got.json()["choices"]) == 4
+    assert llm.stats().pages_used == 0
+
+
+def test_too_many_are_told_when_to_come_again(server):
+    with client_of(server) as client, pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="demo", prompt="a", n=60)
+    assert caught.value.code == "queue_full"
+    assert caught.value.response.headers["Retry-After"] == "1"
+
+
+def test_requests_of_a_key_are_bounded(target):
+    llm = Scripted(target, "abc", size=1, pause=0.3)
+    with served(llm, api_key=["k", "other"], max_requests_per_key=1) as own, own.client() as http:
+        key = {"Authorization": "Bearer k"}
+        first = threading.Thread(
+            target=http.post, args=(COMPLETION,), kwargs={"json": {"prompt": "a"}, "headers": key}
+        )
+        first.start()
+        until(lambda: llm.open == 1)
+        got = http.post(COMPLETION, json={"prompt": "a"}, headers=key)
+        assert refused(got, 429, None, "1 requests")["type"] == "rate_limit_error"
+        assert got.headers["Retry-After"] == "1"
+        assert http.post(
+            COMPLETION, json={"prompt": "a"}, headers={"Authorization": "Bearer other"}
+        ).is_success
+        first.join()
+        assert http.post(COMPLETION, json={"prompt": "a"}, headers=key).is_success
+
+
+def test_a_deadline(llm):
+    with served(llm, request_timeout=0.001) as own, own.client() as http:
+        refused(http.post(COMPLETION, json=LONG), 504, None, "in its time")
+    until(lambda: llm.stats().running == 0)
+
+
+def test_bounds_of_bodies_and_prompts(target):
+    with served(Scripted(target), max_body_bytes=100, max_prompt_tokens=3) as own, own.client() as http:
+        refused(http.post(COMPLETION, json={"prompt": "a" * 200}), 413, None, "100 bytes")
+        refused(http.post(COMPLETION, json={"prompt": [1, 2, 3, 4]}), 400, "prompt", "at most 3")
+
+        def chunks():
+            for _ in range(50):
+                yield b" " * 10
+
+        # A client that still sends may see the connection end before it reads.
+        with contextlib.suppress(httpx.TransportError):
+            got = http.post(COMPLETION, content=chunks(), headers={"Content-Type": "application/json"})
+            refused(got, 413, None, "100 bytes")
+
+
+def test_who_sends_slowly_is_not_waited_for(target):
+    with served(Scripted(target), body_timeout=0.3) as own:
+        with connect(own) as slow:
+            slow.sendall(raw_request({"prompt": "a"})[:-3])
+            got = slow.makefile("rb").read()
+        assert got.startswith(b"HTTP/1.1 408")
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
+        with connect(own) as silent:
+            silent.sendall(b"POST /v1/comp")
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(10) == b""
+
+
+def test_who_reads_nothing_is_dropped(target):
+    llm = Scripted(target, "x" * 40_000_000, size=1_000_000)
+    with served(llm, send_timeout=0.5) as own:
+        with connect(own) as deaf:
+            deaf.sendall(raw_request({"prompt": "a", "stream": True}))
+            until(lambda: llm.open == 1)
+            until(lambda: llm.open == 0)
+        assert httpx.get(f"{own.url}/health").is_success
+
+
+def test_an_error_before_and_amid_a_text(target):
+    llm = Scripted(target, error=RuntimeError("secret prompt"))
+    with served(llm) as own, client_of(own) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="demo", prompt="a", stream=stream)
+            assert caught.value.status_code == 500
+            assert "secret" not in caught.value.message
+        llm.text = "abcdef"
+        with client.completions.create(model="demo", prompt="a", stream=True) as stream:
+            assert next(stream).choices[0].text == "abc"
+            with pytest.raises(openai.APIError, match="RuntimeError"):
+                list(stream)
+
+
+def test_an_error_of_the_engine_ends_all_of_its_requests(server, llm, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    with server.client() as http, monkeypatch.context() as patch:
+        patch.setattr(TreeDecoder, "decode", broken)
+        got = []
+
+        def ask():
+            got.append(http.post(COMPLETION, json=LONG))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(got) == 6
+        for one in got:
+            refused(one, 500, None, "RuntimeError")
+        refused(http.get("/health"), 503, None, "engine")
+    with server.client() as http:
+        assert http.post(COMPLETION, json={"prompt": "a"}).is_success
+        assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
+    llm = Scripted(target, "abcdefgh", size=1, pause=0.1)
+    texts = []
+    with served(llm) as own, own.client() as http:
+
+        def ask():
+            with http.stream("POST", COMPLETION, json={"prompt": "a", "stream": True}) as got:
+                texts.append([line for line in got.iter_lines() if line])
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        until(lambda: llm.open == 8)
+        own.stop(15)
+        until(lambda: http.get("/health").status_code == 503)
+        got = http.post(COMPLETION, json={"prompt": "a"})
+        assert refused(got, 503, None, "takes no more")["code"] == "draining"
+        for thread in threads:
+            thread.join(20)
+        own.join()
+        own.stop = lambda _: None
+    assert [lines[-1] for lines in texts] == ["data: [DONE]"] * 8
+    said = ["".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) for lines in texts]
+    assert said == ["abcdefgh"] * 8
+
+
+def test_a_server_whose_time_is_over_ends_its_requests(target):
+    """Closing the engine ends what it does; here the script does so itself."""
+    llm = Scripted(target, "abcdef", size=1, pause=0.1, error=RuntimeError("this AsyncLLM was closed"))
+    with served(llm, drain_seconds=0) as own, own.client() as http:
+        with http.stream("POST", COMPLETION, json={"prompt": "a", "stream": True}) as got:
+            lines = got.iter_lines()
+            next(lines)
+            own.stop(15)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        own.join()
+        own.stop = lambda _: None
+    assert events[-1]["error"]["code"] == "draining"
+
+
+@pytest.mark.parametrize("what", ["none", "usual", "all"])
+def test_what_is_compiled_before_it_listens(target, what):
+    llm = Scripted(target, "yes")
+    with served(llm, warm_up=what) as own, own.client() as http:
+        assert http.get("/health").is_success
+    assert len(llm.warmed) == {"none": 0, "usual": 1, "all": 5}[what]
+
+
+def test_pages_of_other_origins(target):
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with (
+        served(Scripted(target), allowed_origins=["https://a.example"], api_key=["k"]) as own,
+        own.client() as http,
+    ):
+        got = http.options(COMPLETION, headers=asks)
+        assert got.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        got = http.post(COMPLETION, json={}, headers={"Origin": "https://a.example"})
+        refused(got, 401, None)
+        assert got.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    with served(Scripted(target)) as own, own.client() as http:
+        assert "Access-Control-Allow-Origin" not in http.get("/version", headers=asks).headers
+
+
+def test_lines_of_the_log_hold_no_texts(target):
+    lines = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            lines.append(self.format(record))
+
+    keeper = Keeper()
+    keeper.setFormatter(JsonLines())
+    LOG.addHandler(keeper)
+    LOG.setLevel(logging.INFO)
+    try:
+        llm = Scripted(target, "an answer")
+        with served(llm) as own, own.client() as http:
+            http.post(COMPLETION, json={"prompt": "my secret"}, headers={"X-Request-Id": "me"})
+            http.post(COMPLETION, json={"prompt": "my secret", "my secret": 1})
+    finally:
+        LOG.removeHandler(keeper)
+    assert "secret" not in "".join(lines)
+    assert "an answer" not in "".join(lines)
+    [line] = [json.loads(line) for line in lines if '"me"' in line]
+    assert line["level"] == "info"
+    assert {"method": "POST", "path": COMPLETION, "status": 200}.items() <= line.items()
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (4, 3)
+
+
+def test_metrics(llm):
+    def values(http):
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        assert all(sample.labels["model_name"] == "demo" for sample in samples)
+        found = {}
+        for sample in samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "model_name"}
+            found[sample.name, *sorted(labels.values())] = sample.value
+        return found
+
+    with served(llm) as own, own.client() as http:
+        before = values(http)
+        got = http.post(
+            COMPLETION, json={"prompt": "a b c", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        )
+        http.post(COMPLETION, json={"prompt": ""})
+        grown = {name: value - before.get(name, 0) for name, value in values(http).items()}
+    usage, drafting = got.json()["usage"], got.json()["metrics"]["speculative_decoding"]
+    assert grown["jetspec:prompt_tokens_total",] == usage["prompt_tokens"]
+    assert grown["jetspec:generation_tokens_total",] == 20
+    assert grown["jetspec:request_success_total", "length"] == 1
+    assert grown["jetspec:prefix_cache_queries_total",] == usage["prompt_tokens"]
+    assert grown["jetspec:spec_decode_num_draft_tokens_total",] >= drafting["num_draft_tokens"] > 0
+    assert grown["jetspec:spec_decode_num_accepted_tokens_total",] >= drafting["num_accepted_tokens"]
+    assert grown["jetspec:http_requests_total", "/v1/completions", "200"] == 1
+    assert grown["jetspec:http_requests_total", "/v1/completions", "400"] == 1
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert grown[f"jetspec:{name}_seconds_count",] == 1
+    assert 0 < grown["jetspec:inter_token_latency_seconds_count",] < 20
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert grown[f"jetspec:{name}",] == 0
+    assert {"jetspec:bucket", "jetspec:live_slots", "jetspec:compilations_total"} <= {
+        name for name, *_ in grown
+    }
+    assert {"jetspec:num_preemptions_total", "jetspec:spec_decode_num_drafts_total"} <= {
+        name for name, *_ in grown
+    }
+
+
+def test_tokens(http, alone):
+    ids = alone.encode("def f(x):")
+    got = http.post("/tokenize", json={"prompt": "def f(x):", "return_token_strs": True}).json()
+    assert (got["tokens"], got["count"], got["max_model_len"]) == (ids, len(ids), 1024)
+    assert len(got["token_strs"]) == len(ids)
+    assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "def f(x):"}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
+    assert (
+        "<|im_start|>assistant" in http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    )
+    refused(http.post("/detokenize", json={"tokens": [4096]}), 400, "tokens", "0..4095")
+    refused(http.post("/detokenize", json={"tokens": [True]}), 400, "tokens[0]", "integer")
+    refused(http.post("/tokenize", json={}), 400, "prompt", "either prompt or messages")
