@@ -52,7 +52,8 @@ def completion_routes(service: Service) -> APIRouter:
         params = sampling_params(body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs)
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
-        asked = Asked(prompts, params, names, "prompt", "max_tokens", body.priority, body.cache_salt, body.budget)
+        own = (body.priority, body.cache_salt, body.budget)
+        asked = Asked(prompts, params, names, "prompt", "max_tokens", *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
 

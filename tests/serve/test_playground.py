@@ -223,9 +223,9 @@ def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({"prompt": PROMPT, "messages": []}, "messages", "and not both"),
+        ({"prompt": PROMPT, "messages": []}, "prompt", "and not both"),
         ({}, "prompt", "must be given"),
-        ({"prompt": ""}, None, "empty"),
+        ({"prompt": ""}, "prompt", "empty"),
         ({"messages": []}, "messages", "no messages"),
         ({"prompt": PROMPT, "budget": 17}, "budget", "at most 16"),
         ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
@@ -241,7 +241,7 @@ def test_what_cannot_be_watched_is_refused(http, body, param, said):
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert said in error["message"]
-    assert param is None or error["param"] == param
+    assert error["param"] == param
 
 
 def test_the_page_needs_no_key_and_its_rounds_do(llm):

@@ -22,7 +22,7 @@ from jetspec_jax.serve.errors import ApiError, internal, refused
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.playground.page import playground_page, policy_of
 from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
-from jetspec_jax.serve.service import Service
+from jetspec_jax.serve.service import Asked, Service
 
 #: Requests that are watched at a time: each has stores of its own, and takes turns with all others.
 MOST_TRACES = 2
@@ -63,7 +63,7 @@ def playground_routes(service: Service) -> APIRouter:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    router, traces = APIRouter(), Traces(llm, MOST_TRACES, service.capacity)
+    router, traces = APIRouter(), Traces(llm, MOST_TRACES)
 
     @router.get("/playground")
     async def show() -> HTMLResponse:
@@ -72,39 +72,41 @@ def playground_routes(service: Service) -> APIRouter:
     @router.post("/playground/rounds")
     async def rounds(request: Request) -> Response:
         body = await read_body(request, RoundsRequest, service.settings)
-        service.check_budget(body.budget)
-        return _Rounds(await asyncio.to_thread(_begin, service, traces, body))
+        prompt, params = await asyncio.to_thread(_read, service, body)
+        names, param = RoundsRequest.model_fields, "prompt" if body.messages is None else "messages"
+        await service.check(Asked([prompt], params, names, param, budget=body.budget))
+        try:
+            return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget))
+        except TooManyTraces as error:
+            raise ApiError(429, str(error), code="too_many_traces", headers={"Retry-After": "5"}) from error
+        except DeviceMemoryError as error:
+            message = "the device has no room for a request that is watched; send it without trees"
+            raise ApiError(503, message, code="out_of_memory") from error
 
     return router
 
 
-def _begin(service: Service, traces: Traces, body: RoundsRequest) -> TracedRequest:
-    """Starts what is to be watched.
+def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, SamplingParams]:
+    """The prompt that is to be gone on from, and how.
 
     Raises:
-        ApiError: It cannot be.
+        ApiError: What is wrong with either.
     """
-    own = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    target, own = service.llm.llm.target, ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    if (body.prompt is None) == (body.messages is None):
+        message = "prompt or messages must be given, and not both"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
     try:
         params = SamplingParams(**{name: getattr(body, name) for name in own})
-        return traces.begin(_prompt(service, body), params, body.budget)
-    except TooManyTraces as error:
-        raise ApiError(429, str(error), code="too_many_traces", headers={"Retry-After": "5"}) from error
-    except DeviceMemoryError as error:
-        message = "the device has no room for the stores of a request that is watched; send it without trees"
-        raise ApiError(503, message, code="out_of_memory") from error
     except (TypeError, ValueError) as error:
-        raise refused(error, own, "prompt" if body.messages is None else "messages") from error
-
-
-def _prompt(service: Service, body: RoundsRequest) -> EncodedPrompt:
-    target = service.llm.llm.target
-    if body.prompt is not None and body.messages is None:
-        return encode_text(target, body.prompt)
-    if body.messages is not None and body.prompt is None:
+        raise refused(error, own) from error
+    try:
+        if body.prompt is not None:
+            return encode_text(target, body.prompt), params
         [chat] = read_chats(body.messages)
-        return encode_chat(target, chat, {})
-    raise ValueError("prompt or messages must be given, and not both")
+        return encode_chat(target, chat, {}), params
+    except (TypeError, ValueError) as error:
+        raise refused(error, (), "messages" if body.prompt is None else "prompt") from error
 
 
 class _Rounds(EventSourceResponse):

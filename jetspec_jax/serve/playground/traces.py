@@ -5,7 +5,6 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from jetspec_jax.engine.planning import check_request
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.inspect.trace import Trace, trace_rounds
 from jetspec_jax.llm import LLM
@@ -23,16 +22,14 @@ class TooManyTraces(Exception):
 class Traces:
     """Traces of one `LLM`, at most so many at a time; from any thread."""
 
-    def __init__(self, llm: LLM, most: int, capacity: int | None = None):
+    def __init__(self, llm: LLM, most: int):
         """Holds nothing yet.
 
         Args:
             llm: The models, and the largest trees.
             most: Traces at a time.
-            capacity: Tokens of prompt and output together, at most; None is the whole context.
         """
         self._llm, self._left, self._most = llm, threading.Semaphore(most), most
-        self._capacity = capacity
 
     def begin(
         self, prompt: Prompt | EncodedPrompt, params: SamplingParams, budget: int | None
@@ -56,7 +53,6 @@ class Traces:
             llm, settings = self._llm, self._llm.settings
             if budget is not None:
                 settings = replace(settings, budget=min(budget, settings.budget))
-            check_request(llm.target, prompt, params, capacity=self._capacity)
             trace = trace_rounds(llm.target, llm.draft_head, prompt, params, settings)
         except BaseException:
             self._left.release()
