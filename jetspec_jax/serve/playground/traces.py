@@ -5,7 +5,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
+from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.inspect.trace import Trace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
@@ -31,9 +31,7 @@ class Traces:
         """
         self._llm, self._left, self._most = llm, threading.Semaphore(most), most
 
-    def begin(
-        self, prompt: Prompt | EncodedPrompt, params: SamplingParams, budget: int | None
-    ) -> "TracedRequest":
+    def begin(self, prompt: EncodedPrompt, params: SamplingParams, budget: int | None) -> "TracedRequest":
         """Starts one; nothing is decoded yet.
 
         Args:
