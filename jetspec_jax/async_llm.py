@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-
 from jetspec_jax.arguments import check_integer, check_number, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.device.compilations import Compilations
+from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.driver import Driver
+from jetspec_jax.engine.following import follow
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.planning import plan_requests
@@ -60,6 +60,9 @@ class AsyncLLM:
 
     It may be used from several event loops, also at once. An `LLM` of the same target may be used beside it.
 
+    Of several processes that share the models all make one with the same settings. The first serves requests,
+    and all others call `follow`.
+
     Example::
 
         async with AsyncLLM(budget=16) as llm:
@@ -87,14 +90,10 @@ class AsyncLLM:
                 each dispatch among plain decoding and trees up to the budget.
 
         Raises:
-            ValueError: A setting is not valid, or there are several processes.
+            ValueError: A setting is not valid.
             Exception: All else that `LLM` raises.
         """
         check_integer("max_waiting", max_waiting, 1)
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"AsyncLLM runs in one process, and this job has {jax.process_count()}; use LLM there"
-            )
         slots = MAX_SLOTS if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         if settings.get("algorithm") is None and self.llm.settings.budget > 1:
@@ -110,7 +109,7 @@ class AsyncLLM:
             implementation=settings.get("implementation"),
         )
         self._capacity, self._implementation = plan.size.capacity, plan.decoder.implementation
-        self._compilations = Compilations()
+        self._plan, self._compilations = plan, Compilations()
         self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
         # How to end those that have a name.
         self._named: dict[str, Callable[[], object]] = {}
@@ -161,11 +160,12 @@ class AsyncLLM:
 
         Raises:
             TypeError: Something is of a wrong type.
-            ValueError: The request cannot be served, or another of its name runs.
+            ValueError: The request cannot be served, or another of its name runs; or this process follows.
             QueueFull: Too many wait already.
             DeadlinePassed: It was not served in its time.
             RuntimeError: It was closed, or the engine was lost.
         """
+        self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")
         check_integer("priority", priority, -(2**31), 2**31)
@@ -228,6 +228,7 @@ class AsyncLLM:
             sampling_params: As those of requests to come, where they want masks, biases, penalties or
                 log-probabilities: what they need is compiled too.
         """
+        self._check_first()
         prompt = [0] * min(2, self._capacity - 1)
         requests = []
         for params in kinds_to_compile(sampling_params):
@@ -249,10 +250,32 @@ class AsyncLLM:
         own = EngineStats(compilations=self._compilations.count)
         return sum((driver.stats() for driver in self._drivers), own)
 
+    def follow(self) -> None:
+        """Does what the first process decides, until that closes; for all others that share the models.
+
+        It blocks, and nothing else may use the models meanwhile. An idle first process may be waited for as
+        long as it lives.
+
+        Raises:
+            ValueError: This process is the first, or shares its models with no other.
+            RuntimeError: An error has ended the work of the first process.
+            OutOfStep: That process does something else.
+        """
+        if not self._plan.led:
+            raise ValueError("this process shares its models with no other, and has nobody to follow")
+        if is_first():
+            raise ValueError("process 0 serves requests, and the other processes follow it")
+        [group] = groups_of(self.llm.target, self.llm.draft_head)
+        follow(group, self._plan)
+
     async def close(self) -> None:
         """Ends all requests with an error, and the thread; the models stay loaded."""
         for driver in self._drivers:
             await asyncio.to_thread(driver.close)
+
+    def _check_first(self) -> None:
+        if self._plan.led and not is_first():
+            raise ValueError("requests go to process 0; this process follows it: call follow()")
 
     def _read(
         self, prompt: Prompt, sampling_params: SamplingParams | None, routing: Hints | None
@@ -267,6 +290,7 @@ class AsyncLLM:
             routing,
             capacity=self._capacity,
             implementation=self._implementation,
+            together=False,
         )
         return requests
 

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
@@ -12,6 +13,7 @@ from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.serving import Group
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.wire import tell
 
 
 class Driver:
@@ -42,6 +44,8 @@ class Driver:
         self._arrived: list[Request] = []
         self._thread: threading.Thread | None = None
         self._closed = False
+        # Whether other processes follow this one.
+        self._leads = plan.led and is_first()
         group.target.keeper.driver = weakref.ref(self)
 
     @property
@@ -58,7 +62,7 @@ class Driver:
         """Whether calls that need an engine of a plan, with a group's models, may submit their requests."""
         heads = [own.head and own.head.weights for own in (group, self._group)]
         same = plan.decoder.proposer is None or heads[0] is heads[1]
-        return not self._closed and same and self._plan.on(group.target.mesh).serves(plan)
+        return not self._closed and same and self._plan.on(group.target.mesh).takes(plan)
 
     def submit(self, requests: Sequence[Request], *, guests: bool = False) -> None:
         """Takes requests, all or none; from any thread, which waits for nobody.
@@ -109,6 +113,7 @@ class Driver:
             shared = any(request.open for request in self._guests)
         if thread is not None and not shared:
             thread.join()
+        self._let_go(None)
 
     def _run(self) -> None:
         engine = None
@@ -120,6 +125,8 @@ class Driver:
             except Exception as error:
                 # Nobody may wait for an engine that is not there.
                 self.error, engine = error, None
+                if not isinstance(error, DeviceMemoryError):
+                    self._let_go(f"{type(error).__name__}: {error}")
                 self._fail(error)
 
     def _goes_on(self) -> bool:
@@ -160,6 +167,13 @@ class Driver:
     def _admitted(self) -> bool:
         with self._mutex:
             return len(self._requests) > len(self._arrived)
+
+    def _let_go(self, words: str | None) -> None:
+        """Ends those that follow, with an error or without; without them nobody is served any more."""
+        if self._leads:
+            self._leads, self._closed = False, True
+            with self._group.target.keeper.turn():
+                tell("end", words)
 
     def _fail(self, error: Exception) -> None:
         with self._mutex:

@@ -5,11 +5,11 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jetspec_jax.decode.state import DecodeWeights
-from jetspec_jax.device.processes import agreed, spans
+from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.extras import Extras
@@ -20,6 +20,7 @@ from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.wire import tell
 from pallas_kernels.dispatch import gpu_problem
 
 #: What those are told whose requests were in an engine that broke.
@@ -37,7 +38,9 @@ class Engine:
     its business: see `jetspec_jax.engine.output`. One thread at a time may use an engine.
 
     On a mesh of several processes all make the same calls. Before every launch the first process says what
-    time it is, how long the last one took, and which requests it no longer wants.
+    time it is, how long the last one took, and which requests it no longer wants. Of an engine that is led
+    the first process alone has requests, and tells the others all that the runner is to do: see
+    `jetspec_jax.engine.following`.
 
     An interrupt may strike anywhere. While the host waits for the device it loses nothing; one that cuts a
     decision short leaves host and device at odds, and the engine is `broken` then: it serves nobody any more.
@@ -54,10 +57,12 @@ class Engine:
             DeviceMemoryError: The device cannot hold the stores and what a round needs beside them.
             ValueError: Several processes want different engines.
         """
-        self._step = ""
+        self._step, self._leads = "", plan.led and is_first()
+        if self._leads:
+            tell("engine")
         if spans(plan.decoder.mesh):
             check_alike_engines(plan)
-            self._step = f"a step of engine {next(_NUMBERS)}"
+            self._step = "" if plan.led else f"a step of engine {next(_NUMBERS)}"
         plan.check_memory()
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
@@ -90,15 +95,21 @@ class Engine:
             raise ValueError(
                 "an engine of several processes takes requests of plan_requests alone, which compares them"
             )
-        self._extend(Extras.of([request]))
+        self.extend(Extras.of([request]))
         self.scheduler.add(request)
         return request
 
-    def _extend(self, extras: Extras) -> None:
-        """Makes room for what more requests may want; what there is stays."""
+    def extend(self, extras: Extras) -> None:
+        """Makes room for what more requests may want; what there is stays.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold it beside.
+        """
         joined, plan = self.plan.extras | extras, self.plan
         if self.broken or joined == plan.extras:
             return
+        if self._leads:
+            tell("extend", joined)
         check_extra_memory(plan.decoder, plan.size, plan.dtype, joined)
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
             self.runner.extend(joined.bad_words)
@@ -128,6 +139,8 @@ class Engine:
             policy.seconds, now = agreed([policy.seconds, now], f"{self._step}: {how}")
         with self._undivided():
             batch = self.scheduler.next_batch(most_rounds, now)
+            if self._leads:
+                tell("batch", batch)
             self.runner.launch(batch, decode, timed=timed, matchers=self.scheduler.matchers)
 
     def collect(self) -> list[Request]:
@@ -162,8 +175,10 @@ class Engine:
             self.launch(most_rounds, decode)
         return self.collect()
 
-    def compile(self, kinds: Iterable[Kind]) -> None:
+    def compile(self, kinds: Sequence[Kind]) -> None:
         """Compiles forwards of prompts and the rounds of some kinds, in all shapes; nothing is in flight."""
+        if self._leads:
+            tell("compile", kinds)
         self.runner.compile_chunks()
         for kind in kinds:
             self.runner.compile_rounds(kind)

@@ -54,6 +54,7 @@ class EnginePlan:
             those that pay.
         slices: How long dispatches are; None suits calls that nobody joins.
         extras: What its requests may want beside.
+        led: Whether of several processes the first decides all, and the others follow it.
     """
 
     decoder: TreeDecoder
@@ -62,6 +63,7 @@ class EnginePlan:
     least_nodes: int = USUAL_LEAST
     slices: Slices | None = None
     extras: Extras = NO_EXTRAS
+    led: bool = False
 
     @property
     def auto(self) -> Auto | None:
@@ -143,10 +145,15 @@ class EnginePlan:
         return (
             same
             and self.has_trees_of(other)
-            and self.dtype == other.dtype
+            and (self.dtype, self.led) == (other.dtype, other.led)
             and mine.capacity >= wanted.capacity
             and mine.num_pages >= wanted.num_pages
         )
+
+    def takes(self, other: "EnginePlan") -> bool:
+        """Whether requests for the other's engine may wait for slots of this one's, which stands."""
+        same = (self.dtype, self.led) == (other.dtype, other.led)
+        return self.stands and same and self.has_trees_of(other) and self.size.capacity >= other.size.capacity
 
     def has_trees_of(self, other: "EnginePlan") -> bool:
         """Whether the decoders are equal; one that stands may choose among sizes of the other's trees."""
@@ -216,6 +223,7 @@ def plan_requests(
     capacity: int | None = None,
     proposer: Proposer | None = None,
     implementation: str | None = None,
+    together: bool = True,
 ) -> tuple[EnginePlan, list[Request]]:
     """Requests, and the engine that serves them together, or their share with each copy of the target.
 
@@ -230,6 +238,7 @@ def plan_requests(
         capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
         proposer: A proposer other than the head's.
         implementation: Of tree attention; None picks the best.
+        together: Whether all processes that share the target make this call, and serve the requests.
 
     Returns:
         The engine, on the target's own devices, and the requests.
@@ -249,7 +258,7 @@ def plan_requests(
     plan = functools.partial(
         _plan_requests, target, head, settings, prompts, sampling_params, routing, **options
     )
-    if spans(target.mesh):
+    if together and spans(target.mesh):
         return share(plan)
     planned, requests, _ = plan()
     return planned, requests

@@ -1,9 +1,12 @@
 """The engine that stands for requests of many callers: how much it holds where nobody says so."""
 
+from dataclasses import replace
+
 from jetspec_jax.arguments import check_integer
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import fits
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import engine_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
@@ -53,6 +56,7 @@ def plan_standing(
             implementation=implementation,
             mesh=target.mesh,
         )
+        made = replace(made, led=spans(target.mesh))
         if gpu:
             return made.for_many()
         least = max(made.decoder.bucket, BUCKETS[1])

@@ -4,6 +4,8 @@ Keys of the settings, in JSON: "process" as ``[index, count, port]``, "case" as 
 and "out", a file for what that returns.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,8 +21,10 @@ import numpy as np
 import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax import (
     LLM,
+    AsyncLLM,
     Head,
     SamplingParams,
+    StructuredOutputsParams,
     Target,
     enable_compilation_cache,
     generate_tree,
@@ -35,9 +39,10 @@ from jetspec_jax.device import memory
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine import planning, runner
+from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
-from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
+from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 
 PROMPT = [3, 1, 4]
 #: The seed that process 0 draws, and the others do not.
@@ -205,6 +210,89 @@ def cache(mesh, out):
         enable_compilation_cache(folder, together=True)
         found.append(jax.config.jax_compilation_cache_dir)
     return found
+
+
+def asked(count=20):
+    """Prompts of which some begin alike, how they go on, and which are cancelled."""
+    rng = np.random.default_rng(5)
+    begin = rng.integers(0, 64, 70).tolist()
+    wants = [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"presence_penalty": 1.5, "repetition_penalty": 1.2},
+        {"logit_bias": {5: 3.0}, "min_tokens": 4, "bad_words": ["ab"]},
+        {"logprobs": 1, "temperature": 0.7},
+    ]
+    return [
+        (
+            begin * (number % 3 == 0) + rng.integers(0, 64, int(rng.integers(1, 20))).tolist(),
+            SamplingParams(seed=number, max_tokens=int(rng.integers(5, 30)), **wants[number % len(wants)]),
+            number % 6 == 5,
+        )
+        for number in range(count)
+    ]
+
+
+def led(mesh):
+    """Process 0 serves what comes, the other follows; before and after both make calls together."""
+    target, head = pair(mesh, with_windows(TINY, None))
+    before = decoded(target, head, GREEDY)
+    llm = AsyncLLM(target, head, max_slots=4, **TREES)
+    if not is_first():
+        try:
+            asyncio.run(anext(llm.generate(PROMPT)))
+        except ValueError as error:
+            refused = str(error)
+        llm.follow()
+        return {"refused": refused, "before": before, "again": decoded(target, head, GREEDY)}
+
+    async def one(number, prompt, params, leaves):
+        await asyncio.sleep(0.02 * number)
+        tokens = []
+        async with contextlib.aclosing(llm.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                tokens += delta.token_ids
+                if leaves:
+                    break
+        return tokens
+
+    async def run():
+        await asyncio.sleep(1.5)  # the other waits longer than it does at a time
+        try:
+            await anext(llm.generate(PROMPT, SamplingParams(structured_outputs=form)))
+        except ValueError as error:
+            form_refused = str(error)
+        got = await asyncio.gather(*[one(number, *own) for number, own in enumerate(asked())])
+        figures = llm.stats()
+        await llm.close()
+        return form_refused, got, figures.prefix_hits
+
+    form = StructuredOutputsParams(regex="a*")
+    form_refused, got, hits = asyncio.run(run())
+    again = decoded(target, head, GREEDY)
+    return {"form": form_refused, "got": got, "hits": hits, "before": before, "again": again}
+
+
+def led_astray(mesh):
+    """Process 0 fails while it serves."""
+    llm = AsyncLLM(*pair(mesh), max_slots=2, **TREES)
+    if not is_first():
+        llm.follow()
+
+    def fail(*_):
+        raise ZeroDivisionError("a mistake of process 0")
+
+    async def run():
+        stream = llm.generate(PROMPT, GREEDY)
+        await anext(stream)
+        Scheduler.take = fail
+        try:
+            async for _ in stream:
+                pass
+        except ZeroDivisionError:
+            await asyncio.sleep(600)
+
+    asyncio.run(run())
 
 
 def main(settings):

@@ -1,9 +1,12 @@
 """Copies of a target on devices of their own: one queue before all of them, and streams."""
 
+import asyncio
+import contextlib
+
 import jax
 import pytest
 
-from jetspec_jax import LLM, Head, SamplingParams, Target
+from jetspec_jax import LLM, AsyncLLM, Head, SamplingParams, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.engine.budget_policy import ROUNDS_TO_AN_END
@@ -159,3 +162,37 @@ def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
             next(first)
             list(llm.stream(PROMPTS[1], params_of(LENGTHS)[1]))
     assert seen == []
+
+
+def test_callers_of_a_loop_are_served_by_all_copies(pair, expected, served):
+    """Also those of a call, and one leaves; nothing compiles, and the figures are those of both."""
+    beside, params = LLM(*pair, **TREE), params_of(LENGTHS)
+
+    async def run():
+        async with AsyncLLM(*pair, **{**TREE, "max_slots": 2, "algorithm": "top_nodes"}) as llm:
+            await llm.warm_up()
+            for requests in served.values():
+                requests.clear()
+
+            async def one(number, most=None):
+                tokens = []
+                async with contextlib.aclosing(llm.generate(PROMPTS[number], params[number])) as deltas:
+                    async for delta in deltas:
+                        tokens += delta.token_ids
+                        if len(tokens) > (most or 1000):
+                            break
+                return tokens
+
+            call = asyncio.to_thread(beside.generate, PROMPTS, params)
+            *got, whole = await asyncio.gather(one(0, 20), *map(one, range(7)), call)
+            return got, tokens(whole), llm.stats()
+
+    (left, *got), whole, stats = asyncio.run(run())
+    assert left == expected[0][: len(left)]
+    assert len(left) < 150
+    assert got == whole == expected
+    assert min(map(len, served.values())) > 1
+    assert sum(map(len, served.values())) == 15
+    assert stats.compilations == 0
+    assert stats.pages == 2 * 2 * 4
+    assert stats.prefix_queries >= sum(map(len, PROMPTS)) * 2

@@ -12,14 +12,16 @@ import time
 import numpy as np
 import pytest
 
-from jetspec_jax import logits
+from jetspec_jax import generate, logits
 from jetspec_jax.cli.command import main
 from jetspec_jax.device.joining import HEARTBEAT_SECONDS
+from tests.decode.tiny import TINY, with_windows
 from tests.engine.processes_worker import (
     DRAWN,
     GREEDY,
     PROMPT,
     SAMPLED,
+    asked,
     decoded,
     pair,
     stopping,
@@ -121,6 +123,29 @@ def test_processes_decode_as_one_device_does(run, tmp_path):
     assert len(stop) < len(greedy)
     assert len(first["pieces"]) == 1
     assert "prompts[1] of process 0 and process 1 ([5, 5] and [5, 5, 5])" in first["refused"]
+
+
+@pytest.mark.wide
+def test_the_first_process_serves_what_comes(run, tmp_path):
+    """Requests of all kinds, some cancelled; and calls of both processes before and after."""
+    processes = run("led")
+    target, _ = pair(config=with_windows(TINY, None))
+    alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
+    first, other = results(processes, tmp_path)
+    assert other["refused"].startswith("requests go to process 0")
+    assert "needs a target that one process holds" in first["form"]
+    assert first["before"] == first["again"] == other["before"] == other["again"]
+    assert first["hits"] > 0
+    for tokens, expected, (_, _, leaves) in zip(first["got"], alone, asked(), strict=True):
+        assert tokens == (expected[: len(tokens)] if leaves else expected)
+        assert tokens
+
+
+@pytest.mark.wide
+def test_an_error_of_the_first_process_ends_those_that_follow(run):
+    codes, errors = endings(run("led_astray"))
+    assert codes == [1, 1]
+    assert "process 0 serves no more: ZeroDivisionError: a mistake of process 0" in errors[1]
 
 
 @pytest.mark.wide

@@ -43,6 +43,14 @@ async def whole(llm, prompt, params):
     return last.completion
 
 
+async def running(llm):
+    for _ in range(60_000):
+        if llm.stats().running:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("no call of another thread runs here")
+
+
 def batches_of(monkeypatch):
     seen, launch = [], Engine.launch
 
@@ -82,7 +90,8 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
         assert (mine.token_ids, mine.text) == (plain.token_ids, plain.text)
     assert {len(batch.live) for batch in batches} >= {1, 4}
     figures = [one.metrics for one in [alone, *got]]
-    assert after.compilations == after.running == after.waiting == after.pages_used == 0
+    assert after.compilations == 1  # of `compilations` itself
+    assert after.running == after.waiting == after.pages_used == 0
     assert after.dispatches > before.dispatches
     assert after.prefix_queries - before.prefix_queries == sum(map(len, [prompts[0], *prompts]))
     assert after.prefix_hits == sum(one.prefix_tokens for one in figures) > 0
@@ -154,8 +163,7 @@ def test_a_call_and_other_callers_run_together(models):
             engine = models[0].keeper.engine
             thread = threading.Thread(target=call)
             thread.start()
-            while not llm.stats().running:
-                await asyncio.sleep(0.001)
+            await running(llm)
             firsts, streamed = [], beside.stream(prompts[0], short)
 
             async def one(prompt):
@@ -193,8 +201,7 @@ def test_calls_outlive_the_others(models):
         llm = AsyncLLM(*models, max_slots=2, budget=16, width=3)
         thread = threading.Thread(target=lambda: got.extend(beside.generate([PROMPT] * 5, params)))
         thread.start()
-        while not llm.stats().running:
-            await asyncio.sleep(0.001)
+        await running(llm)
         closed = beside.stream(PROMPT, params)
         next(closed)
         closed.close()

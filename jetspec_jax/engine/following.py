@@ -1,0 +1,49 @@
+"""What processes do that share a model with the first, whose scheduler decides for all."""
+
+import contextlib
+from typing import Any
+
+from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.planning import EnginePlan
+from jetspec_jax.engine.serving import Group
+from jetspec_jax.engine.wire import hear
+
+
+def follow(group: Group, plan: EnginePlan) -> None:
+    """Does what the first process decides, until that closes.
+
+    It waits for nothing that the devices do: the first process does, before it decides again.
+
+    Args:
+        group: The models.
+        plan: Of the engine, as in the first process.
+
+    Raises:
+        RuntimeError: An error has ended the work of the first process.
+        OutOfStep: That process does something else.
+    """
+    keeper, head = group.target.keeper, group.head
+    engine: Any = None
+    with keeper.line, keeper.lock:
+        while True:
+            what, values = hear()
+            if what == "end":
+                [words] = values
+                if words is not None:
+                    raise RuntimeError(f"process 0 serves no more: {words}")
+                return
+            # What the devices cannot hold, the first process is told as well, and goes on.
+            with contextlib.suppress(DeviceMemoryError):
+                if what == "engine":
+                    if keeper.engine is not None:
+                        keeper.engine.close()
+                    keeper.engine = engine = None
+                    weights = DecodeWeights(group.target.weights, None if head is None else head.weights)
+                    keeper.engine = engine = Engine(plan, weights)
+                elif what == "batch":
+                    engine.runner.launch(*values, timed=False)
+                    engine.runner.forget()
+                else:
+                    {"extend": engine.extend, "compile": engine.compile}[what](*values)

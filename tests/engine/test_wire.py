@@ -1,0 +1,47 @@
+"""Records that processes tell each other."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jetspec_jax import SamplingParams
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
+from jetspec_jax.engine.wants import Kind
+from jetspec_jax.engine.wire import pack, unpack
+from jetspec_jax.tree.routing import Routing
+
+
+def test_all_comes_back_as_it_was():
+    pages, tokens = np.array([3, -1], np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)
+    params = SamplingParams(0.5, top_p=0.25, seed=2**63, logit_bias={3: -1.5}, allowed_token_ids=[1, 2])
+    admission = Admission(
+        1,
+        pages,
+        length=64,
+        anchor=5,
+        active=False,
+        params=params,
+        remaining=9,
+        stop_ids=(1, 2),
+        budget=16,
+        depth=3,
+        routing=Routing.of_one({"task": "math"}),
+        adjusting=Adjusting(tokens[0], (1,), (), ((4, 5), (6,))),
+    )
+    chunk = Chunk(np.array([0, 1], np.int32), tokens, np.array([3, 0], np.int32), np.array([True, False]))
+    batch = Batch((0,), (admission,), (Growth(0, pages),), (chunk,), (0, 1), 16, 4, adjusts=True)
+    sent = batch, Extras(True, (2, 3)), (Kind(logprobs=True),), "text", None
+    back = unpack(json.loads(json.dumps(pack(sent))))
+    assert repr(back) == repr(sent)
+    own = back[0].admissions[0]
+    assert own.params == params
+    assert (own.pages.dtype, own.routing.task_class.dtype) == (np.int32, np.int32)
+    assert isinstance(own.routing.reasoning, np.bool_)
+    np.testing.assert_array_equal(back[0].chunks[0].tokens, tokens)
+
+
+def test_nothing_else_is_told():
+    with pytest.raises(TypeError, match="object is nothing that processes tell each other"):
+        pack([object()])
