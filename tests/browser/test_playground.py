@@ -4,6 +4,7 @@ The server is a process of its own, with trees, and the browser is Chromium: Deb
 """
 
 import contextlib
+import json
 import re
 import shutil
 import socket
@@ -16,14 +17,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 # Trees always: measured costs may say that plain decoding is faster here.
-SERVER = """
-import sys
-from jetspec_jax import AsyncLLM
-from jetspec_jax.serve.running import run
-from jetspec_jax.serve.settings import ServeSettings
-make = lambda: AsyncLLM(budget=32, algorithm="top_nodes", max_slots=2)
-run(make, ServeSettings(port=int(sys.argv[1])))
-"""
+SERVE = ("serve", "--budget", "32", "--algorithm", "top_nodes", "--max-num-seqs", "2")
 SIZES = {"desk": (1440, 900), "phone": (390, 844)}
 PROMPT = "def read_lines(path):\n"
 #: Milliseconds of what may compile first.
@@ -36,7 +30,7 @@ def url():
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)])
+    process = subprocess.Popen([sys.executable, "-m", "jetspec_jax", *SERVE, "--port", str(port)])
     try:
         address, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
         while True:
@@ -59,11 +53,6 @@ def chromium():
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-@pytest.fixture(params=["light", "dark"])
-def scheme(request):
-    return request.param
 
 
 @pytest.fixture(params=SIZES)
@@ -105,8 +94,6 @@ def shown(page):
 
 def answer(url, **asked):
     """The same from the API."""
-    import json
-
     body = {"prompt": PROMPT, "temperature": 0, "budget": 1, **asked}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

