@@ -190,8 +190,6 @@ function drawFigures() {
   widen("one-bar", run?.rounds.length ? 1 / most : 0);
   widen("speed-bar", fastest ? (ours ?? 0) / fastest : 0);
   widen("plain-bar", fastest ? (plain ?? 0) / fastest : 0);
-  const name = (state.asked?.budget ?? data.budget) > 1 ? "trees" : "this run";
-  $("ours-name").textContent = $("speed-name").textContent = name;
   const done = run !== null && !busy() && run.rounds.length > 0;
   $("measure").hidden = !done || data.budget === 1 || others.plain !== undefined && plain !== null;
   $("measure").textContent = withTrees ? "Measure both" : "Measure plain decoding";
