@@ -10,17 +10,19 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity wheel-check fuzz soak lint clean
+.PHONY: help demo test test-all parity playground-check wheel-check fuzz soak lint docs clean
 
 help:
 	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
 	@echo "make test             lint, types and tests"
 	@echo "make test-all         the same with the wide sweeps"
 	@echo "make parity           live comparisons with transformers (installs PyTorch)"
+	@echo "make playground-check the playground in a real Chromium (installs Playwright; Chromium must be there)"
 	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
 	@echo "make fuzz             hostile checkpoints and requests; CASES=5000 or MINUTES=30"
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
 	@echo "make lint             ruff and pyright alone"
+	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make clean            remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
@@ -36,6 +38,9 @@ test-all: lint
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
 
+playground-check: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest tests/browser
+
 wheel-check: | $(BIN)/python
 	$(BIN)/python tests/packaging/check_wheel.py
 
@@ -50,6 +55,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -57,7 +65,9 @@ clean:
 # The stamps make a second run skip the install until pyproject.toml changes.
 $(VENV)/.installed-demo: EXTRAS :=
 $(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-docs: EXTRAS := [docs]
 $(VENV)/.installed-parity: EXTRAS := [test,parity]
+$(VENV)/.installed-browser: EXTRAS := [test,browser]
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "Installing jetspec-jax$(EXTRAS) into $(VENV) ..."
 	$(INSTALL) -e ".$(EXTRAS)"

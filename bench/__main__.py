@@ -31,6 +31,7 @@ COMMANDS = {
     "diagnose": Command("bench.acceptance.diagnose", "faithfulness of a head's drafts, and what is accepted"),
     "round": Command("bench.round.command", "one round, phase by phase, and its floor"),
     "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, and its floor"),
+    "load": Command("bench.load.command", "requests that come over time: waits, gaps, rounds of many slots"),
     "loading": Command("bench.loading.command", "a checkpoint from its files to the devices"),
     "collectives": Command("bench.collectives", "the sums between devices, in a loop on the device"),
     "plots": Command("bench.plots", "draws kept reports again, and the pictures of the README"),

@@ -83,6 +83,7 @@ def picture_of(path: Path) -> "Figure":
     from bench.exactness.plot import draw_ledger
     from bench.experts.plot import draw_experts
     from bench.kernel.plot import draw_kernels
+    from bench.load.plot import draw_load
     from bench.round.plot import draw_rounds
 
     drawn = {
@@ -92,6 +93,7 @@ def picture_of(path: Path) -> "Figure":
         "exactness": draw_ledger,
         "experts": draw_experts,
         "kernel": draw_kernels,
+        "load": draw_load,
         "profile": draw_profile,
         "round": draw_rounds,
     }

@@ -19,8 +19,8 @@ ROOMS = {
         ("engine",),
         ("inspect", "llm", "generate"),
         ("async_llm",),
-        ("serve",),
         ("view",),
+        ("serve",),
         ("cli",),
         ("__main__",),
     ],
@@ -28,7 +28,7 @@ ROOMS = {
     "bench": [
         ("common",),
         ("acceptance", "collectives", "decode", "exactness", "experts", "loading", "round", "train_step"),
-        ("kernel",),
+        ("kernel", "load"),
         ("plots",),
         ("__main__",),
     ],

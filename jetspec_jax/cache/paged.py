@@ -5,7 +5,7 @@ Shapes: B slots, L slots of a selection, P pages, T pages per slot, R rows of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, no_type_check
+from typing import Any, Self, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,10 @@ class PagedStore:
     def put(self, numbers: Int[Array, "L"], picked: Self) -> Self:
         """What was picked, which is the whole store."""
         return picked
+
+    def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> Self:
+        """The store itself: no slot has a place of its own in it."""
+        return self
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
         """What attention reads: the pool, and where each slot's tokens lie in it."""

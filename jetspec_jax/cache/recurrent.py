@@ -73,6 +73,10 @@ class RecurrentStore:
         rows = self.rows.at[numbers].set(picked.rows, unique_indices=True)
         return replace(self, rows=rows, state=self.state.at[numbers].set(picked.state, unique_indices=True))
 
+    def with_slot(self, number: Int[Array, ""], other: Self, others: Int[Array, ""]) -> Self:
+        """The store in which a slot knows what some slot knows in another one."""
+        return self.put(number[None], other.pick(others[None]))
+
     def view(self, slots: Slots, block: Block) -> RecurrentPrefix:
         """What the slots know of their committed tokens."""
         return _zero_unless(slots.lengths > 0, RecurrentPrefix(self.rows, self.state))

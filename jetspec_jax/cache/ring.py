@@ -6,8 +6,8 @@ commit overwrites, the forward before it has read.
 Shapes: B slots, R pages of a ring or rows of a path.
 """
 
-from dataclasses import dataclass, field
-from typing import no_type_check
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,15 @@ class RingStore(PagedStore):
     def layout(self) -> tuple[object, ...]:
         """Stores of equal layouts have their rows at equal places."""
         return *super().layout, self.ring
+
+    def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> Self:
+        """The store in which a slot's ring is as that of some slot is in another one, of equal rings."""
+
+        def copied(own: Array, origin: Array) -> Array:
+            ring = jax.lax.dynamic_slice_in_dim(origin, others * self.ring, self.ring)
+            return jax.lax.dynamic_update_slice_in_dim(own, ring, number * self.ring, axis=0)
+
+        return replace(self, k=copied(self.k, other.k), v=copied(self.v, other.v))
 
     def view(self, slots: Slots, block: Block) -> PagedPrefix:
         """What attention reads: the last R pages that have a token.

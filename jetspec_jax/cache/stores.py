@@ -47,6 +47,13 @@ class Store(Protocol):
         """The inverse of `pick`: the store after what was picked of it has been committed to."""
         ...
 
+    def with_slot(self, number: Int[Array, ""], other: Any, others: Int[Array, ""]) -> "Store":
+        """The store in which a slot has what slot ``others`` has in another store of its kind.
+
+        This is what has a place for each slot; pages are shared by their numbers.
+        """
+        ...
+
     def view(self, slots: Slots, block: Block) -> Any:
         """What the layer's operation needs of some slots for a block after their tokens; copies no pages."""
         ...
@@ -100,6 +107,12 @@ def empty_stores(
         empty = empty_paged_store(batch * ring, *rows)
         stores.append(RingStore(empty.k, empty.v, ring=ring))
     return tuple(stores)
+
+
+def layers_with_places(config: ModelConfig) -> tuple[int, ...]:
+    """The layers whose stores have a place for each slot: a ring of the window, or a recurrent state."""
+    layers = enumerate(config.layers)
+    return tuple(i for i, layer in layers if layer.window is not None or layer.recurrence is not None)
 
 
 def commit(

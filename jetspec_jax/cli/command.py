@@ -1,4 +1,4 @@
-"""The command ``jetspec-jax``: generate text, see trees, look at checkpoints, and serve."""
+"""The command ``jetspec-jax``: generate text, chat, see trees, look at checkpoints, and serve."""
 
 import argparse
 import contextlib
@@ -12,6 +12,7 @@ import flax
 import jax
 
 import jetspec_jax
+from jetspec_jax.cli.chatting import add_chat_command
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add_completion_option(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_generate_command(commands)
+    add_chat_command(commands)
     add_tree_command(commands)
     add_info_command(commands)
     add_serve_command(commands)

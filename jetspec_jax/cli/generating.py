@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from jetspec_jax.cli.figures import figures, token_count
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.engine.logprobs import Logprob
@@ -82,7 +83,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     elif not alone:
         print("\n".join(_texts(asked, completions)))
     if arguments.stats:
-        print(_stats(run), file=sys.stderr)
+        print(figures(run.completions, run.seconds, warm=run.warm), file=sys.stderr)
     if not arguments.check:
         return 0
     checks = [
@@ -169,7 +170,7 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
         "accept_lengths": completion.accept_lengths,
         "mean_acceptance_length": completion.mean_acceptance_length,
         "seconds": run.seconds,
-        "tokens_per_second": _count(run) / run.seconds,
+        "tokens_per_second": token_count(run.completions) / run.seconds,
         **{name: [_described(own) for own in rows] for name, rows in told.items() if rows is not None},
     }
 
@@ -177,27 +178,3 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
 def _described(row: dict[int, Logprob] | None) -> dict[int, dict[str, object]] | None:
     """What is told of a place in a text, as JSON values."""
     return None if row is None else {token: asdict(own) for token, own in row.items()}
-
-
-def _count(run: _Run) -> int:
-    return sum(len(completion.token_ids) for completion in run.completions)
-
-
-def _stats(run: _Run) -> str:
-    count, rounds = _count(run), sum(completion.rounds for completion in run.completions)
-    committed = sum(sum(completion.accept_lengths) for completion in run.completions)
-    nodes = sum(sum(completion.tree_sizes) for completion in run.completions)
-    several = f" in {len(run.completions)} completions" if len(run.completions) > 1 else ""
-    if nodes == rounds:
-        steps = f"{rounds} plain steps"
-    else:
-        steps = (
-            f"{rounds} rounds, {committed / rounds:.2f} tokens per round from trees of "
-            f"{nodes / rounds:.0f} nodes"
-        )
-    reasons = ", ".join(sorted({completion.finish_reason for completion in run.completions}))
-    return (
-        f"{count} tokens{several} in {steps}; {run.seconds:.2f} s "
-        f"{'after warm-up' if run.warm else 'with compiling'} ({count / run.seconds:.1f} tokens/s); finished "
-        f"by {reasons}"
-    )

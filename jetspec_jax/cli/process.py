@@ -6,26 +6,48 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 # What the main thread is asked to do while it waits; None ends its waiting. None without a command.
 _asked: "queue.SimpleQueue[Callable[[], object] | None] | None" = None
 
 
-def hear(told: Callable[[int], object]) -> None:
-    """Has a command hear of interrupts and of SIGTERM itself, where it runs in a process of its own.
+def in_main_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns in the main thread; what it raises there, as on an interrupt, is raised here.
+
+    Only there an interrupted ``input`` leaves the terminal as it was.
+    """
+    if _asked is None:
+        return function()
+    answer: Future[Any] = Future()
+
+    def answered() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    _asked.put(answered)
+    return answer.result()
+
+
+def hear(told: Callable[[int], object], *signals: signal.Signals) -> None:
+    """Has a command hear of signals itself, where it runs in a process of its own.
 
     Args:
-        told: Called in the main thread with the signal's number; must be quick.
+        told: Called in the main thread with the signal's number; must be quick. A KeyboardInterrupt that it
+            raises is one.
+        *signals: Which; interrupts and SIGTERM if none is named.
     """
 
     def install() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals or (signal.SIGINT, signal.SIGTERM):
             # Who was started with a signal ignored goes on so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda own, _: told(own))
 
     if _asked is not None:
-        _asked.put(install)
+        in_main_thread(install)
 
 
 def run_interruptibly(
@@ -37,7 +59,8 @@ def run_interruptibly(
 
     Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
     minutes; other libraries' callbacks swallow what is raised in them; and Python must not take itself down
-    while a compiler runs. So the main thread does nothing but wait, and the process ends there and then.
+    while a compiler runs. So the main thread waits, does what it is asked `in_main_thread`, and the process
+    ends there and then.
 
     Args:
         main: Returns the exit code; what it raises is raised here.
@@ -67,3 +90,5 @@ def run_interruptibly(
             tell()
         finally:  # also on a second interrupt
             os._exit(130)
+    finally:
+        _asked = None

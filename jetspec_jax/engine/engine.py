@@ -211,7 +211,7 @@ class Engine:
         # What rounds cost is measured only for those who ask for it.
         costs = None if auto is None and slices is None else self.runner.round_costs()
         if auto is None or costs is None:
-            policy = FixedBudget(self.plan.decoder.bucket, costs, slices)
+            policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
             policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
         return LatePolicy(policy) if self._step else policy
@@ -228,6 +228,7 @@ def say_which_attention() -> None:
 def say_what_is_not_shared(model_type: str) -> None:
     """Logs, once in a process for each type of model, that requests share no pages."""
     _log.info(
-        "%s: each slot has windows or states of its own, so requests share no beginnings",
+        "%s: each slot has windows or states of its own, and this engine keeps no snapshots of them, "
+        "so requests share no beginnings",
         model_type,
     )

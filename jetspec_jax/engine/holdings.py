@@ -9,6 +9,7 @@ from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.pages import PagePool, page_keys
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.engine.snapshots import Snapshots
 
 
 class Holdings:
@@ -35,6 +36,7 @@ class Holdings:
             round_tokens: Tokens that a round commits to a slot, at most.
         """
         self.pool = PagePool(size.num_pages, shares=size.shares_pages)
+        self.snapshots = Snapshots(size.snapshots, self.pool)
         self._table_size, self._round_tokens = size.pages_per_slot, round_tokens
         # Whose pages have changed.
         self._changed: set[Request] = set()
@@ -75,14 +77,33 @@ class Holdings:
 
     def admit(self, request: Request, running: Sequence[Request]) -> bool:
         """Gives a request its first pages, behind those that it shares, if they are enough."""
-        shared = self.pool.find(self._keys(request))
+        keys = self._keys(request)
+        found = self.pool.find(keys)
+        shared = found[: self.snapshots.longest(keys[: len(found)])]
         # A page is left for each that may need more: else what is given would soon be taken back.
         spare = sum(len(own.pages) < own.num_pages for own in running)
         pages = self._obtain(request.pages_ahead(self._round_tokens), running, shared, spare=spare)
         if pages is None:
             return False
         request.pages, request.named, request.committed = pages, len(shared), PAGE_SIZE * len(shared)
+        # For whoever begins with the same prompt, and for whoever goes another way where this one does.
+        ends = {len(found), len(keys)} if self.snapshots.count else ()
+        request.cuts = sorted(end for end in ends if end > len(shared))
         return True
+
+    def restored_from(self, request: Request) -> int | None:
+        """The place of the snapshot that one just admitted goes on from; None where it needs none."""
+        if not self.snapshots.count or not request.committed:
+            return None
+        return self.snapshots.use(self._keys(request)[request.named - 1])
+
+    def kept_in(self, request: Request) -> int | None:
+        """The place for a snapshot of what has just been committed of a prompt; None where none is due."""
+        if not request.cuts or request.committed < PAGE_SIZE * request.cuts[0]:
+            return None
+        end = request.cuts.pop(0)
+        self.name([request])
+        return self.snapshots.keep(self._keys(request)[end - 1])
 
     def grow(self, request: Request, tokens: int) -> None:
         """Gets pages for so many tokens more, as far as nobody else loses any."""
@@ -99,9 +120,17 @@ class Holdings:
                 request.named = full
 
     def waits_for_others(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether the next page that it would have to fill is just being filled by one that runs."""
+        """Whether one that runs is just filling the next page that it would have to fill.
+
+        Where it would need a snapshot at the end of pages: whether one is to come that it can use, behind
+        what there is.
+        """
         keys = self._keys(request)
         found = len(self.pool.find(keys))
+        if self.snapshots.count:
+            there, most = self.snapshots.longest(keys[:found]), len(keys)
+            ends = ((own, end) for own in running for end in own.cuts if there < end <= most)
+            return any(own.keys[end - 1] == keys[end - 1] for own, end in ends)
         return found < len(keys) and any(keys[found] in own.keys[own.named :] for own in running)
 
     def _obtain(

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import LayerConfig, ModelConfig
+from jetspec_jax.decode import snapshots
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.on_mesh import state_specs
 from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state
+from jetspec_jax.decode.snapshots import Snapshots
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.device.memory import (
     TARGET_WEIGHTS,
@@ -61,6 +63,20 @@ def empty_state(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> Dec
     )
 
 
+def empty_snapshots(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> Snapshots:
+    """Places for an engine's snapshots; nothing where it has none."""
+    if not size.snapshots:
+        return ()
+    return snapshots.empty_snapshots(
+        decoder.target,
+        decoder.mesh,
+        size.snapshots,
+        pages_per_slot=size.pages_per_slot,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+    )
+
+
 def check_engine_memory(
     decoder: TreeDecoder,
     size: EngineSize,
@@ -88,7 +104,8 @@ def check_engine_memory(
         return {**weights(decoder.mesh), **engine_bytes(decoder, size, dtype, extras)}
 
     def resized(slots: int, capacity: int) -> EngineSize:
-        return replace(EngineSize.of(decoder.target, slots, capacity), most_rows=size.most_rows)
+        other = replace(EngineSize.of(decoder.target, slots, capacity), most_rows=size.most_rows)
+        return other.with_snapshots(size.snapshots * slots // size.slots)
 
     def others() -> Iterator[Alternative]:
         mesh = decoder.mesh
@@ -123,6 +140,7 @@ def engine_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extra
     """
     return {
         f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
+        **snapshot_bytes(decoder, size, dtype),
         _workspace(decoder, size): workspace_bytes(decoder, size, dtype),
         **extra_bytes(decoder, size, dtype, extras),
         "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
@@ -167,6 +185,15 @@ def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras
 def state_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
     """Bytes of a decoder's state on a device."""
     return _on_device(decoder, jax.eval_shape(lambda: empty_state(decoder, size, dtype)))
+
+
+def snapshot_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> dict[str, int]:
+    """Bytes of an engine's snapshots on a device, if it has any."""
+    if not size.snapshots:
+        return {}
+    arrays, mesh = jax.eval_shape(lambda: empty_snapshots(decoder, size, dtype)), decoder.mesh
+    own = None if mesh is None else shardings(mesh, snapshots.snapshot_specs(arrays))
+    return {f"{size.snapshots} snapshots of windows and states": array_bytes(arrays, own)}
 
 
 def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:

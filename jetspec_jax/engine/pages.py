@@ -50,9 +50,8 @@ class PagePool:
     it too. When nobody holds it any longer it stays *cached* under its name, until its place is needed: the
     one that was given back first goes first.
 
-    Only pages are shared. A layer whose store is a ring of its window, or a recurrent state, keeps a slot's
-    tokens in a place of the slot's own: to begin behind shared pages it would need a snapshot of that place
-    as it was at their end, which nobody takes yet. Pools of such targets share nothing.
+    Only pages are shared. What a slot keeps in places of its own needs snapshots beside them: see
+    `jetspec_jax.engine.snapshots`. Without those, pools of such targets share nothing.
     """
 
     def __init__(self, num_pages: int, *, shares: bool = True):
@@ -89,6 +88,10 @@ class PagePool:
                 break
             found.append(page)
         return found
+
+    def has(self, key: bytes) -> bool:
+        """Whether some page has a name."""
+        return key in self._pages
 
     def take(self, count: int, shared: Sequence[int] = (), *, spare: int = 0) -> list[int] | None:
         """Holds pages that `find` found, and as many more as are missing to ``count``.

@@ -73,10 +73,14 @@ class EnginePlan:
 
     @property
     def decoders(self) -> tuple[TreeDecoder, ...]:
-        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's."""
+        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's.
+
+        One that stands has always plain decoding among them: a request may ask for no trees.
+        """
         auto = self.auto
         if auto is None:
-            return (self.decoder,)
+            plain = (replace(self.decoder, bucket=1),) if self.stands and self.decoder.bucket > 1 else ()
+            return (*plain, self.decoder)
         plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
         buckets = tree_buckets(self.decoder.bucket, self.least_nodes)
         trees = (
@@ -109,6 +113,7 @@ class EnginePlan:
         most_rows: int | None = MOST_ROWS,
         least_nodes: int = BUCKETS[1],
         slices: Slices | None = None,
+        snapshots: int | None = None,
     ) -> "EnginePlan":
         """The same engine for requests that come and go at any time, of which many decode together.
 
@@ -118,11 +123,14 @@ class EnginePlan:
             most_rows: Nodes of all live slots together, at most, of trees that are chosen; None is no bound.
             least_nodes: Of the smallest trees that "auto" may choose.
             slices: How long dispatches are; None is as `Slices` says.
+            snapshots: Places for what slots keep beside pages, where the target has windows or recurrent
+                layers: without any, requests to it share no beginnings. None is as many as slots.
         """
         own = powers(self.size.slots) if live is None else tuple(sorted(live))
         # Where there is nothing to choose, all slots together have the trees of one.
         most_rows = None if self.auto is None else most_rows
         size = replace(self.size, live=own, prefill_tokens=prefill_tokens, most_rows=most_rows)
+        size = size.with_snapshots(snapshots)
         return replace(self, size=size, least_nodes=least_nodes, slices=slices or Slices())
 
     @property
@@ -136,7 +144,10 @@ class EnginePlan:
         if self.stands and not other.stands:
             same = mine.slots >= wanted.slots
         else:
-            kept, asked = ((own.size.slots, own.size.chunks, own.least_nodes) for own in (self, other))
+            kept, asked = (
+                (own.size.slots, own.size.chunks, own.size.snapshots, own.least_nodes)
+                for own in (self, other)
+            )
             same = kept == asked and self.slices == other.slices
         return (
             same

@@ -92,6 +92,22 @@ class Chunk(NamedTuple):
     ready: Bool[np.ndarray, "P"]
 
 
+class SlotCopy(NamedTuple):
+    """What a slot keeps beside pages is copied to a place of snapshots, or from there.
+
+    Attributes:
+        after: How many of the batch's forwards of prompts come before.
+        slot: Which.
+        place: Which.
+        restores: Whether the slot gets what the place holds; else the place gets what the slot holds.
+    """
+
+    after: int
+    slot: int
+    place: int
+    restores: bool
+
+
 class Batch(NamedTuple):
     """All that a runner does until the host looks again, in this order.
 
@@ -105,6 +121,7 @@ class Batch(NamedTuple):
         rounds: At most so many; 0 is none.
         adjusts: Whether a slot that decodes wants anything of the logits.
         logprobs: Whether one wants log-probabilities.
+        copies: To snapshots and back, in order, each between forwards of prompts.
     """
 
     releases: tuple[int, ...]
@@ -116,6 +133,7 @@ class Batch(NamedTuple):
     rounds: int
     adjusts: bool = False
     logprobs: bool = False
+    copies: tuple[SlotCopy, ...] = ()
 
 
 class DispatchRecord(NamedTuple):

@@ -76,6 +76,7 @@ class Request:
         committed: Its tokens in the stores.
         keys: Names of its first full pages: see `page_keys`.
         named: How many of its pages the pool knows by name.
+        cuts: Its first so many pages are to end a forward, for a snapshot; in rising order.
     """
 
     prompt: Int32[np.ndarray, "T"]
@@ -118,6 +119,7 @@ class Request:
     committed: int = 0
     keys: list[bytes] = field(default_factory=list)
     named: int = 0
+    cuts: list[int] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
@@ -201,11 +203,12 @@ class Request:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
         if self.finish_reason is not None:
             return
-        own = list(tokens[: self.left])
+        left = self.left
+        own = list(tokens[:left])
         if not self.stop_ids.isdisjoint(own):
             own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
             self.finish_reason = "stop"
-        elif len(own) == self.left:
+        elif len(own) == left:
             self.finish_reason = "length"
         self.tokens += own
         # As many anchors are in the stores now.
@@ -232,7 +235,7 @@ class Request:
 
     def preempt(self) -> None:
         """It has lost its slot and its pages, and waits again: all that it has is its prompt now."""
-        self.slot, self.committed, self.named = -1, 0, 0
+        self.slot, self.committed, self.named, self.cuts = -1, 0, 0, []
         self.preemptions += 1
         self.overtaken += 1
 

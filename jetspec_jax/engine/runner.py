@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,13 +15,14 @@ from tqdm import tqdm
 from jetspec_jax.cache.slots import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, SlotSettings
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
-from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth
+from jetspec_jax.engine.memory import empty_snapshots, empty_state
+from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.wants import Kind, PromptScores, adjusted, decoder_for, joined
@@ -76,6 +77,9 @@ class Runner:
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
         self._grow(())  # likewise
+        self.snapshots = empty_snapshots(self.decoder, size, dtype)
+        if size.snapshots:
+            self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
         self._scores = PromptScores(self.decoder, weights.target, dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
@@ -120,10 +124,13 @@ class Runner:
         scored = self._scores.launch(batch)
         if batch.growths:
             self._grow(batch.growths)
-        for chunk in batch.chunks:
+        for number, chunk in enumerate(batch.chunks):
+            self._copy(own for own in batch.copies if own.after == number)
             self._prefill(chunk)
+        self._copy(own for own in batch.copies if own.after == len(batch.chunks))
         # Rounds that wait for a prompt, for the compiler or for the host are not timed.
-        timed = timed and not (batch.chunks or scored or matchers) and rounds in self._compiled
+        alone = not (batch.chunks or batch.copies or scored or matchers)
+        timed = timed and alone and rounds in self._compiled
         started = time.perf_counter() if timed else None
         records = None
         if batch.rounds:
@@ -153,6 +160,16 @@ class Runner:
         for place, own in enumerate(growths):
             slots[place], tables[place] = own
         self.state = self.decoder.grow(self.state, slots, tables)
+
+    def _copy(self, copies: Iterable[SlotCopy]) -> None:
+        """To snapshots and back, in order."""
+        own = self.decoder.target, self.decoder.mesh
+        for _, slot, place, restores in copies:
+            where = np.int32(slot), np.int32(place)
+            if restores:
+                self.state = restore(*own, self.state, self.snapshots, *where)
+            else:
+                self.snapshots = keep(*own, self.state, self.snapshots, *where)
 
     def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""
@@ -223,7 +240,7 @@ class Runner:
 
     def free(self) -> None:
         """Frees the stores, whoever still names them; the runner is of no use afterwards."""
-        for array in jax.tree.leaves(self.state):
+        for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
     def round_costs(self) -> RoundCosts:

@@ -4,13 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.holdings import Holdings
 from jetspec_jax.engine.line import count_overtaken, in_order
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.pages import PagePool
-from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth
+from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import DeadlinePassed, Request
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
@@ -115,7 +116,7 @@ class Scheduler:
         now = time.monotonic() if now is None else now
         self._end(now)
         running = list(in_order(request for request in self._requests if request.slot >= 0))
-        admitted, chunks = self._begin(running, now)
+        admitted, chunks, copies = self._begin(running, now)
         members = [request for request in running if not request.to_prefill]
         others = len(self._requests) - len(members)
         choice = self._choose(members, others, most_rounds)
@@ -132,6 +133,7 @@ class Scheduler:
             choice.rounds,
             any(request.params.adjusts for request in members),
             any(request.params.logprobs is not None for request in members),
+            tuple(copies),
         )
 
     def take(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
@@ -171,21 +173,30 @@ class Scheduler:
             else:
                 self._holdings.free(request)
 
-    def _begin(self, running: list[Request], now: float) -> tuple[dict[Request, int], list[Chunk]]:
+    def _begin(
+        self, running: list[Request], now: float
+    ) -> tuple[dict[Request, int], list[Chunk], list[SlotCopy]]:
         """Makes room for those that run, admits others, who join them, and prefills.
 
         Returns:
-            Those that were admitted, with the tokens that their pages hold already; and forwards of prompts.
+            Those that were admitted, with the tokens that their pages hold already; forwards of prompts; and
+            copies of what slots keep, to snapshots and back.
         """
         admitted: dict[Request, int] = {}
         chunks: list[Chunk] = []
+        copies: list[SlotCopy] = []
         has_room, left = self._holdings.make_room(running), self.size.prefill_tokens
         while True:
             if has_room:
-                admitted |= {request: request.committed for request in self._admit(running, now)}
-            more = self._prefill(running, left)
+                for request in self._admit(running, now):
+                    admitted[request] = request.committed
+                    place = self._holdings.restored_from(request)
+                    if place is not None:
+                        copies.append(SlotCopy(len(chunks), request.slot, place, restores=True))
+            more, kept = self._prefill(running, left)
             if not more:
-                return admitted, chunks
+                return admitted, chunks, copies
+            copies += [copy._replace(after=copy.after + len(chunks)) for copy in kept]
             chunks += more
             left = None if left is None else left - sum(int(chunk.counts.sum()) for chunk in more)
             # Forwards run in order: prompts that begin alike share what the ones before them fill.
@@ -210,18 +221,28 @@ class Scheduler:
             count_overtaken(request, line[len(admitted) :])
         return admitted
 
-    def _prefill(self, running: Sequence[Request], most: int | None) -> list[Chunk]:
-        """Forwards for so many tokens of prompts, which count as committed from here on."""
+    def _prefill(self, running: Sequence[Request], most: int | None) -> tuple[list[Chunk], list[SlotCopy]]:
+        """Forwards for so many tokens of prompts, which count as committed from here on; and snapshots."""
         prefilling = {request.slot: request for request in in_order(running) if request.to_prefill}
         left = {
             slot: request.span(request.committed, request.length - 1) for slot, request in prefilling.items()
         }
-        chunks = cut_prompts(left, self.size.chunks, self.size.slots, most)
-        for chunk in chunks:
+        cuts = {
+            slot: [PAGE_SIZE * end - request.committed for end in request.cuts]
+            for slot, request in prefilling.items()
+        }
+        chunks = cut_prompts(left, self.size.chunks, self.size.slots, most, cuts)
+        copies = []
+        for number, chunk in enumerate(chunks, 1):
             for slot, count in zip(chunk.slots.tolist(), chunk.counts.tolist(), strict=True):
-                if count:
-                    prefilling[slot].committed += count
-        return chunks
+                if not count:
+                    continue
+                request = prefilling[slot]
+                request.committed += count
+                place = self._holdings.kept_in(request)
+                if place is not None:
+                    copies.append(SlotCopy(number, slot, place, restores=False))
+        return chunks, copies
 
     def _choose(self, members: Sequence[Request], others: int, most_rounds: int | None) -> Dispatch:
         """The policy's choice, with pages for all its rounds as far as there are pages.
@@ -280,6 +301,7 @@ def _live_slot(request: Request) -> LiveSlot:
         sampled=request.params.temperature > 0,
         watched=bool(request.params.stop),
         fresh=not request.tokens,
+        budget=request.budget,
     )
 
 

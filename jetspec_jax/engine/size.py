@@ -3,9 +3,10 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetspec_jax.arguments import check_integer
+from jetspec_jax.cache.stores import layers_with_places
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
 
@@ -38,7 +39,9 @@ class EngineSize:
         prefill_tokens: Prompt tokens that are committed between two dispatches, at most; None is no bound.
         most_rows: Nodes of all live slots together beyond which there are no larger trees to choose; None is
             no bound.
-        shares_pages: Whether requests that begin alike share pages: see `PagePool`.
+        pages_alone: Whether all that the target keeps of a slot's tokens lies on pages: then requests that
+            begin alike share them. Else they do where there are snapshots.
+        snapshots: Places for what slots keep beside pages: see `jetspec_jax.engine.snapshots.Snapshots`.
     """
 
     slots: int
@@ -48,7 +51,8 @@ class EngineSize:
     live: tuple[int, ...] = ()
     prefill_tokens: int | None = None
     most_rows: int | None = None
-    shares_pages: bool = True
+    pages_alone: bool = True
+    snapshots: int = 0
 
     @classmethod
     def of(
@@ -72,7 +76,22 @@ class EngineSize:
         check_integer("capacity", capacity, 1, limit)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
         chunks = _CPU_CHUNKS if chunks is None else chunks
-        return cls(slots, capacity, num_pages, chunks, shares_pages=can_share_pages(target))
+        return cls(slots, capacity, num_pages, chunks, pages_alone=not layers_with_places(target))
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether requests that begin alike share pages."""
+        return self.pages_alone or self.snapshots > 0
+
+    def with_snapshots(self, count: int | None = None) -> "EngineSize":
+        """The same with so many snapshots, or as many as slots, where the target needs any.
+
+        Raises:
+            TypeError: ``count`` is no integer.
+            ValueError: It is less than 0.
+        """
+        count = self.slots if count is None else check_integer("snapshots", count, 0)
+        return replace(self, snapshots=0 if self.pages_alone else count)
 
     @property
     def pages_per_slot(self) -> int:
@@ -103,11 +122,6 @@ class EngineSize:
             for bucket in buckets
             if bucket == buckets[0] or live * bucket <= most
         )
-
-
-def can_share_pages(target: ModelConfig) -> bool:
-    """Whether all that a target keeps of a slot's tokens lies on pages."""
-    return all(layer.window is None and layer.recurrence is None for layer in target.layers)
 
 
 def powers(slots: int, base: int = 2) -> tuple[int, ...]:

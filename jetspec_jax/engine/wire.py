@@ -8,14 +8,14 @@ import numpy as np
 
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.engine.extras import Extras
-from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
+from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth, SlotCopy
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
 _RECORDS: dict[str, Any] = {
     own.__name__: own
-    for own in (Adjusting, Admission, Batch, Chunk, Extras, Growth, Kind, Routing, SamplingParams)
+    for own in (Adjusting, Admission, Batch, Chunk, Extras, Growth, Kind, Routing, SamplingParams, SlotCopy)
 }
 _ABOUT = "what process 0 decides"
 

@@ -48,6 +48,9 @@ class Sums:
     def put(self, numbers, picked):
         return picked
 
+    def with_slot(self, number, other, others):
+        return replace(self, sums=self.sums.at[number].set(other.sums[others]))
+
     def view(self, slots, block):
         return self.sums[slots.numbers]
 

@@ -142,10 +142,13 @@ def random_head(target_config, seed, **changes):
 class TinyEngine(Engine):
     """An engine that also makes its requests: as the front door does, but with a size of the test's own."""
 
-    def __init__(self, target, head=None, settings=PLAIN, *, proposer_weights=None, many=None, **plan):
+    def __init__(
+        self, target, head=None, settings=PLAIN, *, proposer_weights=None, many=None, snapshots=0, **plan
+    ):
         config, weights = (None, proposer_weights) if head is None else (head.config, head.weights)
         self.target, self.settings = target, settings
         made = plan_engine(target.config, config, settings, target.dtype, **plan)
+        made = dataclasses.replace(made, size=made.size.with_snapshots(snapshots))
         super().__init__(
             made if many is None else made.for_many(**many), DecodeWeights(target.weights, weights)
         )

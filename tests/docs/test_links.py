@@ -56,4 +56,4 @@ def test_broken_links_are_found():
 
 def test_every_page_is_reached_from_the_readme():
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(PAGES[0].read_text("utf-8"))}
-    assert set((ROOT / "docs").glob("**/*.md")) <= linked
+    assert set((ROOT / "docs").glob("*.md")) <= linked  # docs/api is for the site alone

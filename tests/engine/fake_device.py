@@ -3,6 +3,10 @@
 Its pages hold tokens and, as keys and values would, what each knows of all before it. What a slot says next
 is a function of its seed and of all tokens that its pages hold. So a page that is another's, was written
 twice, or was read before it was written gives an error or other tokens.
+
+Where pages are not all, each slot also has a sum of its tokens in a place of its own, as a recurrent state
+is, and there are places for snapshots of it. A slot that begins behind shared pages must get that sum from a
+snapshot before it reads anything.
 """
 
 import zlib
@@ -44,6 +48,8 @@ class Slot:
         # Whether it has read nothing yet, so that others may still fill pages that it shares.
         self.is_new = True
         self.seed, self.remaining, self.stop_ids = own.params.seed, own.remaining, own.stop_ids
+        # In its own place, behind shared pages: what another left there.
+        self.own = None if own.length else (0, 0)
 
     @property
     def room(self):
@@ -59,6 +65,9 @@ class FakeDevice:
         self.pages = np.full((size.num_pages, PAGE_SIZE), -1, np.int32)
         self.sums = np.zeros((size.num_pages, PAGE_SIZE), np.uint32)
         self.slots = {}
+        # Lengths and sums.
+        self.snapshots = [None] * size.snapshots
+        self.kept = self.restored = 0
         self.paused = self.batches = 0
         # Names of pages after the batch before that they have kept; those of this one are filled in it.
         self._keys = {}
@@ -86,8 +95,14 @@ class FakeDevice:
             assert own.length % PAGE_SIZE == 0
         for slot, pages in batch.growths:
             self._grow(self.slots[slot], pages[pages != NO_PAGE].tolist())
-        for chunk in batch.chunks:
-            self._prefill(chunk)
+        for number in range(len(batch.chunks) + 1):
+            for copy in batch.copies:
+                if copy.after == number:
+                    self._copy(copy)
+            if number < len(batch.chunks):
+                self._prefill(batch.chunks[number])
+        assert [copy.after for copy in batch.copies] == sorted(copy.after for copy in batch.copies)
+        assert all(0 <= copy.after <= len(batch.chunks) for copy in batch.copies)
         for slot in self.slots.values():
             slot.is_new = False
         record = self._decode(batch)
@@ -98,6 +113,20 @@ class FakeDevice:
         used = -(-slot.length // PAGE_SIZE)
         assert pages[:used] == slot.pages[:used], "moves pages that hold tokens"
         slot.pages = pages
+
+    def _copy(self, copy):
+        slot = self.slots[copy.slot]
+        if copy.restores:
+            assert slot.own is None, "restored, though it knows"
+            slot.own = self.snapshots[copy.place]
+            assert slot.own[0] == slot.length, "the snapshot of another length"
+            self.restored += 1
+        else:
+            assert slot.own[0] == slot.length, "of tokens that are not all there"
+            assert slot.length, "of nothing"
+            assert slot.length % PAGE_SIZE == 0, "at no page's end"
+            self.snapshots[copy.place] = slot.own
+            self.kept += 1
 
     def _prefill(self, chunk):
         assert chunk.tokens.shape in self.size.chunks
@@ -173,9 +202,13 @@ class FakeDevice:
         tokens = self.pages[used].reshape(-1)[: slot.length]
         if len(tokens):
             assert self.sums[used].reshape(-1)[slot.length - 1] == sum_of(tokens), "was written behind others"
+        if not self.size.pages_alone:
+            assert slot.own == (len(tokens), sum_of(tokens)), "its own place is as for other tokens"
         return tokens
 
     def _write(self, slot, tokens, before):
+        if not self.size.pages_alone:
+            slot.own = slot.own[0] + len(tokens), sum_of(tokens, slot.own[1])
         for place, token in enumerate(tokens, slot.length):
             assert place < slot.room, "a token beyond the room"
             page = slot.pages[place // PAGE_SIZE]

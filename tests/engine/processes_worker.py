@@ -38,7 +38,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
-from jetspec_jax.engine import planning, runner
+from jetspec_jax.engine import planning, round_costs, runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
@@ -221,7 +221,7 @@ def asked(count=20):
         {"temperature": 1.0, "top_p": 0.9},
         {"presence_penalty": 1.5, "repetition_penalty": 1.2},
         {"logit_bias": {5: 3.0}, "min_tokens": 4, "bad_words": ["ab"]},
-        {"logprobs": 1, "temperature": 0.7},
+        {"temperature": 0.7, "allowed_token_ids": list(range(40))},
     ]
     return [
         (
@@ -237,7 +237,8 @@ def led(mesh):
     """Process 0 serves what comes, the other follows; before and after both make calls together."""
     target, head = pair(mesh, with_windows(TINY, None))
     before = decoded(target, head, GREEDY)
-    llm = AsyncLLM(target, head, max_slots=4, **TREES)
+    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
+    llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
     if not is_first():
         try:
             asyncio.run(anext(llm.generate(PROMPT)))
@@ -259,7 +260,7 @@ def led(mesh):
     async def run():
         await asyncio.sleep(1.5)  # the other waits longer than it does at a time
         try:
-            await anext(llm.generate(PROMPT, SamplingParams(structured_outputs=form)))
+            await anext(llm.generate(PROMPT, SamplingParams(max_tokens=4, structured_outputs=form)))
         except ValueError as error:
             form_refused = str(error)
         got = await asyncio.gather(*[one(number, *own) for number, own in enumerate(asked())])
@@ -275,7 +276,8 @@ def led(mesh):
 
 def led_astray(mesh):
     """Process 0 fails while it serves."""
-    llm = AsyncLLM(*pair(mesh), max_slots=2, **TREES)
+    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
+    llm = AsyncLLM(*pair(mesh), max_slots=1, algorithm="top_nodes", **TREES)
     if not is_first():
         llm.follow()
 

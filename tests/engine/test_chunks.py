@@ -69,6 +69,22 @@ def test_no_more_than_so_many_tokens_are_taken(most):
     assert counts == sorted(counts, key=bool, reverse=True)
 
 
+def test_forwards_end_at_cuts():
+    """And nowhere else that they would not end anyway; what comes behind a cut is not later than others."""
+    left = prompts_of(300, 70, 40)
+    first, second, third = left
+    chunks = cut_prompts(left, ((1, 128), (2, 64)), 6, cuts={first: [64, 256], second: [64]})
+    ends = {slot: [] for slot in left}
+    taken = dict.fromkeys(left, 0)
+    for chunk in chunks:
+        for slot, count, ready in zip(*(own.tolist() for own in chunk[:1] + chunk[2:]), strict=True):
+            if count:
+                taken[slot] += count
+                ends[slot].append(taken[slot])
+                assert ready == (taken[slot] == len(left[slot]))
+    assert ends == {first: [64, 192, 256, 300], second: [64, 70], third: [40]}
+
+
 def test_usual_shapes():
     """None has more prompts than there are slots, and a CPU compiles one program."""
     for slots in (1, 7, 8, 64):

@@ -226,7 +226,7 @@ class TestPrefixes:
         assert second.prefix_tokens == shared
 
     def test_are_off_where_the_engine_cannot(self, made):
-        scheduler, device = made(slots=2, pages=12, shares_pages=False)
+        scheduler, device = made(slots=2, pages=12, pages_alone=False)
         requests = add(scheduler, *(request(150, 5) for _ in range(3)))
         assert len(step(scheduler, device, 1).admissions) == 2
         finish(scheduler, device)

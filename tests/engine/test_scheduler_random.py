@@ -119,6 +119,7 @@ class World:
         scheduler = self.scheduler
         holding = [request for request in self.requests if request.pages]
         scheduler.pool.check([request.pages for request in holding])
+        scheduler._holdings.snapshots.check()
         slots = [request.slot for request in scheduler.requests if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         for request in holding:
@@ -178,13 +179,14 @@ def world_of(seed):
         chunks=SHAPES[seed % 3],
         live=((), (1, 2, 4))[seed % 2][: slots.bit_length() - 1],
         prefill_tokens=(None, 100, 300)[seed % 3],
-        shares_pages=seed != 5,
+        pages_alone=seed not in (2, 5, 7, 9),
+        snapshots={2: 4, 7: 8, 9: 1}.get(seed, 0),
     )
     return World(size, (1, 4, 10, 17)[(seed + seed // 4) % 4], seed, most_waiting=(None, 12)[seed % 2])
 
 
 @pytest.mark.usefixtures("no_type_checks")  # ten times faster
-@pytest.mark.parametrize("seed", [0, wide(1), 2, 3, wide(4), 5, wide(6), wide(7)])
+@pytest.mark.parametrize("seed", [0, wide(1), 2, 3, wide(4), 5, wide(6), wide(7), wide(9)])
 def test_nothing_is_lost_mixed_up_or_left_over(seed):
     world = world_of(seed)
     for _ in range(500):
@@ -201,5 +203,7 @@ def test_nothing_is_lost_mixed_up_or_left_over(seed):
     assert sum(request.preemptions > 0 for request in world.requests) > 5
     assert (sum(request.prefix_tokens > 0 for request in world.requests) > 10) == world.size.shares_pages
     assert world.device.paused > 0
+    assert (world.device.restored > 10) == (world.size.snapshots > 0)
+    assert world.device.kept > world.size.snapshots or not world.size.snapshots
     assert max(request.overtaken for request in world.requests) < 2 * MOST_OVERTAKEN
     assert (world.refused > 0) == (world.most_waiting is not None)

@@ -1,0 +1,421 @@
+"""``python -m bench load``: one engine under load: waits, gaps, prompts, rounds of many slots, and the host.
+
+Parts are measured in the order in which they are named, and the JSON is written after each; with ``--resume``
+those that it has are kept. Before them a tiny pair in float32 is served plainly and with trees, and both must
+give the tokens of plain decoding alone.
+
+* prefill: tokens a second of prompts that come together, until all have their first token.
+* ttft: a short prompt that comes at any moment beside others that decode.
+* gaps: of those that decode, while a long prompt arrives.
+* shared: a second request behind the same tokens.
+* host: the engine's thread, by live slots.
+* rounds: by live slots and nodes, with floors.
+* projected: tokens a second with published acceptance, from the rounds; "auto" is the engine's own policy.
+* traffic: methods in turns on random prompts, so many at a time (``--concurrency``), or as they come
+  (``--rates``).
+* demo: the same with the demo pair and real prompts.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from bench.common.floors import measure_ceilings
+from bench.common.methods import AUTO, PLAIN_METHOD, Method
+from bench.common.options import check_known, check_least
+from bench.common.pair import Pair, shapes_of
+from bench.common.prompts import DEMO, encode_prompts, load_prompts
+from bench.common.report import add_report_arguments, check_report, opening_of, show
+from bench.common.scene import random_weights
+from bench.common.shapes import SHAPES, find_pair_shape
+from bench.load import traffic, waits
+from bench.load.arrivals import Lengths, random_prompts
+from bench.load.driving import Load
+from bench.load.report import TITLES, notes_of, tables_of
+from bench.load.rounds import TASKS, costs_of, measure_rounds, project
+from jetspec_jax import (
+    Head,
+    SamplingParams,
+    Target,
+    enable_compilation_cache,
+    load_draft_head,
+    load_target,
+)
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.checkpoint.source import resolve_dtype
+from jetspec_jax.cli.options import MODELS
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.tree import bucket_for
+from pallas_kernels.tree_attention import implementations
+
+PARTS = tuple(TITLES)
+#: What is measured unless it is named: the figures of one model, and the demo pair's.
+USUAL_PARTS = tuple(part for part in PARTS if part != "traffic")
+# Where a GPU runs a published shape, and where a CPU shows that the benchmark runs.
+_USUAL = {
+    True: {
+        "shape": "qwen3-8b",
+        "prompts": ["512", "2048", "4096", "8192", "8x1024"],
+        "long_prompt": 16384,
+        "shared_tokens": 4096,
+        "slots": 64,
+        "host_slots": [1, 8, 32, 64],
+        "buckets_up_to": 128,
+        "least_nodes": 2,
+        "context": 1024,
+        "concurrency": [1, 2, 4, 8, 16, 32, 64],
+        "num_prompts": 64,
+    },
+    False: {
+        "shape": "tiny",
+        "prompts": ["256", "4x128"],
+        "long_prompt": 1024,
+        "shared_tokens": 512,
+        "slots": 64,
+        "host_slots": [1, 8, 32, 64],
+        "buckets_up_to": 16,
+        "least_nodes": 8,
+        "context": 256,
+        "concurrency": [1, 4],
+        "num_prompts": 8,
+    },
+}
+# Tokens of a slot beside a long prompt; and slots, and nodes, of the engine that waits are measured with.
+_ROOM, _BESIDE, _NODES = 1024, 8, 16
+#: Simulated seconds of each projection.
+PROJECTED_SECONDS = 20.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add = parser.add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
+    add("--parts", nargs="+", default=list(USUAL_PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    add("--prompts", nargs="+", metavar="N", help="lengths of prefill: 2048 is one prompt, 8x1024 are eight")
+    add("--long-prompt", type=int, help="of gaps")
+    add("--shared-tokens", type=int, help="of shared; a multiple of 64")
+    add("--slots", type=int, help="of the engine of host, rounds and projected")
+    add("--host-slots", type=int, nargs="+", help="that decode, in host")
+    add("--buckets-up-to", type=int, help="largest trees of rounds, projected and auto")
+    add("--least-nodes", type=int, help="smallest trees of them (default: 2 on a GPU, else 8)")
+    add("--most-rows", type=int, default=1024, help="nodes of all slots together (default: 1024)")
+    add("--context", type=int, help="committed tokens of a slot, in rounds and projected")
+    add("--rounds", type=int, default=8, help="of a timed dispatch, in rounds (default: 8)")
+    add("--tasks", nargs="+", default=["gsm8k", "math500", "mt-bench"], help=f"of {', '.join(TASKS)}")
+    add("--concurrency", type=int, nargs="+", help="requests at a time, in projected, traffic and demo")
+    add("--rates", type=float, nargs="+", default=[], help="requests a second, in traffic and demo")
+    add("--budgets", type=int, nargs="+", default=[16], help="fixed trees of traffic and demo (default: 16)")
+    add("--num-prompts", type=int, help="of traffic and demo")
+    add("--prompt-tokens", default="lognormal:128:0.5", help="of traffic: N, uniform:A:B or lognormal:M:S")
+    add("--output-tokens", default="uniform:32:96", help="of traffic and demo, likewise")
+    add("--temperature", type=float, default=0.0, help="of traffic and demo; prompt i has seed i")
+    add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
+    add("--repeats", type=int, default=3, help="timed runs of each (default: 3)")
+    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
+    MODELS.add(parser, ["dtype"], dtype="auto")
+    add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
+    add_report_arguments(parser, "load")
+    add("--resume", action="store_true", help="keep the parts that the JSON has")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the tables, and writes the JSON and the plot.
+
+    Raises:
+        ValueError: A setting is not valid, or the report to go on with is another one.
+        RuntimeError: A method does not give plain decoding's tokens.
+    """
+    _check(arguments)
+    check_report(arguments)
+    enable_compilation_cache(arguments.compilation_cache)
+    report = _begin(arguments)
+    measured = Measured(arguments, report["parts"])
+    left = [part for part in arguments.parts if part not in report["parts"]]
+    with tqdm(total=len(left) + 1, unit="part") as bar:
+        if left:
+            bar.set_description("check")
+            report["tokens_checked"] = check(arguments)
+        bar.update()
+        for part in left:
+            bar.set_description(part)
+            result = getattr(measured, part)(bar.set_postfix_str)
+            report["parts"][part] = {"device": report["device"], "result": result}
+            report["notes"] = notes_of(report["parts"])
+            write_json(arguments.json, report)
+            bar.update()
+    print(f"wrote {arguments.json}")
+    title = f"{arguments.shape}, {report['dtype']}, {report['device']}, JAX {report['jax']}"
+    print(f"\n{title}")
+    for table in tables_of(report["parts"]):
+        show(*table)
+    for note in report["notes"]:
+        print(note)
+    from bench.common.picture import write_picture
+    from bench.load.plot import draw_load
+
+    write_picture(arguments.plot, draw_load(report))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Fills in what depends on the device, and checks all.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+    for name, value in _USUAL[jax.default_backend() == "gpu"].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    check_known("parts", arguments.parts, PARTS)
+    check_known("tasks", arguments.tasks, TASKS)
+    check_least(
+        arguments, 1, "slots", "host_slots", "context", "concurrency", "num_prompts", "count", "repeats"
+    )
+    check_least(arguments, 2, "rounds", "least_nodes", "budgets")
+    for text in arguments.prompts:
+        if waits.parse_prompts(text)[0] > _BESIDE:
+            raise ValueError(f"--prompts {text}: at most {_BESIDE} come together")
+    for name in ("prompt_tokens", "output_tokens"):
+        Lengths.parse(getattr(arguments, name))
+    if min(arguments.rates, default=1) <= 0:
+        raise ValueError(f"--rates must be positive, not {min(arguments.rates):g}")
+    if max(arguments.host_slots) > arguments.slots:
+        raise ValueError(f"--host-slots {max(arguments.host_slots)} is more than --slots {arguments.slots}")
+    if "projected" in arguments.parts and max(arguments.concurrency) > arguments.slots:
+        raise ValueError(f"--concurrency {max(arguments.concurrency)} is more than --slots {arguments.slots}")
+    target = find_pair_shape(arguments.shape).target
+    if (need := longest(arguments)) > target.max_position_embeddings:
+        raise ValueError(
+            f"--prompts, --long-prompt or --shared-tokens need {need} tokens, and {arguments.shape} has a "
+            f"context of {target.max_position_embeddings}"
+        )
+
+
+def longest(arguments: argparse.Namespace) -> int:
+    """Tokens of a slot that waits are measured with."""
+    lengths = [waits.parse_prompts(text)[1] for text in arguments.prompts]
+    return max(*lengths, arguments.long_prompt, arguments.shared_tokens + 64) + _ROOM
+
+
+def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report, or the one to go on with.
+
+    Raises:
+        ValueError: It is of other settings.
+    """
+    shape = find_pair_shape(arguments.shape)
+    opening = opening_of("load", arguments)
+    report = {
+        **opening,
+        "shape": arguments.shape,
+        "shapes": shapes_of(shape.target, shape.head),
+        "dtype": str(resolve_dtype(arguments.dtype)),
+        "parts": {},
+        "notes": [],
+    }
+    if not (arguments.resume and arguments.json.exists()):
+        return report
+    kept = json.loads(arguments.json.read_text(encoding="utf-8"))
+    for name in ("benchmark", "shape", "dtype", "device", "jax"):
+        if kept.get(name) != report[name]:
+            raise ValueError(f"--resume: {arguments.json} is of {name} {kept.get(name)}, not {report[name]}")
+    report["parts"] = {part: kept["parts"][part] for part in PARTS if part in kept["parts"]}
+    report["tokens_checked"] = kept.get("tokens_checked")
+    report["notes"] = notes_of(report["parts"])
+    return report
+
+
+def random_pair(name: str, dtype: Any) -> Pair:
+    """Random weights of a shape, without a tokenizer and without an end."""
+    shape = find_pair_shape(name)
+    return Pair(
+        Target(shape.target, random_weights(shape.target, dtype, 0)),
+        Head(shape.head, random_weights(shape.head, dtype, 1)),
+    )
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Serves a few prompts of a tiny pair in float32, plainly and with trees; the tokens compared.
+
+    Raises:
+        RuntimeError: A method does not give plain decoding's tokens.
+    """
+    rng, pair = np.random.default_rng(arguments.seed), random_pair("tiny", resolve_dtype("float32"))
+    prompts = [
+        (prompt, SamplingParams(max_tokens=12, temperature=float(number % 2), seed=number, ignore_eos=True))
+        for number, prompt in enumerate(random_prompts([5, 70, 140, 33], 512, rng))
+    ]
+    trees = Method(AUTO, AUTO, TreeSettings(_NODES, algorithm=AUTO))
+    return traffic.check_outputs(pair, [trees], prompts, 256)
+
+
+def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
+    """Plain decoding, the chain, "auto", and fixed trees."""
+    auto = TreeSettings(arguments.buckets_up_to, algorithm=AUTO)
+    return [
+        PLAIN_METHOD,
+        Method("chain", None, TreeSettings(block_size, 1)),
+        Method(AUTO, AUTO, auto),
+        *(Method(f"tree {budget}", None, TreeSettings(budget)) for budget in arguments.budgets),
+    ]
+
+
+class Measured:
+    """The parts, each a method of its name; engines are made when a part first needs them, one at a time."""
+
+    def __init__(self, arguments: argparse.Namespace, parts: dict[str, Any]):
+        """Takes the settings, and the parts that are there already."""
+        self._given, self._parts = arguments, parts
+        self._loads: dict[str, Load] = {}
+
+    @cached_property
+    def _pair(self) -> Pair:
+        return random_pair(self._given.shape, resolve_dtype(self._given.dtype))
+
+    @property
+    def _rng(self) -> np.random.Generator:
+        return np.random.default_rng(self._given.seed)
+
+    def _load(self, kind: str, make: Callable[[], Load]) -> Load:
+        """The engine of a kind; another one goes before it is made."""
+        if kind not in self._loads:
+            for load in self._loads.values():
+                load.close()
+            self._loads.clear()
+            self._loads[kind] = make()
+        return self._loads[kind]
+
+    @property
+    def _waiting(self) -> Load:
+        """The engine of few slots and long prompts."""
+        given = self._given
+        return self._load(
+            "waits",
+            lambda: Load(
+                self._pair,
+                TreeSettings(_NODES, algorithm=AUTO),
+                slots=_BESIDE,
+                capacity=longest(given),
+                implementation=given.implementation,
+                live=(1,),
+                least_nodes=_NODES,
+            ),
+        )
+
+    @property
+    def _crowded(self) -> Load:
+        """The engine of many slots."""
+        given = self._given
+        return self._load(
+            "many",
+            lambda: Load(
+                self._pair,
+                TreeSettings(bucket_for(given.buckets_up_to), algorithm=AUTO),
+                slots=given.slots,
+                capacity=given.context + _ROOM,
+                implementation=given.implementation,
+                least_nodes=given.least_nodes,
+                most_rows=given.most_rows,
+            ),
+        )
+
+    def prefill(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_prefill`."""
+        step("compile")
+        load, prompts = self._waiting, [waits.parse_prompts(text) for text in self._given.prompts]
+        step("measure")
+        return waits.measure_prefill(load, prompts, self._given.repeats, self._rng)
+
+    def ttft(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_first_tokens`."""
+        return waits.measure_first_tokens(self._waiting, _BESIDE - 1, 128, self._given.count, self._rng)
+
+    def gaps(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_gaps`."""
+        given = self._given
+        return waits.measure_gaps(self._waiting, _BESIDE - 1, given.long_prompt, given.repeats, self._rng)
+
+    def shared(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_shared`."""
+        given = self._given
+        return waits.measure_shared(self._waiting, given.shared_tokens, 64, given.repeats, self._rng)
+
+    def host(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_host`."""
+        step("compile")
+        load = self._crowded
+        step("measure")
+        return waits.measure_host(load, self._given.host_slots, self._given.count, self._rng)
+
+    def rounds(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.rounds.measure_rounds`."""
+        step("compile")
+        load, given = self._crowded, self._given
+        step("measure")
+        ceilings = measure_ceilings(self._pair.target.dtype, given.repeats)
+        contexts = max(given.context // 4, 64), given.context
+        own = measure_rounds(load.engine.runner, self._pair, contexts, given.rounds, given.repeats, ceilings)
+        return {**own, "ceilings": ceilings.entry()}
+
+    def projected(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.rounds.project`. Raises ValueError where no rounds were measured."""
+        if "rounds" not in self._parts:
+            raise ValueError("--parts projected needs rounds before it, or a report with them to --resume")
+        given, costs = self._given, costs_of(self._parts["rounds"]["result"])
+        return [
+            row
+            for task in given.tasks
+            for row in project(costs, task, given.concurrency, PROJECTED_SECONDS, given.seed)
+        ]
+
+    def traffic(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.traffic.measure_traffic`."""
+        given, rng = self._given, self._rng
+        lengths = Lengths.parse(given.prompt_tokens).draw(given.num_prompts, rng, 512)
+        prompts = random_prompts(lengths, self._pair.target.config.vocab_size, rng)
+        return self._traffic(self._pair, prompts, step)
+
+    def demo(self, step: Callable[[str], None]) -> Any:
+        """The same with the demo pair and its prompts."""
+        given = self._given
+        target = load_target(DEMO_TARGET, dtype=given.dtype)
+        pair = Pair(target, load_draft_head(DEMO_DRAFT_HEAD, dtype=given.dtype))
+        prompts = encode_prompts(target, load_prompts(DEMO)[: given.num_prompts], {})
+        return self._traffic(pair, prompts, step)
+
+    def _traffic(self, pair: Pair, prompts: list[list[int]], step: Callable[[str], None]) -> Any:
+        for load in self._loads.values():
+            load.close()
+        self._loads.clear()
+        given, rng = self._given, self._rng
+        outputs = Lengths.parse(given.output_tokens).draw(len(prompts), rng, 256)
+        asked = [
+            (
+                prompt,
+                SamplingParams(max_tokens=most, temperature=given.temperature, seed=number, ignore_eos=True),
+            )
+            for number, (prompt, most) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+        need = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
+        return traffic.measure_traffic(
+            pair,
+            methods_of(given, pair.head.config.block_size),
+            asked,
+            concurrency=given.concurrency,
+            rates=given.rates,
+            repeats=given.repeats,
+            capacity=-(-need // 64) * 64,
+            least_nodes=given.least_nodes,
+            implementation=given.implementation,
+            seed=given.seed,
+            step=step,
+        )

@@ -1,0 +1,65 @@
+"""The picture of a load: tokens a second by concurrency, projected or measured."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.common.picture import COLOURS, GREY, Report, empty_figure, measured_on, without_frame
+
+# Lines that are no method: what they are, of a projection's row.
+_OTHER = ("task", "concurrency", "auto_over_best", "sglang_chain_b200")
+
+
+def draw_load(report: Report) -> Figure:
+    """A panel for each projected prompt set, and one for each measured traffic."""
+    panels = []
+    parts = report["parts"]
+    if "projected" in parts:
+        rows = parts["projected"]["result"]
+        for task in dict.fromkeys(row["task"] for row in rows):
+            own = [row for row in rows if row["task"] == task]
+            names = [key for key in dict.fromkeys(key for row in own for key in row) if key not in _OTHER]
+            lines = {
+                name: [(row["concurrency"], row[name]) for row in own if row.get(name) is not None]
+                for name in names
+            }
+            panels.append((f"projected, {task}", lines))
+    for part in ("demo", "traffic"):
+        if part in parts:
+            rows = [row for row in parts[part]["result"] if row["rate"] is None]
+            names = dict.fromkeys(row["method"] for row in rows)
+            lines = {
+                name: [
+                    (row["concurrency"], row["tokens_per_second"]) for row in rows if row["method"] == name
+                ]
+                for name in names
+            }
+            panels.append((f"measured, {part}", lines))
+    figure = empty_figure(
+        1.0 + 4.6 * max(len(panels), 1), 5.0, "Tokens a second by requests at a time", _about(report)
+    )
+    axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels, strict=False):
+        _panel(axis, title, lines)
+    if not panels:
+        axes[0].axis("off")
+        axes[0].text(0.5, 0.5, "No part of this report is by concurrency.", ha="center")
+    return figure
+
+
+def _panel(axis: Axes, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
+    for number, (name, points) in enumerate(lines.items()):
+        strong = name in ("auto", "plain")
+        colour = COLOURS[number % len(COLOURS)] if strong or number < len(COLOURS) else GREY
+        axis.plot(
+            *zip(*points, strict=True), label=name, color=colour, marker="o", linewidth=2.0 if strong else 1.0
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel("requests at a time")
+    axis.legend(fontsize=7, frameon=False)
+    without_frame(axis)
+
+
+def _about(report: Report) -> str:
+    return f"{report['shape']}, {measured_on(report)}"

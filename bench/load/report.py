@@ -1,0 +1,121 @@
+"""What ``python -m bench load`` reports: a table for each part, and notes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Table = tuple[str, list[dict[str, Any]]]
+#: What the parts are called above their tables.
+TITLES = {
+    "prefill": "prompts: tokens a second",
+    "ttft": "time to first token of a short prompt beside others that decode",
+    "gaps": "gaps of those that decode, before and while a long prompt arrives",
+    "shared": "time to first token behind shared tokens",
+    "host": "the engine's thread, ms a dispatch",
+    "rounds": "a round, ms, and its floor",
+    "projected": "tokens a second with published acceptance",
+    "traffic": "methods in turns, random prompts",
+    "demo": "methods in turns, the demo pair and real prompts",
+}
+
+
+def tables_of(parts: Mapping[str, Any]) -> Iterator[Table]:
+    """A table for each part that was measured; rounds and projections have several."""
+    for name, found in parts.items():
+        yield from _TABLES[name](TITLES[name], found["result"])
+
+
+def _rows(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    yield title, [{key: value for key, value in row.items() if key != "runs"} for row in rows]
+
+
+def _quantiles(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
+    """One row for each distribution."""
+    about = ", ".join(f"{key} {_text(value)}" for key, value in found.items() if not isinstance(value, dict))
+    rows = [{"what": key, **value} for key, value in found.items() if isinstance(value, dict)]
+    yield f"{title} ({about})", rows
+
+
+def _text(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _rounds(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
+    rows = found["rows"]
+    buckets = sorted({row["bucket"] for row in rows})
+    for key, what in (("round_ms", title), ("floor_ms", "floors, ms")):
+        by_shape = {(row["live"], row["bucket"]): row[key] for row in rows}
+        yield (
+            f"{what} (context {found['contexts'][1]})",
+            [
+                {"live": live, **{f"{bucket} nodes": by_shape.get((live, bucket)) for bucket in buckets}}
+                for live in sorted({row["live"] for row in rows})
+            ],
+        )
+
+
+def _projected(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in ("task", "auto_over_best")))
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        table = [
+            {
+                **{key: _whole(row.get(key)) for key in keys},
+                "auto/best": row["auto_over_best"],
+            }
+            for row in own
+        ]
+        yield f"{title}: {task}", table
+
+
+def _whole(value: Any) -> Any:
+    return round(value) if isinstance(value, float) else value
+
+
+def _traffic(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    table = [
+        {
+            "method": row["method"],
+            "at a time": row["concurrency"],
+            "a second": row["rate"],
+            "tokens/s": row["tokens_per_second"],
+            "tau": row["tau"],
+            "first p50": row["first_token"]["p50_ms"],
+            "first p90": row["first_token"]["p90_ms"],
+            "gap p50": row["gaps"]["p50_ms"],
+            "gap max": row["gaps"]["max_ms"],
+            "dispatches": row["dispatches"],
+            "host ms": row["host_ms"],
+        }
+        for row in rows
+    ]
+    yield f"{title}; times in ms", table
+
+
+_TABLES: dict[str, Any] = {
+    "prefill": _rows,
+    "ttft": _quantiles,
+    "gaps": _quantiles,
+    "shared": _quantiles,
+    "host": _rows,
+    "rounds": _rounds,
+    "projected": _projected,
+    "traffic": _traffic,
+    "demo": _traffic,
+}
+
+
+def notes_of(parts: Mapping[str, Any]) -> list[str]:
+    """What one must know to read the tables."""
+    notes = []
+    if "host" in parts or "demo" in parts:
+        notes.append(
+            "Host: to decide, to launch, to fetch and to hand out, without the wait for the device. Where "
+            "that is the CPU, to launch may be to compute: thread_ms counts what the engine's thread did."
+        )
+    if "projected" in parts:
+        notes.append(
+            "Projected: measured rounds, and acceptance drawn from published means (Qwen3-8B, greedy, one "
+            "H100); trees below 16 nodes are taken for chains. No tokens were decoded. SGLang's figures are "
+            "its own, on one B200."
+        )
+    return notes

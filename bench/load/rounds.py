@@ -1,0 +1,175 @@
+"""What rounds of many slots take, and what others' acceptance would make of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.common.floors import Ceilings
+from bench.common.pair import Pair
+from bench.common.timing import median
+from bench.load.published import CHAIN, SGLANG, TAU, Acceptance, expected
+from bench.round.work import round_work
+from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LiveSlot
+from jetspec_jax.engine.pace import Slices
+from jetspec_jax.engine.records import DispatchRecord
+from jetspec_jax.engine.round_costs import Pair as Shape
+from jetspec_jax.engine.round_costs import RoundCosts, complete_costs, timed_pairs
+from jetspec_jax.engine.runner import Runner
+from jetspec_jax.tree import Auto
+
+#: Nodes of the chain, whose rounds are those of as many nodes.
+CHAIN_NODES = 16
+
+
+def measure_rounds(
+    runner: Runner, pair: Pair, contexts: tuple[int, int], rounds: int, repeats: int, ceilings: Ceilings
+) -> dict[str, Any]:
+    """Milliseconds of rounds by live slots and nodes, after a short and after a long context.
+
+    Args:
+        runner: Of an engine whose slots are free.
+        pair: The models.
+        contexts: Tokens of every slot: where rounds are timed for their slope, and where for the table.
+        rounds: Of a timed dispatch; two dispatches tell the rounds from the dispatch.
+        repeats: Of both.
+        ceilings: What the device reaches.
+    """
+    shapes = runner.size.rounds(tuple(runner.decoders))
+    for shape in shapes:
+        runner.time_dispatch(shape, contexts[0], 1)
+    times: dict[tuple[Shape, int], list[float]] = {(own, at): [] for own in shapes for at in contexts}
+    beside: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    for _ in range(repeats):
+        for (shape, context), own in times.items():
+            one, more = (runner.time_dispatch(shape, context, turns) for turns in (1, rounds))
+            own.append((more - one) / (rounds - 1))
+            beside[shape].append(one - own[-1])
+    rows = []
+    for live, bucket in shapes:
+        low, high = (1e3 * max(median(times[(live, bucket), at]), 1e-6) for at in contexts)
+        work = round_work(
+            pair.target.config,
+            None if bucket == 1 else pair.head.config,
+            batch=live,
+            context=contexts[1],
+            budget=bucket,
+            itemsize=pair.target.dtype.itemsize,
+        )
+        rows.append(
+            {
+                "live": live,
+                "bucket": bucket,
+                "short_ms": low,
+                "round_ms": high,
+                "floor_ms": 1e3 * sum(ceilings.seconds(part) for part in work.values()),
+                "dispatch_ms": 1e3 * max(median(beside[live, bucket]), 0.0),
+            }
+        )
+    return {"contexts": list(contexts), "rows": rows}
+
+
+def costs_of(measured: Mapping[str, Any]) -> RoundCosts:
+    """The costs that a kept table tells."""
+    rows, (low, high) = measured["rows"], measured["contexts"]
+    seconds = {(row["live"], row["bucket"]): (1e-3 * row["short_ms"], 1e-3 * row["round_ms"]) for row in rows}
+    beside = {(row["live"], row["bucket"]): 1e-3 * row["dispatch_ms"] for row in rows}
+    return RoundCosts((low, high), seconds, beside)
+
+
+def known_to_an_engine(costs: RoundCosts) -> RoundCosts:
+    """The same as an engine would know them, which times few shapes and guesses the others."""
+    timed = timed_pairs(costs.seconds)
+    return complete_costs(
+        costs.contexts,
+        {pair: costs.seconds[pair] for pair in timed},
+        {pair: costs.dispatches[pair] for pair in timed},
+        tuple(costs.seconds),
+    )
+
+
+def project(
+    costs: RoundCosts, task: str, concurrency: Sequence[int], seconds: float, seed: int
+) -> list[dict[str, Any]]:
+    """Tokens per second with a published acceptance, by concurrency and method.
+
+    "auto" is the engine's policy: it sees the simulated dispatches, begins with its usual guess, and what it
+    tries and loses counts.
+
+    Args:
+        costs: What rounds take.
+        task: The prompt set whose acceptance is drawn.
+        concurrency: Requests that decode together.
+        seconds: That are simulated.
+        seed: Of the draws.
+    """
+    rows = []
+    for count in concurrency:
+        live = next(own for own in sorted({slots for slots, _ in costs.seconds}) if own >= count)
+        buckets = costs.buckets(live)
+        every = tuple(sorted({bucket for _, bucket in costs.seconds}))
+        acceptance = Acceptance(task, every[1:])
+        slices = Slices()
+        auto = AutoBudget(every, known_to_an_engine(costs), Auto().probing, slices)
+        methods: dict[str, BudgetPolicy] = {
+            "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs, slices)
+            for bucket in buckets
+        }
+        rates = {
+            name: simulate(policy, costs, acceptance, count, live, seconds, np.random.default_rng(seed))
+            for name, policy in {**methods, "auto": auto}.items()
+        }
+        chain = None
+        if CHAIN_NODES in buckets:  # the same rounds, with another acceptance
+            tau = 1 + acceptance.means[every.index(CHAIN_NODES) - 1]
+            chain = rates[f"tree {CHAIN_NODES}"] * CHAIN[task] / tau
+        best = max([chain or 0.0, *(rate for name, rate in rates.items() if name != "auto")])
+        rows.append(
+            {
+                "task": task,
+                "concurrency": count,
+                **{name: rate for name, rate in rates.items() if name != "auto"},
+                "chain": chain,
+                "auto": rates["auto"],
+                "auto_over_best": rates["auto"] / best,
+                "sglang_chain_b200": SGLANG.get(task, {}).get(count),
+            }
+        )
+    return rows
+
+
+def simulate(
+    policy: BudgetPolicy,
+    costs: RoundCosts,
+    acceptance: Acceptance,
+    count: int,
+    live: int,
+    seconds: float,
+    rng: np.random.Generator,
+) -> float:
+    """Tokens per second of requests that decode without end, all after the longer context."""
+    slots = [LiveSlot(costs.contexts[1], 2**30, sampled=False, watched=False)] * count
+    taken, tokens = 0.0, 0
+    while taken < seconds:
+        dispatch = policy.choose(slots, 0)
+        shape, rounds = (live, dispatch.bucket), dispatch.rounds
+        own = rounds * costs.at(shape, costs.contexts[1], math.inf) + costs.dispatches[shape]
+        sizes = np.zeros((rounds, live), np.int32)
+        sizes[:, :count] = dispatch.bucket
+        got, reach = rounds * count, []
+        if dispatch.bucket > 1:
+            last = acceptance.buckets.index(dispatch.bucket)
+            drawn = acceptance.draw(rounds * count, rng)[:, : last + 1]
+            got += int(drawn[:, last].sum())
+            for source in (expected(acceptance, rounds * count)[:, : last + 1], drawn):
+                filled = np.zeros((rounds, live, last + 1), np.float32)
+                filled[:, :count] = source.reshape(rounds, count, last + 1)
+                reach.append(filled)
+        nothing = np.zeros((rounds, live, 1), np.int32)
+        policy.observe(DispatchRecord(dispatch.bucket, tuple(range(live)), own, nothing, sizes, *reach))
+        taken, tokens = taken + own, tokens + got
+    return tokens / taken
+
+
+TASKS = tuple(TAU)

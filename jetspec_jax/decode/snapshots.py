@@ -1,0 +1,123 @@
+"""Snapshots: what slots keep beside pages, their rings and recurrent states, copied to places and back.
+
+Pages are shared by their numbers. A request that begins behind shared pages also needs what the layers with a
+place for each slot knew at their end. K places hold that, in stores like those of K slots.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, ArrayLike, Int
+
+from jetspec_jax.cache.slots import Slots
+from jetspec_jax.cache.stores import Store, empty_stores, layers_with_places
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.decode.state import DecodeState
+from jetspec_jax.device.mesh import WHOLE, everywhere, shardings
+from jetspec_jax.device.partition import spread
+from pallas_kernels import shards
+
+#: Of every layer whose store has a place for each slot, a store of as many places as there are snapshots.
+Snapshots = tuple[Store, ...]
+
+
+def empty_snapshots(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    count: int,
+    *,
+    pages_per_slot: int,
+    page_size: int,
+    dtype: jnp.dtype,
+) -> Snapshots:
+    """Places for snapshots, with nothing in them; on a mesh each device has its own part.
+
+    Args:
+        config: The target's geometry.
+        mesh: The devices that share it; None is one.
+        count: K.
+        pages_per_slot: As of the state whose slots are copied.
+        page_size: Likewise.
+        dtype: Likewise.
+    """
+
+    def make() -> Snapshots:
+        whole = spread(config, mesh)
+        own = replace(whole, layers=tuple(whole.layers[i] for i in layers_with_places(whole)))
+        free = Slots.of(jnp.zeros((count, pages_per_slot), jnp.int32), jnp.zeros(count, jnp.int32))
+        return empty_stores(own, 0, page_size, dtype, free)
+
+    if mesh is None:
+        return make()
+    return jax.jit(make, out_shardings=shardings(mesh, snapshot_specs(jax.eval_shape(make))))()
+
+
+def snapshot_specs(stores: Any) -> Any:
+    """How a mesh splits them: by heads, as the state's. Specs in place of arrays."""
+    return tuple(store.specs(shards.ALL) for store in stores)
+
+
+def keep(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    state: DecodeState,
+    snapshots: Snapshots,
+    slot: Int[ArrayLike, ""],
+    place: Int[ArrayLike, ""],
+) -> Snapshots:
+    """The snapshots with a slot's in a place, whatever that held. ``snapshots`` is donated, the state is not.
+
+    Args:
+        config: The target's geometry.
+        mesh: The devices that share it; None is one.
+        state: The state.
+        snapshots: The places.
+        slot: Whose.
+        place: Which.
+    """
+    own = tuple(state.stores[i] for i in layers_with_places(config))
+    return _with_slot(mesh, snapshots, place, own, slot)
+
+
+def restore(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    state: DecodeState,
+    snapshots: Snapshots,
+    slot: Int[ArrayLike, ""],
+    place: Int[ArrayLike, ""],
+) -> DecodeState:
+    """The inverse of `keep`: a slot has what a place holds, which stays. The state is donated.
+
+    The arguments are those of `keep`.
+    """
+    layers, stores = layers_with_places(config), list(state.stores)
+    own = _with_slot(mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
+    for layer, store in zip(layers, own, strict=True):
+        stores[layer] = store
+    return replace(state, stores=tuple(stores))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _with_slot(
+    mesh: Mesh | None,
+    stores: Snapshots,
+    number: Int[Array, ""],
+    others: Snapshots,
+    others_number: Int[Array, ""],
+) -> Snapshots:
+    def copy(
+        stores: Snapshots, number: Int[Array, ""], others: Snapshots, others_number: Int[Array, ""]
+    ) -> Snapshots:
+        pairs = zip(stores, others, strict=True)
+        return tuple(store.with_slot(number, other, others_number) for store, other in pairs)
+
+    if mesh is None:
+        return copy(stores, number, others, others_number)
+    specs = snapshot_specs(stores)
+    each = specs, WHOLE, snapshot_specs(others), WHOLE
+    return everywhere(mesh, copy, each, specs)(stores, number, others, others_number)
