@@ -108,7 +108,8 @@ class AsyncLLM:
             capacity=capacity,
             implementation=settings.get("implementation"),
         )
-        self._capacity, self._implementation = plan.size.capacity, plan.decoder.implementation
+        self._capacity, self._slots = plan.size.capacity, plan.size.slots
+        self._implementation = plan.decoder.implementation
         self._plan, self._compilations = plan, Compilations()
         self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
         # How to end those that have a name.
@@ -292,6 +293,11 @@ class AsyncLLM:
             implementation=self._implementation,
             together=False,
         )
+        if len(requests) > self._slots:
+            raise ValueError(
+                f"n={len(requests)} completions of one prompt are more than the {self._slots} slots that "
+                "decode together: raise max_slots, or ask several times with other seeds"
+            )
         return requests
 
 

@@ -292,7 +292,7 @@ def test_a_deadline_passes(llm, expected):
 
 def test_a_full_queue(models, expected):
     async def run():
-        async with AsyncLLM(*models, max_slots=1, max_waiting=2, **TREE) as llm:
+        async with AsyncLLM(*models, max_slots=4, max_waiting=2, **TREE) as llm:
             ends = await asyncio.gather(*[read(llm) for _ in range(8)], return_exceptions=True)
             served = [end for end in ends if isinstance(end, list)]
             assert all(isinstance(end, QueueFull) for end in ends if not isinstance(end, list))
@@ -348,6 +348,7 @@ def test_abort(llm):
         ([1] * 300, {}, "longer than the context"),
         (PROMPT, {"params": SamplingParams(max_tokens=300)}, "max_tokens"),
         (PROMPT, {"params": 3}, "SamplingParams"),
+        (PROMPT, {"params": SamplingParams(n=257, max_tokens=1)}, r"n=257 .* more than the \d+ slots"),
         (PROMPT, {"priority": "high"}, "priority"),
         (PROMPT, {"timeout": "soon"}, "timeout"),
         (PROMPT, {"request_id": 3}, "request_id"),

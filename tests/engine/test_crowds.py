@@ -30,7 +30,8 @@ def byte_target(config=None):
 
 
 def serve_and_check(monkeypatch, target, head, crowd, rng, **settings):
-    alone = list(map(Alone(target, CAPACITY), crowd))
+    capacity = min(CAPACITY, target.config.max_position_embeddings)
+    alone = list(map(Alone(target, capacity), crowd))
     truth = None
     if head is None:
         truth = {
@@ -39,7 +40,7 @@ def serve_and_check(monkeypatch, target, head, crowd, rng, **settings):
             for child, whole in zip(asked.params.each(), own, strict=True)
         }
     engine = engine_for_many(
-        monkeypatch, target, head, crowd, rng, capacity=CAPACITY, truth=truth, **settings
+        monkeypatch, target, head, crowd, rng, capacity=capacity, truth=truth, **settings
     )
     told = serve_crowd(engine, crowd, rng)
     finished, ties = assert_as_alone(target, crowd, told, alone)
@@ -62,7 +63,7 @@ def test_a_small_crowd(monkeypatch, no_type_checks):
 def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     target = load_target(DEMO_TARGET, dtype="float32")
     head, rng = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32"), np.random.default_rng(1)
-    crowd = make_crowd(target, 200, rng, lengths=(1, 5, 100, 130))
+    crowd = make_crowd(target, 200, rng, lengths=(1, 100, 150, 150))
     told = serve_and_check(
         monkeypatch, target, head, crowd, rng, slots=4, num_pages=6, most_rounds=8, live=()
     )
@@ -77,7 +78,7 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     """Drafts come from an oracle, as nobody has trained heads for these."""
     target, rng = golden_target(family), np.random.default_rng(2)
     # Two kinds of rounds, in place of four, are half the programs.
-    crowd = make_crowd(target, 24, rng, lengths=(1, 12, 70, 130), without=("logprobs",))
+    crowd = make_crowd(target, 24, rng, lengths=(1, 12, 50, 65), without=("logprobs",))
     told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=())
     assert told.preemptions >= 1
     assert max(length for own in told.requests for length in own.accept_lengths) > 3

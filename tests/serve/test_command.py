@@ -121,7 +121,7 @@ def test_sigterm_lets_eight_streams_end(folder):
 def test_a_second_signal_ends_at_once(folder):
     command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none")
     try:
-        lines, threads = streams(command, 1, 1000, n=64)
+        lines, threads = streams(command, 1, 1000, prompt=["def f(x):"] * 64)
         command.process.send_signal(signal.SIGTERM)
         while httpx.get(f"{command.url}/health").status_code != 503:
             pass

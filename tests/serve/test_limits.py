@@ -73,7 +73,7 @@ def test_who_leaves_frees_slot_and_pages(server, llm, stream):
 
 def test_too_many_are_told_when_to_come_again(server):
     with client_of(server) as client, pytest.raises(openai.RateLimitError) as caught:
-        client.completions.create(model="demo", prompt="a", n=60)
+        client.completions.create(model="demo", prompt=["a"] * 60)
     assert caught.value.code == "queue_full"
     assert caught.value.response.headers["Retry-After"] == "1"
 
