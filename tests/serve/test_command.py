@@ -77,7 +77,7 @@ def test_sigterm_lets_eight_streams_end(folder):
     words = ("--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none", "--drain-seconds", "120")
     command = Command(folder, *words)
     try:
-        lines, threads = streams(command, 8, 900)
+        lines, threads = streams(command, 8, 600)
         command.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{command.url}/health").status_code == 503)
         late = httpx.post(f"{command.url}/v1/completions", json={"prompt": "a"})
