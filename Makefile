@@ -10,13 +10,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity wheel-check prometheus-check fuzz soak soak-serve lint docs clean
+.PHONY: help demo test test-all parity playground-check wheel-check prometheus-check fuzz soak soak-serve lint docs \
+	clean
 
 help:
 	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
 	@echo "make test             lint, types and tests"
 	@echo "make test-all         the same with the wide sweeps"
 	@echo "make parity           live comparisons with transformers (installs PyTorch)"
+	@echo "make playground-check the playground in a real Chromium (installs Playwright; Chromium must be there)"
 	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
 	@echo "make fuzz             hostile checkpoints and requests; CASES=5000 or MINUTES=30"
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
@@ -38,6 +40,9 @@ test-all: lint
 
 parity: $(VENV)/.installed-parity
 	$(BIN)/python -m pytest tests/parity
+
+playground-check: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest tests/browser
 
 wheel-check: | $(BIN)/python
 	$(BIN)/python tests/packaging/check_wheel.py
@@ -71,6 +76,7 @@ $(VENV)/.installed-demo: EXTRAS :=
 $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-docs: EXTRAS := [docs]
 $(VENV)/.installed-parity: EXTRAS := [test,parity]
+$(VENV)/.installed-browser: EXTRAS := [test,browser]
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "Installing jetspec-jax$(EXTRAS) into $(VENV) ..."
 	$(INSTALL) -e ".$(EXTRAS)"

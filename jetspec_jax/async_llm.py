@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jetspec_jax.arguments import check_integer, check_number, check_type, shown
@@ -13,7 +13,7 @@ from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.following import follow
 from jetspec_jax.engine.logprobs import Logprob
-from jetspec_jax.engine.output import Completion, Output
+from jetspec_jax.engine.output import Completion, Output, Round
 from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.prompts import Prompt, read_prompt
 from jetspec_jax.engine.request import Request
@@ -43,6 +43,7 @@ class Delta:
         finish_reason: None while it goes on; as `Completion` has it, or "abort".
         completion: All of it, once it has ended; None where it was aborted.
         logprobs: What is told of the new tokens, as `Completion` has it.
+        rounds: What each round added of it.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Delta:
     finish_reason: str | None = None
     completion: Completion | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    rounds: list[Round] = field(default_factory=list)
 
 
 class AsyncLLM:
@@ -135,6 +137,7 @@ class AsyncLLM:
         timeout: float | None = None,
         cache_salt: str | None = None,
         routing: Hints | None = None,
+        budget: int | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Completes one prompt; what is new comes after each dispatch.
 
@@ -149,6 +152,8 @@ class AsyncLLM:
             timeout: Seconds that it has from now on.
             cache_salt: Pages are shared only among requests with the same salt.
             routing: As for `LLM.generate`.
+            budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, as soon as
+                all that decode beside it want no more. None is the LLM's.
 
         Yields:
             Deltas, the last one of each completion with all of it.
@@ -164,12 +169,15 @@ class AsyncLLM:
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")
         check_integer("priority", priority, -(2**31), 2**31)
+        if budget is not None:
+            check_integer("budget", budget, 1, self.llm.settings.budget)
         deadline = None if timeout is None else time.monotonic() + check_number("timeout", timeout)
         requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | None]()
         for number, request in enumerate(requests):
             request.priority, request.deadline, request.cache_salt = priority, deadline, cache_salt
             request.told = _teller(request, number, loop, news)
+            request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
         def end() -> None:
@@ -192,14 +200,14 @@ class AsyncLLM:
                 if number not in going_on:
                     continue
                 output, known = outputs[number], len(outputs[number].token_ids)
-                output.update(count)
+                rounds = output.update_by_round(count)
                 text, reason = output.settled_text[sent[number] :], output.finish_reason
                 sent[number] += len(text)
                 whole, told = None, output.logprobs(known)
                 if reason is not None:
                     output.request.abandoned = True  # a stop string is nothing that an engine knows of
                     whole = going_on.pop(number).completion()
-                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told)
+                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told, rounds)
         finally:
             for request in requests:
                 request.abandoned = True

@@ -145,11 +145,11 @@ class Load:
         self.engine.admit(followed.request)
         return followed
 
-    def step(self) -> None:
-        """One dispatch, whose parts are timed."""
+    def step(self, most_rounds: int | None = None) -> None:
+        """One dispatch, of at most so many rounds, whose parts are timed."""
         engine = self.engine
         began, worked = time.perf_counter(), time.thread_time()
-        engine.launch()
+        engine.launch(most_rounds)
         launched, own = time.perf_counter(), time.thread_time() - worked
         flight = engine.runner.in_flight
         assert flight is not None

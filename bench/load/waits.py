@@ -14,6 +14,8 @@ from jetspec_jax.engine.chunks import cut_prompts
 
 # Of a request that comes to see how long it waits.
 _FEW = SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
+# Most rounds of a dispatch that the host is timed with: about as many as fit a slice on a GPU.
+_HOST_ROUNDS = 8
 
 
 def parse_prompts(text: str) -> tuple[int, int]:
@@ -89,7 +91,7 @@ def fill(load: Load, count: int, rng: np.random.Generator, length: int = 128) ->
     own = [load.admit(prompt, endless) for prompt in random_prompts([length] * count, vocab_size, rng)]
     load.until(lambda: all(one.news for one in own))
     for _ in range(3):
-        load.step()
+        load.step(_HOST_ROUNDS)
     return own
 
 
@@ -182,11 +184,13 @@ def measure_host(
     rows = []
     for count in slots:
         load.begin()
-        fill(load, count, rng, 32)
+        own = fill(load, count, rng, 32)
         load.begin()
         for _ in range(dispatches):
-            load.step()
+            load.step(_HOST_ROUNDS)
         spent = load.spent
+        if not all(one.request.open for one in own):
+            raise RuntimeError(f"a request of the {count} that the host was timed with has ended too early")
         load.clear()
         rows.append(
             {

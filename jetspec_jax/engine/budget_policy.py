@@ -35,6 +35,7 @@ class LiveSlot(NamedTuple):
         sampled: Whether its temperature is above 0.
         watched: Whether the caller may end it at any token.
         fresh: Whether it has had no round yet.
+        budget: Most nodes of its trees; None is as many as there may be.
     """
 
     committed: int
@@ -42,6 +43,7 @@ class LiveSlot(NamedTuple):
     sampled: bool
     watched: bool
     fresh: bool = False
+    budget: int | None = None
 
 
 class Dispatch(NamedTuple):
@@ -79,6 +81,13 @@ def rounds_for(live: Sequence[LiveSlot], waiting: int, max_rounds: int = MAX_ROU
     return left if left <= max_rounds else min(USUAL_ROUNDS, max_rounds)
 
 
+def of_use(buckets: Sequence[int], live: Sequence[LiveSlot]) -> Sequence[int]:
+    """The buckets, in rising order, up to the first that holds the largest budget of those that decode."""
+    most = max((slot.budget or buckets[-1] for slot in live), default=buckets[-1])
+    smaller = [bucket for bucket in buckets if bucket < most]
+    return buckets[: len(smaller) + 1]
+
+
 def _most_left(live: Sequence[LiveSlot]) -> int:
     return max([1, *(slot.left for slot in live)])
 
@@ -93,26 +102,35 @@ def sliced_rounds(slices: Slices, pace: Pace, bucket: int, live: Sequence[LiveSl
 
 
 class FixedBudget:
-    """One bucket, always."""
+    """One bucket, or plain decoding where nobody wants more."""
 
-    def __init__(self, bucket: int, costs: RoundCosts | None = None, slices: Slices | None = None):
+    def __init__(
+        self,
+        bucket: int,
+        costs: RoundCosts | None = None,
+        slices: Slices | None = None,
+        *,
+        plain: bool = False,
+    ):
         """Takes its settings.
 
         Args:
             bucket: Nodes of a tree, root included.
             costs: What its rounds take; only slices need it.
             slices: How long dispatches are; None suits calls.
+            plain: Whether it may decode plainly.
         """
-        self._bucket, self._slices = bucket, slices
+        self._buckets, self._slices = (1, bucket) if plain else (bucket,), slices
         self._pace = None if costs is None else Pace(costs)
         self._context = 0.0
 
     def choose(self, live: Sequence[LiveSlot], waiting: int) -> Dispatch:
         """As many rounds as suit the requests."""
         self._context = mean_context([slot.committed for slot in live])
+        bucket = of_use(self._buckets, live)[-1]
         if self._slices is None or self._pace is None:
-            return Dispatch(self._bucket, rounds_for(live, waiting))
-        return Dispatch(self._bucket, sliced_rounds(self._slices, self._pace, self._bucket, live, waiting))
+            return Dispatch(bucket, rounds_for(live, waiting))
+        return Dispatch(bucket, sliced_rounds(self._slices, self._pace, bucket, live, waiting))
 
     def observe(self, record: DispatchRecord) -> None:
         """Learns how long its rounds take."""
@@ -149,7 +167,7 @@ class AutoBudget:
         self._context = mean_context([slot.committed for slot in live])
         slots, left = self._pace.live_for(len(live)), _most_left(live)
         # Rounds of many slots may have small trees alone.
-        buckets = self._buckets[: len(self._pace.costs.buckets(slots))]
+        buckets = of_use(self._buckets[: len(self._pace.costs.buckets(slots))], live)
         rounds = [self._rounds(bucket, live, waiting) for bucket in buckets]
         tokens = [min(count, left) for count in self._acceptance.tokens()[: len(buckets)]]
         seconds = [

@@ -211,7 +211,7 @@ class Engine:
         # What rounds cost is measured only for those who ask for it.
         costs = None if auto is None and slices is None else self.runner.round_costs()
         if auto is None or costs is None:
-            policy = FixedBudget(self.plan.decoder.bucket, costs, slices)
+            policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:
             policy = AutoBudget(tuple(self.runner.decoders), costs, auto.probing, slices)
         return LatePolicy(policy) if self._step else policy

@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
@@ -10,6 +10,18 @@ from jetspec_jax.arguments import shown
 from jetspec_jax.engine.logprobs import Logprob, describe
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
+
+
+class Round(NamedTuple):
+    """What one round added to a completion.
+
+    Attributes:
+        text: More of its text that nothing to come can take back; empty without a tokenizer.
+        tokens: How many tokens.
+    """
+
+    text: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,7 @@ class Output:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.text = ""
+        self._rounds = self._reached = 0
         # As long is the text in which no stop string may end.
         self._unstoppable = 0
         self._stream = DecodeStream(skip_special_tokens=self._skip_special)
@@ -122,6 +135,22 @@ class Output:
         self._whole = False
         self._take(self.request.tokens[len(self.token_ids) : count])
         self._whole = True
+
+    def update_by_round(self, count: int) -> list[Round]:
+        """As `update`, round by round: what each has added.
+
+        Raises:
+            DeadlinePassed: As `update`.
+        """
+        added, lengths = [], self.request.accept_lengths
+        while self.finish_reason is None and self._reached < count and self._rounds < len(lengths):
+            text, known = len(self.settled_text), len(self.token_ids)
+            self._reached += lengths[self._rounds]
+            self._rounds += 1
+            self.update(min(self._reached, count))
+            added.append(Round(self.settled_text[text:], len(self.token_ids) - known))
+        self.update(count)
+        return added
 
     def _take(self, tokens: list[int]) -> None:
         request = self.request

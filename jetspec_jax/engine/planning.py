@@ -73,10 +73,14 @@ class EnginePlan:
 
     @property
     def decoders(self) -> tuple[TreeDecoder, ...]:
-        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's."""
+        """Those that the engine chooses from: with "auto" one for each bucket up to the decoder's.
+
+        One that stands has always plain decoding among them: a request may ask for no trees.
+        """
         auto = self.auto
         if auto is None:
-            return (self.decoder,)
+            plain = (replace(self.decoder, bucket=1),) if self.stands and self.decoder.bucket > 1 else ()
+            return (*plain, self.decoder)
         plain = replace(self.decoder, bucket=1, algorithm=auto.shape)
         buckets = tree_buckets(self.decoder.bucket, self.least_nodes)
         trees = (

@@ -203,11 +203,12 @@ class Request:
         """Takes tokens up to its end. A stop on the last allowed token is a stop."""
         if self.finish_reason is not None:
             return
-        own = list(tokens[: self.left])
+        left = self.left
+        own = list(tokens[:left])
         if not self.stop_ids.isdisjoint(own):
             own = own[: 1 + next(place for place, token in enumerate(own) if token in self.stop_ids)]
             self.finish_reason = "stop"
-        elif len(own) == self.left:
+        elif len(own) == left:
             self.finish_reason = "length"
         self.tokens += own
         # As many anchors are in the stores now.

@@ -21,7 +21,7 @@ REPEATS, ALL_REPEATS = 7, 60
 TIMING_SECONDS, LEAST_REPEATS = 20.0, 3
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
-#: Shapes that are all timed; of more, some are timed, and the others lie on planes between them.
+#: Shapes that are all timed; of more, plain ones and some trees, and the others lie on planes between them.
 MOST_TIMED = 12
 
 
@@ -96,20 +96,21 @@ def measure_round_costs(
 
 
 def timed_pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-    """The shapes to time, in rising order: of many a corner, a middle and an end in both directions.
+    """The shapes to time, in rising order: of many all plain ones, since nothing probes those later.
+
+    Of trees these are a corner, a middle and an end in both directions.
 
     Example: of 1, 2, 4, 8 and 16 live slots and buckets 1, 2, 4, … 64 these are 1, 4 and 16 live slots, each
-    with 1, 2, 8 and 64 nodes.
+    with 2, 8 and 64 nodes, and all of 1 node.
     """
     every = sorted(set(pairs))
     if len(every) <= MOST_TIMED:
         return tuple(every)
-    chosen = []
+    chosen = [(live, bucket) for live, bucket in every if bucket == 1]
     for live in _spread(sorted({slots for slots, _ in every})):
-        buckets = [bucket for slots, bucket in every if slots == live]
-        plain, trees = [own for own in buckets if own == 1], [own for own in buckets if own > 1]
-        chosen += [(live, bucket) for bucket in (*plain, *_spread(trees))]
-    return tuple(chosen)
+        trees = [bucket for slots, bucket in every if slots == live and bucket > 1]
+        chosen += [(live, bucket) for bucket in _spread(trees)]
+    return tuple(sorted(chosen))
 
 
 def _spread(values: Sequence[int]) -> list[int]:
@@ -142,12 +143,11 @@ def complete_costs(
 
 def _guess(known: Mapping[Pair, float], pair: Pair) -> float:
     live, bucket = pair
-    over_slots = {}
-    for slots in {slots for slots, _ in known}:
-        own = {nodes: cost for (at, nodes), cost in known.items() if at == slots}
-        over_nodes = {nodes: cost for nodes, cost in own.items() if (nodes == 1) == (bucket == 1)}
-        # One who has plain rounds alone has no trees to ask for.
-        over_slots[slots] = _on_line(over_nodes or own, bucket)
+    alike = {own: cost for own, cost in known.items() if (own[1] == 1) == (bucket == 1)}
+    over_slots = {
+        slots: _on_line({nodes: cost for (at, nodes), cost in alike.items() if at == slots}, bucket)
+        for slots, _ in alike
+    }
     return _on_line(over_slots, live)
 
 

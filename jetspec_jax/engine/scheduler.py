@@ -301,6 +301,7 @@ def _live_slot(request: Request) -> LiveSlot:
         sampled=request.params.temperature > 0,
         watched=bool(request.params.stop),
         fresh=not request.tokens,
+        budget=request.budget,
     )
 
 

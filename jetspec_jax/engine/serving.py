@@ -290,9 +290,12 @@ def compile_chunks(target: Target) -> None:
 
 
 def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) -> Engine:
-    """As `engine_for`, for one caller alone, who gives the engine back by `give_back`."""
+    """As `engine_for`, for one caller alone, who gives the engine back by `give_back`.
+
+    An engine that stands is never taken: those to come find it, and the caller's is made beside it.
+    """
     kept: Engine | None = target.keeper.engine
-    if kept is not None and kept.busy and not kept.broken:
+    if kept is not None and not kept.broken and (kept.busy or kept.plan.stands):
         return Engine(plan, DecodeWeights(target.weights, proposer_weights))
     engine = engine_for(target, plan, proposer_weights)
     target.keeper.engine = None
@@ -300,14 +303,17 @@ def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) 
 
 
 def give_back(target: Target, engine: Engine) -> None:
-    """Keeps an engine that `take_engine` gave, unless the target has another by now."""
+    """Keeps an engine that `take_engine` gave; where the target has another by now, it is freed."""
     if spans(target.mesh):
         engine.close()  # processes may drop a trace at different times, and must keep the same engine
         return
+    kept = False
     # Also called while a dropped trace is finalised, which must wait for nobody.
     if target.keeper.lock.acquire(blocking=False):
         try:
-            if not engine.broken:
-                target.keeper.engine = target.keeper.engine or engine
+            if target.keeper.engine is None and not engine.broken:
+                target.keeper.engine, kept = engine, True
         finally:
             target.keeper.lock.release()
+    if not kept:
+        engine.close()

@@ -25,7 +25,7 @@ from jetspec_jax.device.processes import OutOfStep
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
 from jetspec_jax.engine.planning import plan_requests, read_single
-from jetspec_jax.engine.prompts import Prompt
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine
 from jetspec_jax.sampling.params import SamplingParams
@@ -82,6 +82,11 @@ class Trace(Iterator[RoundTrace]):
         self._rounds.close()
 
     @property
+    def text(self) -> str:
+        """The text of the rounds so far that nothing to come can take back; empty without a tokenizer."""
+        return self._output.settled_text
+
+    @property
     def completion(self) -> Completion | None:
         """The whole completion once the request has ended, None before."""
         return None if self._output.finish_reason is None else self._output.completion()
@@ -90,7 +95,7 @@ class Trace(Iterator[RoundTrace]):
 def trace_rounds(
     target: Target,
     head: Head | None,
-    prompt: Prompt,
+    prompt: Prompt | EncodedPrompt,
     params: SamplingParams | None = None,
     settings: TreeSettings = PLAIN,
     *,

@@ -17,7 +17,8 @@ from jetspec_jax.serve.service import Asked, ClientLeft, Service, unless_left
 
 #: Of a token that cannot come: JSON has no infinity.
 _IMPOSSIBLE = -9999.0
-_DONE = b"data: [DONE]\n\n"
+#: The last event of every stream.
+DONE = b"data: [DONE]\n\n"
 
 
 @runtime_checkable
@@ -110,7 +111,7 @@ async def _events(
                 yield event(chunk)
         except ApiError as error:
             yield event(error.body)
-        yield _DONE
+        yield DONE
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -153,6 +154,11 @@ def figures(completions: Sequence[Completion]) -> dict[str, Any]:
             "mean_acceptance_length": (rounds + accepted) / rounds if rounds else None,
         },
     }
+
+
+def rounds(delta: Delta) -> list[dict[str, Any]]:
+    """What each round has added: its text before anything is taken out of it, and how many tokens."""
+    return [{"text": own.text, "tokens": own.tokens} for own in delta.rounds]
 
 
 def value_of(own: Logprob) -> float:

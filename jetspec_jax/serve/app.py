@@ -19,6 +19,7 @@ from jetspec_jax.serve.engine_figures import EngineFigures
 from jetspec_jax.serve.errors import ApiError, add_handlers
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.middleware import Gate, Tracking
+from jetspec_jax.serve.playground.routes import playground_routes
 from jetspec_jax.serve.service import Service, capacity_of
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tokens import token_routes
@@ -67,6 +68,7 @@ def make_app(
         completion_routes(service),
         chat_routes(service),
         token_routes(service),
+        playground_routes(service),
     ):
         app.include_router(router)
     add_handlers(app)

@@ -14,7 +14,7 @@ from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
-from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, usage, value_of
+from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
 from jetspec_jax.serve.bodies import Body, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
@@ -137,6 +137,7 @@ def chat_routes(service: Service) -> APIRouter:
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
             body.priority,
             body.cache_salt,
+            body.budget,
         )
         # A form holds from the first token on, and leaves no room for reasoning.
         markers = None if params.structured_outputs is not None else markers
@@ -271,10 +272,15 @@ class ChatWriter:
                 {"index": start + place, **call} for place, call in enumerate(told["tool_calls"])
             ]
         logprobs = _logprobs(delta.token_ids, delta.logprobs, self._asked.params.logprobs)
-        ids = self._body.return_token_ids and bool(delta.token_ids)
-        if not (told or last or ids or (logprobs is not None and delta.token_ids)):
+        ids, by_round = (
+            wanted and bool(delta.token_ids)
+            for wanted in (self._body.return_token_ids, self._body.return_rounds)
+        )
+        if not (told or last or ids or by_round or (logprobs is not None and delta.token_ids)):
             return
         made = self._piece(choice, told, logprobs, own.reason(delta.finish_reason))
+        if by_round:
+            made["rounds"] = rounds(delta)
         yield self._chunk([made | {"token_ids": list(delta.token_ids)} if ids else made])
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:

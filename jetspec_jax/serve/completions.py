@@ -12,7 +12,7 @@ from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
-from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, usage, value_of
+from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
 from jetspec_jax.serve.bodies import read_body
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.sampling import SamplingFields, sampling_params
@@ -52,7 +52,8 @@ def completion_routes(service: Service) -> APIRouter:
         params = sampling_params(body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs)
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
-        asked = Asked(prompts, params, names, "prompt", "max_tokens", body.priority, body.cache_salt)
+        own = (body.priority, body.cache_salt, body.budget)
+        asked = Asked(prompts, params, names, "prompt", "max_tokens", *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
 
@@ -111,10 +112,12 @@ class CompletionWriter:
             self._begun.add(choice)
             text = self._echo(choice // self._asked.params.n) + text
         told = delta.logprobs is not None and bool(delta.token_ids)
-        if not (text or told or delta.finish_reason or (self._body.return_token_ids and delta.token_ids)):
+        wanted = (self._body.return_token_ids or self._body.return_rounds) and bool(delta.token_ids)
+        if not (text or told or delta.finish_reason or wanted):
             return
         logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
-        yield self._chunk([self._choice(choice, text, logprobs, delta.finish_reason, delta.token_ids)])
+        made = self._choice(choice, text, logprobs, delta.finish_reason, delta.token_ids)
+        yield self._chunk([made | {"rounds": rounds(delta)} if self._body.return_rounds else made])
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:
         """The usage, where it is asked for."""

@@ -17,7 +17,7 @@ from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.service import Service
 
 #: Paths that need no key, and are answered while the server drains.
-OPEN = frozenset({"/health", "/metrics", "/version", "/ping"})
+OPEN = frozenset({"/health", "/metrics", "/version", "/ping", "/playground"})
 _HEADER = "X-Request-Id"
 _NAME = re.compile(r"[\w.:/+=-]{1,128}")
 

@@ -88,9 +88,9 @@ def run(
         OSError: The address is not to be had.
         Exception: All that ``make_llm`` raises.
     """
-    show_logs(settings.log_level)
     with contextlib.closing(bind(settings.host, settings.port)) as own:
         llm = make_llm()
+        show_logs(settings.log_level)
         asyncio.run(
             serve_at(llm, own, settings, name, capacity, Stopping() if stopping is None else stopping)
         )

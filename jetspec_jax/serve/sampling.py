@@ -90,6 +90,9 @@ class SamplingFields(Body):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
+    # This server's own.
+    budget: int | None = None
+    return_rounds: bool = False
 
     hints: ClassVar[dict[str, str]] = {
         "guided_json": _GUIDED,

@@ -38,6 +38,7 @@ class Asked:
         limit: The one that says how many tokens to generate.
         priority: As for `AsyncLLM.generate`, as is the next.
         cache_salt: Pages are shared only among requests with the same.
+        budget: Most nodes of its trees; None is the engine's.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -47,6 +48,7 @@ class Asked:
     limit: str = "max_tokens"
     priority: int = 0
     cache_salt: str | None = None
+    budget: int | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +103,20 @@ class Service:
             prompts = len(asked.prompts)
             message = f"{prompts} prompts times n={asked.params.n} are {count} completions; at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
+        self.check_budget(asked.budget)
         await asyncio.to_thread(self._check, asked)
+
+    def check_budget(self, budget: int | None) -> None:
+        """Checks the budget of a request.
+
+        Raises:
+            ApiError: There are no such trees here.
+        """
+        most = self.llm.llm.settings.budget
+        if budget is not None and not 1 <= budget <= most:
+            trees = "1, which is plain decoding" if most == 1 else f"at least 1 and at most {most}"
+            message = f"budget={shown(budget)}: trees of this server can have budgets of {trees}"
+            raise ApiError(400, message, param="budget", code="invalid_value")
 
     def _check(self, asked: Asked) -> None:
         for number, prompt in enumerate(asked.prompts):
@@ -176,6 +191,7 @@ class Service:
             asked.params,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
+            budget=asked.budget,
             timeout=self.settings.request_timeout,
         )
         begun = False

@@ -37,7 +37,6 @@ def trace_data(
         settings: What else is to be known of the run.
         digits: Decimals that log-probabilities are rounded to.
     """
-    used = {int(token) for one in rounds for token in (*one.tokens, *one.choices)}
     return {
         "settings": dict(settings),
         "prompt_token_ids": [int(token) for token in prompt],
@@ -46,12 +45,20 @@ def trace_data(
         "accept_lengths": completion.accept_lengths,
         "mean_acceptance_length": completion.mean_acceptance_length,
         "pieces": pieces(tokenizer, [*prompt, *completion.token_ids]),
-        "labels": {str(token): token_label(tokenizer, token) for token in sorted(used)},
-        "rounds": [_round(one, digits) for one in rounds],
+        "labels": labels_of(rounds, tokenizer),
+        "rounds": [round_data(one, digits) for one in rounds],
     }
 
 
-def _round(one: RoundTrace, digits: int) -> dict[str, Any]:
+def labels_of(rounds: Sequence[RoundTrace], tokenizer: Any) -> dict[str, str]:
+    """The text of every token of some rounds' trees, on one line, by the token's id."""
+    used = {int(token) for one in rounds for token in (*one.tokens, *one.choices)}
+    return {str(token): token_label(tokenizer, token) for token in sorted(used)}
+
+
+def round_data(one: RoundTrace, digits: int) -> dict[str, Any]:
+    """A round as JSON values, its log-probabilities with so many decimals."""
+
     def rounded(values: np.ndarray) -> list[float | None]:
         # JSON has no infinity either: null is a token without probability.
         return [round(value, digits) if math.isfinite(value) else None for value in values.tolist()]

@@ -60,8 +60,9 @@ def test_projections_of_known_costs():
     table = project(costs_of({"contexts": [64, 1024], "rows": rows}), "gsm8k", (1, 8, 50), 4.0, 0)
     one, _, many = table
     assert one["plain"] == pytest.approx(1000 / 4.03, rel=0.02)
-    # Of 16 nodes: 5.98 ms a round, 6 tokens; a dispatch of 40 ms has 0.3 ms of its own.
-    assert one["tree 16"] == pytest.approx(6000 / 5.98, rel=0.05)
+    # Of 16 nodes: 5.98 ms a round, 6 tokens; dispatches have 0.3 ms of their own, and what overshoots a
+    # request's end is lost.
+    assert 0.9 < one["tree 16"] / (6000 / 5.98) < 1
     assert one["chain"] == pytest.approx(one["tree 16"] * 6.01 / 6.00)
     assert one["tree 128"] > one["plain"]
     assert "tree 32" not in many

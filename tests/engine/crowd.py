@@ -225,7 +225,7 @@ def engine_for_many(monkeypatch, target, head, crowd, rng, *, most_rounds=6, liv
     policy = AtRandom(engine.plan.size, tuple(engine.runner.decoders), rng, most_rounds)
     engine.scheduler.policy = policy
     requests = [request for asked in crowd for request in requests_of(engine, asked)]
-    engine._extend(Extras.of(requests))
+    engine.extend(Extras.of(requests))
     _compile_all(engine, policy, crowd)
     return engine
 

@@ -260,7 +260,7 @@ def led(mesh):
     async def run():
         await asyncio.sleep(1.5)  # the other waits longer than it does at a time
         try:
-            await anext(llm.generate(PROMPT, SamplingParams(structured_outputs=form)))
+            await anext(llm.generate(PROMPT, SamplingParams(max_tokens=4, structured_outputs=form)))
         except ValueError as error:
             form_refused = str(error)
         got = await asyncio.gather(*[one(number, *own) for number, own in enumerate(asked())])

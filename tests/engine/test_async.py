@@ -17,6 +17,7 @@ from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.marks import wide
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
@@ -389,6 +390,43 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
 def test_one_process_has_nobody_to_follow(llm):
     with pytest.raises(ValueError, match="shares its models with no other"):
         llm.follow()
+
+
+@pytest.mark.parametrize("algorithm", [wide("auto"), "top_nodes"])
+def test_a_request_has_a_budget_of_its_own(models, algorithm):
+    async def run():
+        async with AsyncLLM(*models, max_slots=2, **{**TREE, "algorithm": algorithm}) as llm:
+            alone = [await read(llm, budget=own) for own in (1, 4)]
+            return [*alone, *await asyncio.gather(read(llm, budget=1), read(llm, budget=16))]
+
+    plain, small, beside, other = asyncio.run(run())
+    expected = plain[-1].completion.token_ids
+    assert plain[-1].completion.tree_sizes == [1] * len(expected)
+    assert max(small[-1].completion.tree_sizes) <= 4
+    assert set(beside[-1].completion.tree_sizes) == {1}  # whatever the bucket
+    for deltas in (small, beside, other):
+        assert deltas[-1].completion.token_ids == expected
+
+
+def test_what_each_round_added_joins_to_the_text(llm):
+    params = SamplingParams(max_tokens=40, ignore_eos=True, stop=["x9 x"])
+    deltas = asyncio.run(read(llm, params=params))
+    whole = deltas[-1].completion
+    rounds = list(itertools.chain.from_iterable(delta.rounds for delta in deltas))
+    for delta in deltas:
+        assert "".join(own.text for own in delta.rounds) == delta.text
+        assert sum(own.tokens for own in delta.rounds) == len(delta.token_ids)
+    assert len(rounds) == whole.rounds
+    assert sum(own.tokens for own in rounds) == len(whole.token_ids)
+    assert [own.tokens for own in rounds[:-1]] == whole.accept_lengths[:-1]
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"), [(0, "lie in 1..16, not 0"), (17, "lie in 1..16, not 17"), (True, "an integer")]
+)
+def test_a_budget_that_there_is_not(llm, budget, error):
+    with pytest.raises((TypeError, ValueError), match=f"budget must .*{error}"):
+        asyncio.run(read(llm, budget=budget))
 
 
 def test_a_call_comes_between_two_turns():

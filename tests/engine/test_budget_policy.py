@@ -13,6 +13,7 @@ from jetspec_jax.engine.budget_policy import (
     Dispatch,
     FixedBudget,
     LiveSlot,
+    of_use,
     rounds_for,
 )
 from jetspec_jax.engine.pace import Pace, Slices
@@ -24,8 +25,8 @@ BUCKETS = (1, 16, 32, 64, 128, 256)
 LIVE = [LiveSlot(300, 5000, False, False)]
 
 
-def slot(left=5000, sampled=False, watched=False, fresh=False):
-    return LiveSlot(300, left, sampled, watched, fresh)
+def slot(left=5000, sampled=False, watched=False, fresh=False, budget=None):
+    return LiveSlot(300, left, sampled, watched, fresh, budget)
 
 
 def costs_of(*seconds, dispatch=0.0, lives=(1, 2, 3)):
@@ -403,3 +404,33 @@ def test_close_to_the_best_bucket_and_never_far_from_plain(kind):
     alone, own = budget_simulation.fixed(kind), budget_simulation.auto(kind)
     assert min(alone.values()) / own >= 0.94
     assert alone[1] / own >= 0.94
+
+
+class TestOwnBudgets:
+    """Requests that want smaller trees than the engine has, or none."""
+
+    def test_buckets_up_to_the_first_that_holds_the_largest_budget(self):
+        buckets = (1, 4, 16, 64)
+        assert [list(of_use(buckets, [slot(budget=own)])) for own in (1, 2, 4, 5, 64, None)] == [
+            [1],
+            [1, 4],
+            [1, 4],
+            [1, 4, 16],
+            [1, 4, 16, 64],
+            [1, 4, 16, 64],
+        ]
+        assert list(of_use(buckets, [slot(budget=1), slot(budget=16)])) == [1, 4, 16]
+        assert of_use(buckets, []) == buckets
+
+    def test_a_fixed_budget_is_plain_where_nobody_wants_trees(self):
+        policy = FixedBudget(64, plain=True)
+        assert policy.choose([slot(budget=1)] * 2, 0).bucket == 1
+        assert policy.choose([slot(budget=1), slot(budget=2)], 0).bucket == 64
+        assert FixedBudget(64).choose([slot(budget=1)], 0).bucket == 64
+
+    def test_auto_chooses_no_larger_trees_than_wanted(self):
+        policy = auto_of(1.0, 1.0, 1.0, 1.0)
+        teach(policy, (2.0, 3.0, 4.0))
+        assert policy.choose(LIVE, 0).bucket == 64
+        for budget, bucket in ((1, 1), (16, 16), (17, 32)):
+            assert policy.choose([slot(budget=budget)], 0).bucket == bucket

@@ -323,8 +323,10 @@ def test_the_policy_decides_and_is_told(made):
         batch = step(scheduler, device, most)
         assert (batch.bucket, batch.rounds) == (32, rounds)
     # All of a prompt but its last token is in the stores when its first round begins.
-    assert policy.told[0] == ([LiveSlot(149, 30, True, True, True), LiveSlot(3, 8, False, False, True)], 1)
-    assert policy.told[1] == ([LiveSlot(155, 24, True, True), LiveSlot(9, 2, False, False)], 1)
+    first = [(149, 30, True, True, True), (3, 8, False, False, True)]
+    second = [(155, 24, True, True, False), (9, 2, False, False, False)]
+    assert policy.told[0] == ([LiveSlot(*own, budget=16) for own in first], 1)
+    assert policy.told[1] == ([LiveSlot(*own, budget=16) for own in second], 1)
     assert [len(record.tokens) for record in policy.records] == [2, 5]
     assert {record.bucket for record in policy.records} == {32}
 

@@ -110,6 +110,7 @@ def test_a_tally_counts_rounds():
     assert tally.stats([], 7, None) == EngineStats(
         pages=7,
         dispatches=1,
+        drafts=3,
         drafted_tokens=7 + 7 + 4,
         accepted_tokens=2 + 0 + 1,
         accepted_by_depth=(2, 1),

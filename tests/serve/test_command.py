@@ -46,9 +46,10 @@ def folder(tmp_path_factory):
     return str(made)
 
 
-def streams(command, count, tokens):
+def streams(command, count, tokens, **more):
     """So many streams that have begun; their lines and threads."""
     body = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body |= more
     lines, begun = [[] for _ in range(count)], threading.Semaphore(0)
 
     def ask(own):
@@ -106,14 +107,15 @@ def test_sigterm_lets_eight_streams_end(folder):
 def test_a_second_signal_ends_at_once(folder):
     command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none")
     try:
-        lines, threads = streams(command, 1, 1000)
+        lines, threads = streams(command, 1, 1000, n=64)
         command.process.send_signal(signal.SIGTERM)
         while httpx.get(f"{command.url}/health").status_code != 503:
             pass
         command.process.send_signal(signal.SIGTERM)
         assert command.process.wait(10) == 128 + signal.SIGTERM
         threads[0].join(20)
-        assert lines[0][-1] == "gone"
+        assert not threads[0].is_alive()
+        assert lines[0][-1] == "gone", lines[0][-4:]
     finally:
         command.process.kill()
         command.process.communicate()

@@ -1,0 +1,135 @@
+"""The routes of the playground: its page, and rounds with their trees as a stream of events."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, Response
+from sse_starlette import EventSourceResponse
+from starlette.concurrency import iterate_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from jetspec_jax.checkpoint.chat_template import read_chats
+from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, encode_text
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.serve.answers import DONE, event
+from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.errors import ApiError, internal, refused
+from jetspec_jax.serve.logs import log
+from jetspec_jax.serve.playground.page import playground_page, policy_of
+from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
+from jetspec_jax.serve.service import Asked, Service
+
+#: Requests that are watched at a time: each has stores of its own, and takes turns with all others.
+MOST_TRACES = 2
+_EXAMPLE = "def read_lines(path):\n"
+
+
+class RoundsRequest(Body):
+    """What is to be watched: a prompt or a conversation, and how it is sampled."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    budget: int | None = None
+
+    hints: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("model", "stream", "n", "stop"), "it belongs to /v1/completions and /v1/chat/completions"
+    )
+
+
+def playground_routes(service: Service) -> APIRouter:
+    """The routes; the page uses those of OpenAI's API too."""
+    llm = service.llm.llm
+    data = {
+        "model": service.names[0],
+        "budget": llm.settings.budget,
+        "chat": bool(getattr(llm.target.tokenizer, "chat_template", None)),
+        "keyed": bool(service.settings.api_key),
+        "example": _EXAMPLE,
+    }
+    page = playground_page(data)
+    headers = {
+        "Content-Security-Policy": policy_of(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    router, traces = APIRouter(), Traces(llm, MOST_TRACES)
+
+    @router.get("/playground")
+    async def show() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @router.post("/playground/rounds")
+    async def rounds(request: Request) -> Response:
+        body = await read_body(request, RoundsRequest, service.settings)
+        prompt, params = await asyncio.to_thread(_read, service, body)
+        names, param = RoundsRequest.model_fields, "prompt" if body.messages is None else "messages"
+        await service.check(Asked([prompt], params, names, param, budget=body.budget))
+        try:
+            return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget))
+        except TooManyTraces as error:
+            raise ApiError(429, str(error), code="too_many_traces", headers={"Retry-After": "5"}) from error
+        except DeviceMemoryError as error:
+            message = "the device has no room for a request that is watched; send it without trees"
+            raise ApiError(503, message, code="out_of_memory") from error
+
+    return router
+
+
+def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, SamplingParams]:
+    """The prompt that is to be gone on from, and how.
+
+    Raises:
+        ApiError: What is wrong with either.
+    """
+    target, own = service.llm.llm.target, ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    if (body.prompt is None) == (body.messages is None):
+        message = "prompt or messages must be given, and not both"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+    try:
+        params = SamplingParams(**{name: getattr(body, name) for name in own})
+    except (TypeError, ValueError) as error:
+        raise refused(error, own) from error
+    try:
+        if body.prompt is not None:
+            return encode_text(target, body.prompt), params
+        [chat] = read_chats(body.messages)
+        return encode_chat(target, chat, {}), params
+    except (TypeError, ValueError) as error:
+        raise refused(error, (), "messages" if body.prompt is None else "prompt") from error
+
+
+class _Rounds(EventSourceResponse):
+    """Streams the rounds; however the reply ends, before its first event too, the trace ends with it."""
+
+    def __init__(self, traced: TracedRequest):
+        super().__init__(_events(traced.events()), sep="\n")
+        self._traced = traced
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # A round that runs in a thread has ended by now: who is cancelled has waited for it.
+            self._traced.close()
+
+
+async def _events(rounds: Generator[dict[str, Any]]) -> AsyncGenerator[bytes]:
+    with contextlib.closing(rounds):
+        try:
+            async for one in iterate_in_threadpool(rounds):
+                yield event(one)
+        except Exception as error:
+            log("request failed", logging.ERROR, error=error)
+            yield event(internal(error).body)
+        yield DONE

@@ -1,0 +1,93 @@
+"""Rounds with their trees for the playground: few at a time, beside the engine that serves the others."""
+
+import threading
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+from jetspec_jax.engine.prompts import EncodedPrompt
+from jetspec_jax.inspect.trace import Trace, trace_rounds
+from jetspec_jax.llm import LLM
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.view.data import labels_of, round_data
+
+#: Decimals of log-probabilities: no eye sees more.
+DIGITS = 3
+
+
+class TooManyTraces(Exception):
+    """As many requests are traced as may be."""
+
+
+class Traces:
+    """Traces of one `LLM`, at most so many at a time; from any thread."""
+
+    def __init__(self, llm: LLM, most: int):
+        """Holds nothing yet.
+
+        Args:
+            llm: The models, and the largest trees.
+            most: Traces at a time.
+        """
+        self._llm, self._left, self._most = llm, threading.Semaphore(most), most
+
+    def begin(self, prompt: EncodedPrompt, params: SamplingParams, budget: int | None) -> "TracedRequest":
+        """Starts one; nothing is decoded yet.
+
+        Args:
+            prompt: The prompt.
+            params: How it is sampled.
+            budget: Most nodes of a tree; None is the LLM's.
+
+        Raises:
+            TypeError: Something is of a wrong type.
+            ValueError: The request cannot be served.
+            DeviceMemoryError: The device has no room for it beside what it holds.
+            TooManyTraces: It must wait.
+        """
+        if not self._left.acquire(blocking=False):
+            raise TooManyTraces(f"{self._most} requests are watched already; try again when one has ended")
+        try:
+            llm, settings = self._llm, self._llm.settings
+            if budget is not None:
+                settings = replace(settings, budget=min(budget, settings.budget))
+            trace = trace_rounds(llm.target, llm.draft_head, prompt, params, settings)
+        except BaseException:
+            self._left.release()
+            raise
+        return TracedRequest(trace, llm.target.tokenizer, self._left)
+
+
+class TracedRequest:
+    """One request that is traced."""
+
+    def __init__(self, trace: Trace, tokenizer: Any, place: threading.Semaphore):
+        """Takes over a trace.
+
+        Args:
+            trace: The trace.
+            tokenizer: The target's.
+            place: What is released at its end.
+        """
+        self._trace, self._tokenizer, self._place = trace, tokenizer, place
+        self._ended = False
+
+    def events(self) -> Generator[dict[str, Any]]:
+        """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end."""
+        chars = tokens = 0
+        for one in self._trace:
+            completion, text = self._trace.completion, self._trace.text
+            # What the last round committed behind the request's end is no part of it.
+            count = len(one.committed) if completion is None else len(completion.token_ids) - tokens
+            shown = {"text": text[chars:], "tokens": count, "tree": round_data(one, DIGITS)}
+            chars, tokens = len(text), tokens + count
+            reason = None if completion is None else completion.finish_reason
+            labels = labels_of([one], self._tokenizer)
+            yield {"rounds": [shown], "labels": labels, "finish_reason": reason}
+
+    def close(self) -> None:
+        """Ends it, whether it has run to its end or not; its stores are free again."""
+        if not self._ended:
+            self._ended = True
+            self._trace.close()
+            self._place.release()

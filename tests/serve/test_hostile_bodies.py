@@ -1,0 +1,55 @@
+"""Bodies that nobody would send: an answer or a refusal by name, never an error of the server."""
+
+import json
+import random
+
+from jetspec_jax.serve.chat import ChatRequest
+from jetspec_jax.serve.completions import CompletionRequest
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
+from tests.serve.servers import served
+from tests.serve.test_chat import TEMPLATE, TOOLS
+
+USER = {"role": "user", "content": "a"}
+VALUES = (
+    *(None, True, False, 0, 1, -1, 2**63, 10**400, 0.5, -1e308, "", "a", "\x00", "\ud800", "é" * 50, [], {}),
+    *([1], [[1]], [None], ["a", 1], {"a": 1}, {"1": 1}, {"": None}, [{"type": "text", "text": "a"}], [USER]),
+    *([{"role": "assistant", "content": None}], [{"role": "tool", "content": []}], TOOLS, "required", "auto"),
+    [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "[]"}}]}],
+    [{"role": "user", "content": [{"type": "text"}, {"type": 1}]}],
+    *({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 1}}}),
+    *({"json": {"$ref": "#/nowhere"}}, {"regex": "(?=a)b"}, {"grammar": "start: x"}, {"choice": [""]}),
+    *({"type": "function", "function": {"name": "look"}}, {"include_usage": True}, {"messages": [USER]}),
+)
+
+
+def bodies(seed, count):
+    rng = random.Random(seed)
+    for _ in range(count):
+        kind, path, body = rng.choice(
+            (
+                (CompletionRequest, "/v1/completions", {"prompt": "a"}),
+                (ChatRequest, "/v1/chat/completions", {"messages": [USER]}),
+            )
+        )
+        body = dict(body)
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            name = rng.choice((*kind.model_fields, "unknown"))
+            body[name] = rng.choice(VALUES)
+        yield path, body
+
+
+def test_no_body_is_an_error_of_the_server():
+    llm = Scripted(small_target(TEMPLATE), "yes")
+    statuses = {}
+    with served(llm, tool_call_parser="hermes", reasoning_parser="qwen3") as own, own.client() as http:
+        for path, body in bodies(0, 300):
+            content = json.dumps(body)
+            got = http.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert got.status_code in (200, 400, 404, 429), (body, got.text)
+            statuses[got.status_code] = statuses.get(got.status_code, 0) + 1
+            if got.status_code != 200:
+                error = got.json()["error"]
+                assert error["message"], body
+                assert len(error["message"]) < 1500, body
+    assert min(statuses[200], statuses[400]) > 15

