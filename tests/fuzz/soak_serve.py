@@ -67,11 +67,13 @@ def make_cases(count: int, seed: int) -> list[Case]:
     """Requests of several kinds and lengths, decoded one after the other."""
     rng = random.Random(seed)
     prompts = [json.loads(line)["text"] for line in DEMO_PROMPTS.read_text(encoding="utf-8").splitlines()]
+    # Before half of them, longer than a page of the cache.
+    shared = "".join(prompts[:8])
     alone = LLM(DEMO_TARGET, dtype="float32", max_slots=1)
     cases = []
     for number in range(count):
         own = {**_KINDS[number % len(_KINDS)], "seed": number, "max_tokens": rng.choice([4, 16, 48, 96])}
-        prompt = rng.choice(prompts)
+        prompt = rng.choice(["", shared]) + rng.choice(prompts)
         [completion] = alone.generate([prompt], SamplingParams(**own), use_tqdm=False)
         cases.append(Case({"prompt": prompt, **own}, completion.text or "", completion.finish_reason))
     return cases
@@ -194,12 +196,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10, help="how long (default: 10)")
     parser.add_argument("--streams", type=int, default=64, help="at the same time (default: 64)")
     parser.add_argument("--slots", type=int, default=8, help="of the server (default: 8)")
+    parser.add_argument("--algorithm", default="auto", help="of the server's trees (default: auto)")
     parser.add_argument("--cases", type=int, default=48, help="requests to choose among (default: 48)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     cases, seconds = make_cases(options.cases, options.seed), 60 * options.minutes
-    words = ("--dtype", "float32", "--budget", "32", "--max-num-seqs", str(options.slots))
-    command = Command(*words, output=subprocess.DEVNULL)
+    words = ("--dtype", "float32", "--budget", "32", "--algorithm", options.algorithm)
+    command = Command(*words, "--max-num-seqs", str(options.slots), output=subprocess.DEVNULL)
     try:
         soak = Soak(command.url, cases, options.seed)
         states = asyncio.run(run(command, soak, seconds, options.streams))
@@ -226,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seed": options.seed,
         "streams": options.streams,
         "slots": options.slots,
+        "algorithm": options.algorithm,
         "ended": dict(sorted(soak.done.items())),
         "server": counted,
         "errors": soak.errors,

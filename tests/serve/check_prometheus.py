@@ -24,7 +24,8 @@ from tests.serve.servers import Command
 DEPLOY = Path(__file__).parents[2] / "deploy"
 #: Requests: how many, and the tokens of each.
 REQUESTS, TOKENS = 6, 20
-PROMPT = "def read_lines(path):"
+#: Several pages long, so that all requests but the first find some in the cache.
+PROMPT = "def read_lines(path):\n    pass\n\n\n" * 20
 #: Counters of the engine.
 ENGINE = tuple(
     f"jetspec:{name}_total"
