@@ -10,7 +10,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity playground-check wheel-check fuzz soak lint docs clean
+.PHONY: help demo test test-all parity playground-check wheel-check prometheus-check fuzz soak soak-serve lint docs \
+	clean
 
 help:
 	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
@@ -21,6 +22,8 @@ help:
 	@echo "make wheel-check      build the wheel, and run the README's lines with it from another folder"
 	@echo "make fuzz             hostile checkpoints and requests; CASES=5000 or MINUTES=30"
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
+	@echo "make soak-serve MINUTES=10  64 streams from a server, a third of whose clients leave; the same checks"
+	@echo "make prometheus-check  the server's metrics through Prometheus itself, which must be installed"
 	@echo "make lint             ruff and pyright alone"
 	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make clean            remove the virtual environment and everything built"
@@ -49,6 +52,12 @@ fuzz: $(VENV)/.installed-test
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.soak $(if $(MINUTES),--minutes $(MINUTES))
+
+soak-serve: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz.soak_serve $(if $(MINUTES),--minutes $(MINUTES))
+
+prometheus-check: $(VENV)/.installed-test
+	$(BIN)/python -m tests.serve.check_prometheus
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

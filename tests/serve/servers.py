@@ -1,7 +1,10 @@
-"""Servers in threads of the tests' process, with real sockets."""
+"""Servers with real sockets: in threads of the tests' process, and as processes."""
 
 import asyncio
 import contextlib
+import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -56,6 +59,26 @@ def served(llm, **settings):
     finally:
         own.stop(15)
         own.join()
+
+
+class Command:
+    """``jetspec-jax serve`` as a process, once it listens; ``output`` is where its log goes."""
+
+    def __init__(self, *words, output=subprocess.PIPE):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jetspec_jax", "serve", *words, "--port", "0"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if found := re.search(r"served at (http://\S+)/v1", line):
+                self.url = found[1]
+                return
+        raise AssertionError("".join(self.said))
 
 
 class Kept(AsyncLLM):

@@ -1,9 +1,7 @@
 """``jetspec-jax serve`` as a process, and what its command line refuses."""
 
 import json
-import re
 import signal
-import subprocess
 import sys
 import threading
 
@@ -18,6 +16,7 @@ from jetspec_jax.serve.running import bind
 from jetspec_jax.serve.settings import SETTINGS, ServeSettings
 from tests.decode.tiny import random_weights
 from tests.serve.conftest import SMALL
+from tests.serve.servers import Command, until
 
 #: `SMALL` as a config.json.
 CONFIG = {
@@ -45,25 +44,6 @@ def folder(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (made / name).write_bytes((DEMO_TARGET / name).read_bytes())
     return str(made)
-
-
-class Command:
-    """The command, once it listens."""
-
-    def __init__(self, *words):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jetspec_jax", "serve", *words, "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.said = []
-        for line in self.process.stderr:
-            self.said.append(line)
-            if found := re.search(r"served at (http://\S+)/v1", line):
-                self.url = found[1]
-                return
-        raise AssertionError("".join(self.said))
 
 
 def streams(command, count, tokens, **more):
@@ -95,10 +75,15 @@ def text_of(lines):
 
 
 def test_sigterm_lets_eight_streams_end(folder):
-    command = Command(folder, "--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none")
+    words = ("--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none", "--drain-seconds", "120")
+    command = Command(folder, *words)
     try:
-        lines, threads = streams(command, 8, 400)
+        lines, threads = streams(command, 8, 600)
         command.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{command.url}/health").status_code == 503)
+        late = httpx.post(f"{command.url}/v1/completions", json={"prompt": "a"})
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        assert any(thread.is_alive() for thread in threads)
         for thread in threads:
             thread.join(120)
         output, _ = command.process.communicate(timeout=60)
@@ -114,7 +99,8 @@ def test_sigterm_lets_eight_streams_end(folder):
         "draining",
         "ended",
     ]
-    assert [one["status"] for one in said if one["message"] == "request"] == [200] * 8
+    asked = [one["status"] for one in said if one.get("path") == "/v1/completions"]
+    assert sorted(asked) == [200] * 8 + [503]
 
 
 @pytest.mark.wide

@@ -181,6 +181,42 @@ def test_an_error_of_the_engine_ends_all_of_its_requests(server, llm, monkeypatc
         assert http.get("/health").json() == {"status": "ok"}
 
 
+def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(server, llm, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    streamed, waited = [[] for _ in range(4)], []
+    with server.client() as http, monkeypatch.context() as patch:
+
+        def stream(own):
+            with http.stream("POST", COMPLETION, json={**LONG, "stream": True}) as got:
+                own.extend(line for line in got.iter_lines() if line.startswith("data: {"))
+
+        def wait():
+            waited.append(http.post(COMPLETION, json=LONG))
+
+        threads = [threading.Thread(target=stream, args=(own,)) for own in streamed]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(streamed), 120)
+        threads += [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads[4:]:
+            thread.start()
+        until(lambda: llm.stats().waiting == 3)
+        patch.setattr(TreeDecoder, "decode", broken)
+        for thread in threads:
+            thread.join(30)
+        assert len(waited) == 3
+        refused(http.get("/health"), 503, None, "engine")
+    for lines in streamed:
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
+    for one in waited:
+        refused(one, 500, None, "RuntimeError")
+    with server.client() as http:
+        assert http.post(COMPLETION, json={"prompt": "a"}).is_success
+    assert (llm.stats().running, llm.stats().waiting, llm.stats().pages_used) == (0, 0, 0)
+
+
 def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
     llm = Scripted(target, "abcdefgh", size=1, pause=0.1)
     texts = []
