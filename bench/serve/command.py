@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             finally:
                 if server is not None:
                     server.close()
-            report["notes"] = notes_of(rows)
+            report["notes"] = notes_of(rows, replays=arguments.replay)
             write_json(arguments.json, report)
     print(f"wrote {arguments.json}")
     show("a server, as its clients see it; times in ms", table_of(rows), report["notes"])

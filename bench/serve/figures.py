@@ -107,19 +107,30 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def notes_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What overload did, against the peak of the same method and set."""
+def notes_of(rows: Sequence[Mapping[str, Any]], *, replays: bool) -> list[str]:
+    """What one must know to read the table, and what overload did."""
     notes = []
+    if replays:
+        notes.append(
+            "Replayed: the real scheduler, policy and HTTP over recorded rounds of one H200 and published "
+            "acceptance (Qwen3-8B, greedy); nothing was computed, and rows that were not recorded lie on "
+            "lines between those that were. cpu ms/event is the server's processor time without the "
+            "engine's steps, all that a request costs included, by events of its streams."
+        )
     for row in rows:
         if (row["load"] or 0) <= 1:
             continue
-        alike = [own for own in rows if (own["method"], own["set"]) == (row["method"], row["set"])]
-        peak = max(own["goodput_tokens_per_second"] for own in alike if own["concurrency"])
+        others = [own for own in rows if _kind(own) == _kind(row) and (own["load"] or 0) <= 1]
+        peak = max(own["goodput_tokens_per_second"] for own in others)
+        bound = f" (bound {row['bound_seconds']:.2f} s)" if row["bound_seconds"] else ""
         notes.append(
-            f"{row['method']}, {row['set']}, {row['load']:g} times the peak's rate: goodput "
-            f"{row['goodput_tokens_per_second'] / peak:.0%} of the peak's; {row['refused']} of "
-            f"{row['requests']} refused, {row['refused_with_retry_after']} with Retry-After; p99 end to end "
-            f"of the others {row['e2e']['p99_ms'] / 1e3:.2f} s"
-            + (f", bound {row['bound_seconds']:.2f} s" if row["bound_seconds"] else "")
+            f"{row['method']}, {row['set']}, {row['load']:g} times the sustained rate: goodput "
+            f"{row['goodput_tokens_per_second'] / peak:.0%} of the peak; {row['refused']} of "
+            f"{row['requests']} refused, {row['refused_with_retry_after']} with Retry-After, "
+            f"{row['failed']} failed; p99 end to end of the others {row['e2e']['p99_ms'] / 1e3:.2f} s{bound}"
         )
     return notes
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["method"], row["set"]

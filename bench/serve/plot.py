@@ -16,7 +16,7 @@ def draw_serve(report: Report) -> Figure:
         9.0,
         "A server, as its clients see it",
         _about(report),
-        " ".join(report["notes"][:2]),
+        " ".join(report["notes"][1:]),
     )
     grid = figure.subplots(3, len(sets), squeeze=False)
     for column, (name, rows) in enumerate(sets.items()):
