@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from bench.common.prompts import DEMO, encode_prompts, load_prompts
 from bench.load.published import DEPTH, Acceptance, expected
 from jetspec_jax import AsyncLLM, DecodeWeights
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
+from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, DispatchRecord
 from jetspec_jax.engine.request import Request, State
 from jetspec_jax.engine.round_costs import Pair, RoundCosts
+from jetspec_jax.engine.runner import Decode, Runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.engine.size import chunks_for
 from jetspec_jax.engine.standing import plan_standing
@@ -73,14 +75,12 @@ class RecordedRounds:
         return RoundCosts((64, 1024), each, dict.fromkeys(pairs, 0.0))
 
 
-class ReplayedEngine:
-    """In an `Engine`'s place: `admit`, `step`, and what a driver looks at.
+class ReplayedEngine(Engine):
+    """Steps as an `Engine` does for a driver, without a device.
 
     Attributes:
         thread_seconds: Of processor time that its steps took.
     """
-
-    broken = False
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ReplayedEngine:
             chains: Whether its trees are chains.
         """
         self.plan, self.weights = plan, weights
-        self.record: DispatchRecord | None = None
-        self.runner = SimpleNamespace(in_flight=None)
+        self.broken, self.record = False, None
+        self.runner = cast(Runner, SimpleNamespace(in_flight=None))  # nothing is ever on its way
         own = plan.for_many()
         buckets = tuple(decoder.bucket for decoder in own.decoders)
         size = replace(own.size, chunks=chunks_for(own.size.slots, gpu=True))
@@ -118,11 +118,6 @@ class ReplayedEngine:
         self._rng, self._ids, self._place = np.random.default_rng(0), np.asarray(ids, np.int32), 0
         self.thread_seconds = 0.0
 
-    @property
-    def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.busy
-
     def admit(self, request: Request) -> Request:
         """Queues a request. Raises ValueError if it can never be served."""
         self.scheduler.add(request)
@@ -134,10 +129,10 @@ class ReplayedEngine:
     def close(self) -> None:
         """There is nothing to free."""
 
-    def step(self) -> list[Request]:
-        """One dispatch; it takes as long as on the recorded device."""
+    def step(self, most_rounds: int | None = None, decode: Decode | None = None) -> list[Request]:
+        """One dispatch; it takes as long as on the recorded device. No ``decode`` runs."""
         worked = time.thread_time()  # without the sleep
-        batch = self.scheduler.next_batch()
+        batch = self.scheduler.next_batch(most_rounds)
         record, seconds = self._replay(batch)
         prompts = sum(int(chunk.counts.sum()) for chunk in batch.chunks)
         self.record = record if prompts else record._replace(seconds=seconds or None)
