@@ -11,6 +11,7 @@ H200 and published acceptance. It shows what HTTP costs, and what overload does,
 
 import argparse
 import os
+import shlex
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=8, help="slots (default: 8)")
     add("--max-model-len", type=int, default=2048, help="tokens of a slot (default: 2048)")
     add("--max-waiting", type=int, default=1024, help="requests that may wait (default: 1024)")
-    add("--server-option", action="append", default=[], metavar="WORD", help="more for the server; may recur")
+    add("--server-options", metavar="WORDS", help="more for `jetspec-jax serve`, in one word")
     add("--sets", nargs="+", default=["random", "shared", "turns"], help=f"of {', '.join(SETS)}")
     add("--endpoint", default="completions", help=f"{' or '.join(ENDPOINTS)} (default: completions)")
     add("--concurrency", type=int, nargs="+", default=[1, 8], help="conversations at a time (default: 1 8)")
-    add("--rates", type=float, nargs="+", default=[], help="conversations a second")
-    add("--loads", type=float, nargs="+", default=[], help="multiples of the largest concurrency's rate")
+    add("--rates", type=float, nargs="+", help="conversations a second")
+    add("--loads", type=float, nargs="+", help="multiples of the largest concurrency's rate")
     add("--num-prompts", type=int, default=64, help="conversations of each scene (default: 64)")
     add("--prompt-tokens", default="lognormal:128:0.5", help="words of a turn: N, uniform:A:B, lognormal:M:S")
     add("--shared-tokens", type=int, default=256, help="words of shared beginnings (default: 256)")
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="answers end at their length alone; not for servers without this field",
     )
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds of a good answer, as ttft:500")
+    add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, as ttft:500")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
     add("--replay", action=argparse.BooleanOptionalAction, default=False, help="compute nothing")
     add_replay_arguments(parser)
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         RuntimeError: A server does not listen, or answers nothing.
     """
     bounds = _check(arguments)
+    rates, loads = arguments.rates or [], arguments.loads or []
     check_report(arguments)
     report: dict[str, Any] = {
         **opening_of("serve", arguments),
@@ -81,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     rows = report["rows"]
     methods = [arguments.url] if arguments.url else arguments.methods
-    scenes = len(arguments.sets) * sum(
-        len(own) for own in (arguments.concurrency, arguments.rates, arguments.loads)
-    )
+    scenes = len(arguments.sets) * sum(len(own) for own in (arguments.concurrency, rates, loads))
     with tqdm(total=len(methods) * scenes * arguments.num_prompts, unit="conversation") as bar:
         for method in methods:
             bar.set_description(f"start {method}")
@@ -119,13 +119,13 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
     for name in ("prompt_tokens", "output_tokens"):
         Lengths.parse(getattr(arguments, name))
     for name in ("rates", "loads"):
-        if min(getattr(arguments, name), default=1) <= 0:
-            raise ValueError(f"--{name} must be positive, not {min(getattr(arguments, name)):g}")
+        if min(given := getattr(arguments, name) or [1]) <= 0:
+            raise ValueError(f"--{name} must be positive, not {min(given):g}")
     if arguments.loads and not arguments.concurrency:
         raise ValueError("--loads are multiples of what --concurrency reaches; name one")
     if arguments.url and arguments.replay:
         raise ValueError("--replay starts a server of its own: leave --url out")
-    return parse_bounds(arguments.goodput)
+    return parse_bounds(arguments.goodput or ())
 
 
 def _start(arguments: argparse.Namespace, method: str) -> Server:
@@ -135,7 +135,7 @@ def _start(arguments: argparse.Namespace, method: str) -> Server:
         options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     if arguments.replay:
         options += ["--task", arguments.task, "--recorded", *map(str, arguments.recorded)]
-    return Server([*options, *arguments.server_option], replays=arguments.replay)
+    return Server([*options, *shlex.split(arguments.server_options or "")], replays=arguments.replay)
 
 
 def _measure(
@@ -158,8 +158,8 @@ def _measure(
     for number, name in enumerate(arguments.sets):
         scenes: list[tuple[int | None, float | None, float | None]] = [
             *((count, None, None) for count in sorted(arguments.concurrency)),
-            *((None, rate, None) for rate in arguments.rates),
-            *((None, None, load) for load in sorted(arguments.loads)),
+            *((None, rate, None) for rate in arguments.rates or ()),
+            *((None, None, load) for load in sorted(arguments.loads or ())),
         ]
         peak: dict[str, Any] = {}
         for place, (count, rate, load) in enumerate(scenes):

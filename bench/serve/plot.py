@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -44,11 +45,16 @@ def _scene(row: Row) -> str:
 
 def _panel(axis: Axes, rows: Sequence[Row], labels: list[str], *values: Callable[[Row], float]) -> None:
     for number, (method, own) in enumerate(grouped(rows, lambda row: row["method"]).items()):
-        places = [labels.index(_scene(row)) for row in own]
+        places: list[float] = [labels.index(_scene(row)) for row in own]
+        # Those at a time and those over time are no one line.
+        cut = sum(row["concurrency"] is not None for row in own)
+        places.insert(cut, np.nan)
         for value, style in zip(values, ("-", "--"), strict=False):
+            heights = [value(row) for row in own]
+            heights.insert(cut, np.nan)
             axis.plot(
                 places,
-                [value(row) for row in own],
+                heights,
                 style,
                 marker="o",
                 markersize=4,
