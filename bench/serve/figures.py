@@ -69,6 +69,7 @@ def summed_up(answers: Sequence[Answer], seconds: float, bounds: Mapping[str, fl
         "tokens_per_second": tokens / seconds,
         "goodput_requests_per_second": len(good) / seconds,
         "goodput_tokens_per_second": sum(own.tokens for own in good) / seconds,
+        "steady_goodput_tokens_per_second": steady(answers, good),
         **{name: quantiles(own) for name, own in times.items()},
         "prompt_tokens": prompts / len(whole),
         "output_tokens": tokens / len(whole),
@@ -76,6 +77,18 @@ def summed_up(answers: Sequence[Answer], seconds: float, bounds: Mapping[str, fl
         "events": sum(own.events for own in answers),
         "errors": sorted({str(own.error) for own in answers if own.error and own.status != 429})[:5],
     }
+
+
+def steady(answers: Sequence[Answer], good: Sequence[Answer]) -> float:
+    """Tokens a second of good answers that ended after the first fifth was sent and before the last was.
+
+    So neither the filling of slots counts nor their running empty. 0 where so little was sent that it is
+    one moment.
+    """
+    sent = sorted(own.due for own in answers)
+    start, end = sent[len(sent) // 5], sent[-1]
+    tokens = sum(own.tokens for own in good if start < (own.last or 0.0) <= end)
+    return tokens / (end - start) if end > start else 0.0
 
 
 def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
@@ -121,11 +134,12 @@ def notes_of(rows: Sequence[Mapping[str, Any]], *, replays: bool) -> list[str]:
         if (row["load"] or 0) <= 1:
             continue
         others = [own for own in rows if _kind(own) == _kind(row) and (own["load"] or 0) <= 1]
-        peak = max(own["goodput_tokens_per_second"] for own in others)
+        peak = max(own["steady_goodput_tokens_per_second"] for own in others)
+        share = f"{row['steady_goodput_tokens_per_second'] / peak:.0%}" if peak else "unknown"
         bound = f" (bound {row['bound_seconds']:.2f} s)" if row["bound_seconds"] else ""
         notes.append(
             f"{row['method']}, {row['set']}, {row['load']:g} times the sustained rate: goodput "
-            f"{row['goodput_tokens_per_second'] / peak:.0%} of the peak; {row['refused']} of "
+            f"while requests come {share} of the peak; {row['refused']} of "
             f"{row['requests']} refused, {row['refused_with_retry_after']} with Retry-After, "
             f"{row['failed']} failed; p99 end to end of the others {row['e2e']['p99_ms'] / 1e3:.2f} s{bound}"
         )

@@ -8,7 +8,7 @@ import pytest
 from bench.load.arrivals import Lengths
 from bench.load.published import TAU
 from bench.serve.clients import Answer, Clients
-from bench.serve.figures import notes_of, parse_bounds, summed_up
+from bench.serve.figures import notes_of, parse_bounds, steady, summed_up
 from bench.serve.replayed import RECORDED, RESULTS, RecordedRounds, replay
 from bench.serve.servers import options_of
 from bench.serve.sets import ALIKE, LATER, TURNS, Asking, conversations
@@ -75,13 +75,19 @@ def test_figures_of_known_answers():
     assert found["ttft"]["p50_ms"] == pytest.approx(200)
     assert found["tpot"]["p99_ms"] == pytest.approx(100)
     assert found["e2e"]["max_ms"] == pytest.approx(1900)
+    # Of those sent at 0, 1, 2, 3 and 4 three ended after 1 and before 4.
+    line = [Answer(at, last=at + 1.5, tokens=30) for at in range(5)]
+    assert steady(line, line) == pytest.approx(30 * 3 / 3)
     about = {"method": "auto", "set": "random", "bound_seconds": 3.0}
     rows = [
-        {**found, **about, "concurrency": 4, "load": None, "goodput_tokens_per_second": 10.0},
-        {**found, **about, "concurrency": None, "load": 2.0, "goodput_tokens_per_second": 9.0},
+        {**found, **about, "concurrency": 4, "load": None, "steady_goodput_tokens_per_second": 10.0},
+        {**found, **about, "concurrency": None, "load": 2.0, "steady_goodput_tokens_per_second": 9.0},
     ]
     [note] = notes_of(rows, replays=False)
-    assert "2 times the sustained rate: goodput 90% of the peak; 1 of 5 refused, 1 with Retry-After" in note
+    assert (
+        "2 times the sustained rate: goodput while requests come 90% of the peak; 1 of 5 refused, 1 with Retry-After"
+        in note
+    )
 
 
 def test_an_event_may_come_in_any_form():
