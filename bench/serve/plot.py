@@ -29,8 +29,8 @@ def draw_serve(report: Report) -> Figure:
         _panel(bottom, rows, labels, lambda row: row["e2e"]["p50_ms"], lambda row: row["e2e"]["p99_ms"])
         if column == 0:
             top.set_ylabel("good tokens a second")
-            middle.set_ylabel("ms to first token: p50, p99 dashed")
-            bottom.set_ylabel("ms end to end: p50, p99 dashed")
+            middle.set_ylabel("ms to first token: p50, p99 (triangles)")
+            bottom.set_ylabel("ms end to end: p50, p99 (triangles)")
             top.legend(fontsize=7, frameon=False)
         middle.set_yscale("log")
         bottom.set_yscale("log")
@@ -56,7 +56,7 @@ def _panel(axis: Axes, rows: Sequence[Row], labels: list[str], *values: Callable
                 places,
                 heights,
                 style,
-                marker="o",
+                marker="o" if style == "-" else "^",
                 markersize=4,
                 color=COLOURS[number % len(COLOURS)],
                 label=method if style == "-" else None,
