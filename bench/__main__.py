@@ -33,6 +33,9 @@ COMMANDS = {
     "kernel": Command("bench.kernel.command", "one layer's tree attention or experts, and its floor"),
     "load": Command("bench.load.command", "requests that come over time: waits, gaps, rounds of many slots"),
     "loading": Command("bench.loading.command", "a checkpoint from its files to the devices"),
+    "serve": Command(
+        "bench.serve.command", "a server under load, as clients see it over HTTP", "bench,serve"
+    ),
     "collectives": Command("bench.collectives", "the sums between devices, in a loop on the device"),
     "plots": Command("bench.plots", "draws kept reports again, and the pictures of the README"),
     "train": Command(

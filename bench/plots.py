@@ -85,6 +85,7 @@ def picture_of(path: Path) -> "Figure":
     from bench.kernel.plot import draw_kernels
     from bench.load.plot import draw_load
     from bench.round.plot import draw_rounds
+    from bench.serve.plot import draw_serve
 
     drawn = {
         "decode": draw_decode,
@@ -96,6 +97,7 @@ def picture_of(path: Path) -> "Figure":
         "load": draw_load,
         "profile": draw_profile,
         "round": draw_rounds,
+        "serve": draw_serve,
     }
     report = read_report(path)
     kind = report.get("benchmark") or report.get("meta", {}).get("benchmark")

@@ -29,6 +29,7 @@ ROOMS = {
         ("common",),
         ("acceptance", "collectives", "decode", "exactness", "experts", "loading", "round", "train_step"),
         ("kernel", "load"),
+        ("serve",),
         ("plots",),
         ("__main__",),
     ],

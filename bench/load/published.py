@@ -35,10 +35,11 @@ class Acceptance:
     accepted, the smaller one has up to its own end.
     """
 
-    def __init__(self, task: str, buckets: Sequence[int]):
-        """Takes the prompt set, and buckets in rising order, none of them 1."""
+    def __init__(self, task: str, buckets: Sequence[int], *, chains: bool = False):
+        """Takes the prompt set, and buckets in rising order, none of them 1; they may be those of chains."""
         self.buckets = tuple(buckets)
-        means = [tau_of(TAU[task], bucket) - 1 for bucket in buckets]
+        published = {16: CHAIN[task]} if chains else TAU[task]
+        means = [tau_of(published, bucket) - 1 for bucket in buckets]
         self.means = np.maximum.accumulate(means)
         depths = [min(bucket - 1, DEPTH) for bucket in buckets]
         self._tails = [

@@ -1,5 +1,6 @@
 """The trees of a run: their settings, checked against what the models can do, and their decoder."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -67,7 +68,13 @@ class TreeSettings:
                 check_integer(name, value, 1, most)
         check_breadth(self.breadth, target.vocab_size)
         if max_depth is not None:
-            check_traceable(self.algorithm, depth=max_depth, width=self.breadth.width)
+            _check_once(self.algorithm, max_depth, self.breadth.width)
+
+
+@functools.lru_cache(64)
+def _check_once(algorithm: str | Algorithm, depth: int, width: int) -> None:
+    """As `check_traceable`: a trace takes milliseconds, and every request is checked."""
+    check_traceable(algorithm, depth=depth, width=width)
 
 
 PLAIN = TreeSettings(budget=1, width=1)

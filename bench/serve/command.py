@@ -1,0 +1,199 @@
+"""``python -m bench serve``: a server under load, as clients see it over real sockets.
+
+Each method has a server of its own, one after the other, and the JSON is written after each; with ``--url`` a
+server that runs already is measured, any that speaks OpenAI's API. Every set is asked so many at a time
+(``--concurrency``), as requests come at random (``--rates``), and at multiples of the rate at which the
+largest concurrency was served (``--loads``).
+
+With ``--replay`` the engine computes nothing: the real scheduler and policy run over recorded rounds of an
+H200 and published acceptance. It shows what HTTP costs, and what overload does, on any machine.
+"""
+
+import argparse
+import os
+import shlex
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from bench.common.options import check_known, check_least
+from bench.common.report import add_report_arguments, check_report, opening_of, show
+from bench.load.arrivals import Lengths
+from bench.serve.clients import Clients
+from bench.serve.figures import notes_of, parse_bounds, summed_up, table_of
+from bench.serve.replaying import add_replay_arguments
+from bench.serve.servers import Server, options_of
+from bench.serve.sets import ENDPOINTS, SETS, Asking, conversations
+from jetspec_jax.checkpoint.files import write_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add = parser.add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add("--url", help="a server that runs, without /v1 (default: one is started for each method)")
+    add("--api-key", help="of that server")
+    add("--model", help="its name there, or what is served (default: the demo pair)")
+    add("--methods", nargs="+", default=["auto", "tree 16", "tree 64", "chain", "plain"], metavar="METHOD")
+    add("--budget", type=int, default=64, help='largest trees of "auto" (default: 64)')
+    add("--max-num-seqs", type=int, default=8, help="slots (default: 8)")
+    add("--max-model-len", type=int, default=2048, help="tokens of a slot (default: 2048)")
+    add("--max-waiting", type=int, default=1024, help="requests that may wait (default: 1024)")
+    add("--server-options", metavar="WORDS", help="more for `jetspec-jax serve`, in one word")
+    add("--sets", nargs="+", default=["random", "shared", "turns"], help=f"of {', '.join(SETS)}")
+    add("--endpoint", default="completions", help=f"{' or '.join(ENDPOINTS)} (default: completions)")
+    add("--concurrency", type=int, nargs="+", default=[1, 8], help="conversations at a time (default: 1 8)")
+    add("--rates", type=float, nargs="+", help="conversations a second")
+    add("--loads", type=float, nargs="+", help="multiples of the largest concurrency's rate")
+    add("--num-prompts", type=int, default=64, help="conversations of each scene (default: 64)")
+    add("--prompt-tokens", default="lognormal:128:0.5", help="words of a turn: N, uniform:A:B, lognormal:M:S")
+    add("--shared-tokens", type=int, default=256, help="words of shared beginnings (default: 256)")
+    add("--output-tokens", default="uniform:32:96", help="of answers, likewise")
+    add("--temperature", type=float, default=0.0, help="conversation i has seed i (default: 0)")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="answers end at their length alone; not for servers without this field",
+    )
+    add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, as ttft:500")
+    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    add("--replay", action=argparse.BooleanOptionalAction, default=False, help="compute nothing")
+    add_replay_arguments(parser)
+    add_report_arguments(parser, "serve")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the JSON and the plot.
+
+    Raises:
+        ValueError: A setting is not valid.
+        RuntimeError: A server does not listen, or answers nothing.
+    """
+    bounds = _check(arguments)
+    rates, loads = arguments.rates or [], arguments.loads or []
+    check_report(arguments)
+    report: dict[str, Any] = {
+        **opening_of("serve", arguments),
+        "processors": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "rows": [],
+        "notes": [],
+    }
+    rows = report["rows"]
+    methods = [arguments.url] if arguments.url else arguments.methods
+    scenes = len(arguments.sets) * sum(len(own) for own in (arguments.concurrency, rates, loads))
+    with tqdm(total=len(methods) * scenes * arguments.num_prompts, unit="conversation") as bar:
+        for method in methods:
+            bar.set_description(f"start {method}")
+            server = None if arguments.url else _start(arguments, method)
+            try:
+                rows += _measure(arguments, method, server, bounds, bar)
+            finally:
+                if server is not None:
+                    server.close()
+            report["notes"] = notes_of(rows, replays=arguments.replay)
+            write_json(arguments.json, report)
+    print(f"wrote {arguments.json}")
+    show("a server, as its clients see it; times in ms", table_of(rows), report["notes"])
+    from bench.common.picture import write_picture
+    from bench.serve.plot import draw_serve
+
+    write_picture(arguments.plot, draw_serve(report))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> dict[str, float]:
+    """Checks all settings; the bounds of a good answer.
+
+    Raises:
+        ValueError: One is not valid.
+    """
+    check_known("sets", arguments.sets, SETS)
+    check_known("endpoint", [arguments.endpoint], ENDPOINTS)
+    least = ("max_num_seqs", "max_waiting", "concurrency", "num_prompts", "shared_tokens")
+    check_least(arguments, 1, *least)
+    for method in arguments.methods:
+        options_of(method, arguments.budget)
+    for name in ("prompt_tokens", "output_tokens"):
+        Lengths.parse(getattr(arguments, name))
+    for name in ("rates", "loads"):
+        if min(given := getattr(arguments, name) or [1]) <= 0:
+            raise ValueError(f"--{name} must be positive, not {min(given):g}")
+    if arguments.loads and not arguments.concurrency:
+        raise ValueError("--loads are multiples of what --concurrency reaches; name one")
+    if arguments.url and arguments.replay:
+        raise ValueError("--replay starts a server of its own: leave --url out")
+    return parse_bounds(arguments.goodput or ())
+
+
+def _start(arguments: argparse.Namespace, method: str) -> Server:
+    options = [] if arguments.model is None else [arguments.model]
+    options += options_of(method, arguments.budget)
+    for name in ("max_num_seqs", "max_model_len", "max_waiting"):
+        options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    if arguments.replay:
+        options += ["--task", arguments.task, "--recorded", *map(str, arguments.recorded)]
+    return Server([*options, *shlex.split(arguments.server_options or "")], replays=arguments.replay)
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    method: str,
+    server: Server | None,
+    bounds: dict[str, float],
+    bar: Any,
+) -> list[dict[str, Any]]:
+    """All scenes of a method."""
+    asking = Asking(
+        arguments.model if arguments.url else None,
+        arguments.endpoint,
+        arguments.temperature,
+        arguments.ignore_eos,
+    )
+    url = arguments.url.removesuffix("/").removesuffix("/v1") if server is None else server.url
+    clients = Clients(url, asking, api_key=arguments.api_key)
+    rows: list[dict[str, Any]] = []
+    for number, name in enumerate(arguments.sets):
+        scenes: list[tuple[int | None, float | None, float | None]] = [
+            *((count, None, None) for count in sorted(arguments.concurrency)),
+            *((None, rate, None) for rate in arguments.rates or ()),
+            *((None, None, load) for load in sorted(arguments.loads or ())),
+        ]
+        peak: dict[str, Any] = {}
+        for place, (count, rate, load) in enumerate(scenes):
+            if load is not None:
+                rate = load * peak["conversations_per_second"]
+            # Other prompts in each scene: what an earlier one has left in the stores would be found again.
+            rng = np.random.default_rng((arguments.seed, number, place))
+            lengths = Lengths.parse(arguments.prompt_tokens), Lengths.parse(arguments.output_tokens)
+            line = conversations(name, arguments.num_prompts, *lengths, arguments.shared_tokens, rng)
+            bar.set_description(
+                f"{method}, {name}, " + (f"{count} at a time" if count else f"{rate:.3g} a second")
+            )
+            before = None if server is None else server.spent()
+            answers, seconds = clients.serve(
+                line, concurrency=count, rate=rate, seed=arguments.seed, step=bar.update
+            )
+            after = None if server is None else server.spent()
+            found = summed_up(answers, seconds, bounds)
+            costs = {"server_ms_per_event": None, "engine_ms_per_event": None}
+            if before is not None and after is not None:
+                engine = after.engine - before.engine
+                costs = {
+                    "server_ms_per_event": 1e3 * (after.process - before.process - engine) / found["events"],
+                    "engine_ms_per_event": 1e3 * engine / found["events"],
+                }
+            about = {"method": method, "set": name, "concurrency": count, "rate": rate, "load": load}
+            row = {**about, **found, **costs, "bound_seconds": None}
+            row["conversations_per_second"] = row["requests_per_second"] / len(line[0].turns)
+            if count is not None:
+                peak = row
+            elif load is not None and server is not None:
+                # Those that wait and those that run leave at the peak's rate; then it is served itself.
+                before_it = arguments.max_waiting + arguments.max_num_seqs
+                wait = before_it / peak["requests_per_second"]
+                row["bound_seconds"] = wait + 1e-3 * peak["e2e"]["p99_ms"]
+            rows.append(row)
+    return rows

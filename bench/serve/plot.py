@@ -1,0 +1,72 @@
+"""The picture of a server: throughput, and waits, by what clients ask of it."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.common.picture import COLOURS, Report, Row, empty_figure, grouped, without_frame
+
+
+def draw_serve(report: Report) -> Figure:
+    """For each set tokens a second, and below them times to first token and end to end."""
+    sets = grouped(report["rows"], lambda row: row["set"])
+    figure = empty_figure(
+        1.0 + 4.6 * max(len(sets), 1.4),
+        9.0,
+        "A server, as its clients see it",
+        _about(report),
+        " ".join(report["notes"][1:]),
+    )
+    grid = figure.subplots(3, len(sets), squeeze=False)
+    for column, (name, rows) in enumerate(sets.items()):
+        top, middle, bottom = (grid[line][column] for line in range(3))
+        labels = list(dict.fromkeys(map(_scene, rows)))
+        _panel(top, rows, labels, lambda row: row["goodput_tokens_per_second"])
+        top.set_title(name, fontsize=10)
+        _panel(middle, rows, labels, lambda row: row["ttft"]["p50_ms"], lambda row: row["ttft"]["p99_ms"])
+        _panel(bottom, rows, labels, lambda row: row["e2e"]["p50_ms"], lambda row: row["e2e"]["p99_ms"])
+        if column == 0:
+            top.set_ylabel("good tokens a second")
+            middle.set_ylabel("ms to first token: p50, p99 (triangles)")
+            bottom.set_ylabel("ms end to end: p50, p99 (triangles)")
+            top.legend(fontsize=7, frameon=False)
+        middle.set_yscale("log")
+        bottom.set_yscale("log")
+    return figure
+
+
+def _scene(row: Row) -> str:
+    if row["concurrency"] is not None:
+        return f"{row['concurrency']} at\na time"
+    return f"{row['load']:g} x\npeak" if row["load"] is not None else f"{row['rate']:g}\na second"
+
+
+def _panel(axis: Axes, rows: Sequence[Row], labels: list[str], *values: Callable[[Row], float]) -> None:
+    for number, (method, own) in enumerate(grouped(rows, lambda row: row["method"]).items()):
+        places: list[float] = [labels.index(_scene(row)) for row in own]
+        # Those at a time and those over time are no one line.
+        cut = sum(row["concurrency"] is not None for row in own)
+        places.insert(cut, np.nan)
+        for value, style in zip(values, ("-", "--"), strict=False):
+            heights = [value(row) for row in own]
+            heights.insert(cut, np.nan)
+            axis.plot(
+                places,
+                heights,
+                style,
+                marker="o" if style == "-" else "^",
+                markersize=4,
+                color=COLOURS[number % len(COLOURS)],
+                label=method if style == "-" else None,
+            )
+    axis.set_xticks(range(len(labels)), labels, fontsize=8)
+    without_frame(axis)
+
+
+def _about(report: Report) -> str:
+    given = report["arguments"]
+    what = "recorded rounds of an H200, replayed" if given["replay"] else given["url"] or report["device"]
+    limits = f"{given['max_num_seqs']} slots, {given['max_waiting']} may wait"
+    return f"{what}; {limits}; client and server share {report['processors']} processors"

@@ -1,0 +1,73 @@
+"""A server over an engine that replays, as a process: ``python -m bench.serve.replaying --help``.
+
+It takes the options of ``jetspec-jax serve``. Each line on its standard input is answered by one on its
+standard error: the processor seconds of the process, and those of the engine's steps.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from bench.common.options import check_known
+from bench.load.published import TAU
+from bench.serve.replayed import RECORDED, ReplayedEngine, replay
+from jetspec_jax import AsyncLLM
+from jetspec_jax.cli.options import ENGINE, SERVER
+from jetspec_jax.cli.serving import add_serve_command
+from jetspec_jax.cli.settings import model_arguments
+from jetspec_jax.serve.running import Stopping, run
+from jetspec_jax.serve.settings import ServeSettings
+
+#: Before each answer.
+MARK = "replayed:"
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is replayed."""
+    parser.add_argument(
+        "--recorded",
+        nargs="+",
+        default=list(RECORDED),
+        metavar="REPORT",
+        help="of `bench round`, to replay (default: Qwen3-8B's shapes on one H200)",
+    )
+    parser.add_argument("--task", default="gsm8k", help=f"acceptance published of {', '.join(TAU)}")
+
+
+def main(words: Sequence[str]) -> None:
+    """Serves until it is told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serve.replaying", description=__doc__)
+    add_replay_arguments(parser)
+    own, others = parser.parse_known_args(words)
+    check_known("task", [own.task], TAU)
+    serving = argparse.ArgumentParser()
+    add_serve_command(serving.add_subparsers())
+    arguments = serving.parse_args(["serve", *others])
+    given = model_arguments(arguments) | ENGINE.given(arguments)
+    stopping = Stopping()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda own, _: stopping(own))
+
+    def make() -> AsyncLLM:
+        llm = AsyncLLM(**given)
+        engine = replay(llm, given, own.recorded, own.task)
+        threading.Thread(target=answer, args=(engine,), daemon=True).start()
+        return llm
+
+    settings = ServeSettings(**{**SERVER.given(arguments), "warm_up": "none"})
+    run(make, settings, name="replayed", capacity=given.get("capacity"), stopping=stopping)
+
+
+def answer(engine: ReplayedEngine) -> None:
+    """Tells whoever asks what the process has spent."""
+    for _ in sys.stdin:
+        spent = {"process": time.process_time(), "engine": engine.thread_seconds}
+        print(MARK, json.dumps(spent), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
