@@ -177,10 +177,8 @@ def _check(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
     check_known("parts", arguments.parts, PARTS)
     check_known("tasks", arguments.tasks, TASKS)
-    check_least(
-        arguments, 1, "slots", "host_slots", "context", "concurrency", "num_prompts", "count", "repeats"
-    )
-    check_least(arguments, 2, "rounds", "least_nodes", "budgets")
+    check_least(arguments, 1, "slots", "host_slots", "concurrency", "num_prompts", "count", "repeats")
+    check_least(arguments, 2, "context", "rounds", "least_nodes", "budgets")
     for text in arguments.prompts:
         if waits.parse_prompts(text)[0] > _BESIDE:
             raise ValueError(f"--prompts {text}: at most {_BESIDE} come together")
@@ -362,7 +360,7 @@ class Measured:
         load, given = self._crowded, self._given
         step("measure")
         ceilings = measure_ceilings(self._pair.target.dtype, given.repeats)
-        contexts = max(given.context // 4, 64), given.context
+        contexts = max(given.context // 4, 1), given.context
         own = measure_rounds(load.engine.runner, self._pair, contexts, given.rounds, given.repeats, ceilings)
         return {**own, "ceilings": ceilings.entry()}
 

@@ -204,9 +204,9 @@ class Load:
         return self.now
 
 
-def quantiles(seconds: Sequence[float]) -> dict[str, float | None]:
+def quantiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float | None]:
     """Median, 90th percentile and largest, in milliseconds; None of nothing."""
     if not len(seconds):
         return {"p50_ms": None, "p90_ms": None, "max_ms": None}
     middle, late = np.quantile(1e3 * np.asarray(seconds), [0.5, 0.9])
-    return {"p50_ms": float(middle), "p90_ms": float(late), "max_ms": 1e3 * max(seconds)}
+    return {"p50_ms": float(middle), "p90_ms": float(late), "max_ms": 1e3 * float(max(seconds))}

@@ -29,8 +29,8 @@ def draw_serve(report: Report) -> Figure:
         _panel(bottom, rows, labels, lambda row: row["e2e"]["p50_ms"], lambda row: row["e2e"]["p99_ms"])
         if column == 0:
             top.set_ylabel("good tokens a second")
-            middle.set_ylabel("ms to first token: p50, p99 (triangles)")
-            bottom.set_ylabel("ms end to end: p50, p99 (triangles)")
+            middle.set_ylabel("ms to first token, p50 to p99")
+            bottom.set_ylabel("ms end to end, p50 to p99")
             top.legend(fontsize=7, frameon=False)
         middle.set_yscale("log")
         bottom.set_yscale("log")
@@ -43,24 +43,35 @@ def _scene(row: Row) -> str:
     return f"{row['load']:g} x\npeak" if row["load"] is not None else f"{row['rate']:g}\na second"
 
 
-def _panel(axis: Axes, rows: Sequence[Row], labels: list[str], *values: Callable[[Row], float]) -> None:
-    for number, (method, own) in enumerate(grouped(rows, lambda row: row["method"]).items()):
-        places: list[float] = [labels.index(_scene(row)) for row in own]
+def _panel(
+    axis: Axes,
+    rows: Sequence[Row],
+    labels: list[str],
+    value: Callable[[Row], float],
+    late: Callable[[Row], float] | None = None,
+) -> None:
+    """A line for each method; where ``late`` is given, a whisker from each point up to it."""
+    methods = grouped(rows, lambda row: row["method"])
+    for number, (method, own) in enumerate(methods.items()):
+        # Whiskers of different methods stand side by side.
+        aside = 0.08 * (number - (len(methods) - 1) / 2) if late else 0.0
+        places: list[float] = [labels.index(_scene(row)) + aside for row in own]
+        heights = [value(row) for row in own]
+        above = [late(row) - value(row) if late else 0.0 for row in own]
         # Those at a time and those over time are no one line.
         cut = sum(row["concurrency"] is not None for row in own)
-        places.insert(cut, np.nan)
-        for value, style in zip(values, ("-", "--"), strict=False):
-            heights = [value(row) for row in own]
-            heights.insert(cut, np.nan)
-            axis.plot(
-                places,
-                heights,
-                style,
-                marker="o" if style == "-" else "^",
-                markersize=4,
-                color=COLOURS[number % len(COLOURS)],
-                label=method if style == "-" else None,
-            )
+        for line in (places, heights, above):
+            line.insert(cut, np.nan)
+        axis.errorbar(
+            places,
+            heights,
+            yerr=[np.zeros(len(above)), above] if late else None,
+            marker="o",
+            markersize=4,
+            elinewidth=1.0,
+            color=COLOURS[number % len(COLOURS)],
+            label=method,
+        )
     axis.set_xticks(range(len(labels)), labels, fontsize=8)
     without_frame(axis)
 

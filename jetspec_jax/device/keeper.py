@@ -15,14 +15,33 @@ class Keeper:
     Attributes:
         line: Held by who waits for the lock, and while a call has it. A thread may take it again.
         lock: Held while anything is done with the engine. A thread may take it again.
-        engine: The engine; None if there is none.
         driver: Leads to the driver that serves with it whoever comes; None if there has been none.
     """
 
     line: Any = field(default_factory=threading.RLock)
     lock: Any = field(default_factory=threading.RLock)
-    engine: Any = None
     driver: "weakref.ref[Any] | None" = None
+    _kept: dict[str, Any] = field(default_factory=dict, init=False)
+
+    @property
+    def engine(self) -> Any:
+        """The engine; None if there is none."""
+        return self._kept.get("engine")
+
+    @engine.setter
+    def engine(self, engine: Any) -> None:
+        if engine is None:
+            self._kept.clear()
+        else:
+            self._kept["engine"] = engine
+
+    def offer(self, engine: Any) -> bool:
+        """Keeps an engine if there is none; whether it is kept.
+
+        Needs no lock, so that a finaliser can call it, and is one step of the interpreter, so that no
+        interrupt leaves it half done.
+        """
+        return self._kept.setdefault("engine", engine) is engine
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -307,13 +307,6 @@ def give_back(target: Target, engine: Engine) -> None:
     if spans(target.mesh):
         engine.close()  # processes may drop a trace at different times, and must keep the same engine
         return
-    kept = False
-    # Also called while a dropped trace is finalised, which must wait for nobody.
-    if target.keeper.lock.acquire(blocking=False):
-        try:
-            if target.keeper.engine is None and not engine.broken:
-                target.keeper.engine, kept = engine, True
-        finally:
-            target.keeper.lock.release()
-    if not kept:
+    # Also called while a dropped trace is finalised, which must wait for no lock.
+    if engine.broken or not target.keeper.offer(engine):
         engine.close()

@@ -102,7 +102,7 @@ def test_all_parts_of_a_tiny_shape(report_of):
         *((method, None, 50.0) for method in methods),
     ]
     assert len({row["tokens"] for row in parts["traffic"]}) == 1
-    assert report["tokens_checked"] == 48
+    assert report["tokens_checked"] == 2 * 48  # plainly, and with trees
 
 
 def test_outputs_that_differ_are_an_error(pair, monkeypatch):
@@ -127,6 +127,7 @@ def test_outputs_that_differ_are_an_error(pair, monkeypatch):
         (["--parts", "prefil"], "--parts must be one of prefill, ttft"),
         (["--shape", "tiny", "--long-prompt", "4000"], "need 5024 tokens, and tiny has a context of 4096"),
         (["--slots", "4", "--host-slots", "8"], "--host-slots 8 is more than --slots 4"),
+        (["--context", "1"], "--context must be at least 2"),
         (["--rates", "0"], "--rates must be positive"),
         (["--prompts", "9x100"], "at most 8 come together"),
         (["--output-tokens", "many"], "lengths are N"),

@@ -135,7 +135,7 @@ def come_and_go():
     prompts, params = [], []
     for number in range(6):
         wanted = KINDS[kinds[number // 2]] if number % 2 else {"logprobs": 2}
-        own = {"max_tokens": 12 + 3 * number, "seed": number, "temperature": float(number % 3 > 0)}
+        own = {"max_tokens": 24 + 4 * number, "seed": number, "temperature": float(number % 3 > 0)}
         params.append(SamplingParams(**{"ignore_eos": True, **own, **wanted}))
         prompts.append([number, 5, *PROMPTS[number % 3]] + [7] * (40 if number % 2 else 50))
     return prompts, params
