@@ -2,6 +2,7 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from bench.common.picture import COLOURS, GREY, Report, empty_figure, measured_on, without_frame
 
@@ -55,6 +56,10 @@ def _panel(axis: Axes, title: str, lines: dict[str, list[tuple[int, float]]]) ->
         )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.set_xticks(sorted({at for points in lines.values() for at, _ in points}))
+    for own in (axis.xaxis, axis.yaxis):
+        own.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        own.set_minor_formatter(StrMethodFormatter("{x:,.0f}") if own is axis.yaxis else NullFormatter())
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("requests at a time")
     axis.legend(fontsize=7, frameon=False)
@@ -62,4 +67,6 @@ def _panel(axis: Axes, title: str, lines: dict[str, list[tuple[int, float]]]) ->
 
 
 def _about(report: Report) -> str:
-    return f"{report['shape']}, {measured_on(report)}"
+    # The demo part is of a pair of its own, which its panel names.
+    shape = [] if set(report["parts"]) <= {"host", "demo"} else [report["shape"]]
+    return ", ".join([*shape, measured_on(report)])
