@@ -9,8 +9,15 @@ from jetspec_jax.arguments import check_text, check_type, shown
 Chat = Sequence[Mapping[str, Any]]
 _MESSAGES = '[{"role": "user", "content": "…"}]'
 
-#: Settings of a rendering that its caller makes, so that nobody can pass them on to the template.
-RESERVED = frozenset({"tokenize", "add_generation_prompt", "return_dict", "return_assistant_tokens_mask"})
+#: Arguments of a tokenizer's ``apply_chat_template`` that change what it does. Those of a template are data:
+#: they replace neither the template nor how the prompt is made of it.
+RESERVED = frozenset(
+    (
+        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
 
 
 def read_chats(messages: Any) -> list[list[dict[str, Any]]]:

@@ -1,8 +1,11 @@
 """Conversations as callers bring them: nothing is rendered here."""
 
-import pytest
+import inspect
 
-from jetspec_jax.checkpoint.chat_template import read_chats
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 HELLO = {"role": "user", "content": "hello"}
@@ -74,3 +77,14 @@ def test_what_is_no_conversation(messages, error, message):
         read_chats(messages)
     assert type(raised.value) is error
     assert len(str(raised.value)) < 300
+
+
+def test_what_a_tokenizer_takes_itself_is_no_argument_of_a_template():
+    """But for what it gives on to the template; also what later releases take beside."""
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    own = {name for name, parameter in own.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    assert "chat_template" in own
+    for name in (own | {"messages"}) - {"self", "tools", "documents"}:
+        with pytest.raises(ValueError, match=f"^{name} cannot be template arguments"):
+            check_template_arguments([name])
+    check_template_arguments(["tools", "documents", "enable_thinking"])

@@ -84,6 +84,8 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ["0..20"]),
         ({"prompt": "a", "stop": [""]}, 400, "stop", ["not empty"]),
+        ({"prompt": "a", "stop": ["a"] * 65}, 400, "stop", ["64 texts", "has 65"]),
+        ({"prompt": "a", "stop": ["a", "b" * 1025]}, 400, "stop", ["1024 characters", "one of 1025"]),
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
         (
@@ -150,6 +152,7 @@ def test_completions(http, llm, body, status, param, words):
         ),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
         ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "messages", ["tokenize"]),
+        ({"messages": USER, "chat_template_kwargs": {"chat_template": "own"}}, "messages", ["chat_template"]),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
     ],
