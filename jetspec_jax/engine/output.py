@@ -116,6 +116,8 @@ class Output:
         self._rounds = self._reached = 0
         # As long is the text in which no stop string may end.
         self._unstoppable = 0
+        # Of each stop string, how many characters at the text's end may be its first ones.
+        self._begun = [0] * len(self._stop)
         self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         self._whole = True
 
@@ -172,11 +174,7 @@ class Output:
         """The text that nothing to come can take back: without a tail that may begin a stop string."""
         if self.finish_reason is not None:
             return self.text
-        held = max(
-            (size for stop in self._stop for size in range(1, len(stop)) if self.text.endswith(stop[:size])),
-            default=0,
-        )
-        return self.text[: len(self.text) - held]
+        return self.text[: len(self.text) - max(self._begun, default=0)]
 
     def completion(self) -> Completion:
         """The finished completion."""
@@ -229,6 +227,11 @@ class Output:
 
     def _extend(self, piece: str) -> bool:
         self.text += piece
+        # No more can have joined than the piece has: to try all beginnings of a long stop string takes long.
+        self._begun = [
+            self._beginning(stop, begun + len(piece))
+            for stop, begun in zip(self._stop, self._begun, strict=True)
+        ]
         if len(self.token_ids) <= self._min_tokens:
             self._unstoppable = len(self.text)
             return False
@@ -237,4 +240,10 @@ class Output:
         if found:
             start, length = min(found)
             self.text = self.text[: start + length * self._keep_stop]
+        self._unstoppable = len(self.text)
         return bool(found)
+
+    def _beginning(self, stop: str, most: int) -> int:
+        """How many of the first characters of a stop string the text ends with, at most so many."""
+        sizes = range(min(most, len(stop) - 1), 0, -1)
+        return next((size for size in sizes if self.text.endswith(stop[:size])), 0)

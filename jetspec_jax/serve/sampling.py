@@ -17,6 +17,8 @@ SAME = (
     *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
     *("skip_special_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
 )
+#: Of a request, and their characters: each is looked for in every piece of text.
+MOST_STOPS, LONGEST_STOP = 64, 1024
 _GUIDED = 'put it into structured_outputs, as {"structured_outputs": {"json": …}}'
 
 
@@ -166,6 +168,12 @@ def _check(request: SamplingFields, settings: ServeSettings) -> None:
     if not -(2**31) <= request.priority <= 2**31:
         message = f"priority must lie in {-(2**31)}..{2**31}"
         raise ApiError(400, message, param="priority", code="invalid_value")
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    longest = max(map(len, stops), default=0)
+    if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
+        found = str(len(stops)) if len(stops) > MOST_STOPS else f"one of {longest} characters"
+        message = f"stop may have {MOST_STOPS} texts of {LONGEST_STOP} characters at most, and it has {found}"
+        raise ApiError(400, message, param="stop", code="invalid_value")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

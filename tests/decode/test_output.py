@@ -152,6 +152,28 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
     assert take(EOS) == "xab\nabxab"
 
 
+class Sliced(str):
+    """Counts its slices."""
+
+    __slots__ = ()
+    slices = 0
+
+    def __getitem__(self, key):
+        Sliced.slices += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("stop", ["a" * 999 + "b", "b" + "a" * 999, "c" + "a" * 998 + "b"])
+def test_a_long_stop_string_is_not_tried_in_all_its_lengths(stop):
+    output = output_of(SamplingParams(stop=[Sliced(stop)], max_tokens=1000), byte_level())
+    Sliced.slices = 0
+    for letter in b"a" * 60 + b"ca" * 30:
+        output.request.take([letter + 1])
+        output.update()
+        assert output.text.startswith(output.settled_text)
+    assert Sliced.slices <= 3 * 120
+
+
 def text_of(letters, stop_ids=(), **params):
     """The text of byte-level tokens; the special one is a zero byte here."""
     tokens = [EOS if byte == 0 else byte + 1 for byte in letters.encode()]
