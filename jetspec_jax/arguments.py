@@ -1,5 +1,6 @@
 """Checks of what callers give: a wrong type is a TypeError, a wrong value a ValueError, both by name."""
 
+import itertools
 import math
 import reprlib
 from typing import Any
@@ -11,6 +12,11 @@ class _Short(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = 80
+        self.maxlevel = 3
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Of many entries the first: the library sorts them all."""
+        return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
 
     def repr_int(self, x: int, level: int) -> str:
         """Python refuses to write integers of thousands of digits."""
@@ -18,11 +24,18 @@ class _Short(reprlib.Repr):
 
 
 _short = _Short()
+# Characters of what is shown, whatever nests in it.
+_WORDS = 300
 
 
 def shown(value: object) -> str:
     """What an error message says of a value: its repr, cut to a few words."""
-    return _short.repr(value)
+    return shortened(_short.repr(value), _WORDS)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text cut to so many characters, the last of which says that more were there."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def is_integer(value: object) -> bool:

@@ -15,7 +15,7 @@ from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
-from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
@@ -46,7 +46,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # Of OpenAI's own responses, without meaning here: null, or nothing to tell.
@@ -79,12 +79,12 @@ class Message(Body):
 class ChatRequest(SamplingFields):
     """The body of a request."""
 
-    messages: list[Message]
+    messages: Listed[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

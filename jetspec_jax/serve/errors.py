@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from jetspec_jax.arguments import shown
+from jetspec_jax.arguments import shortened, shown
 from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed
 
@@ -21,6 +21,12 @@ ELSEWHERE = {
     "/v1/audio": "this server reads and writes text alone",
     "/v1/images": "this server reads and writes text alone",
 }
+#: Characters of a message, whatever it repeats of what was sent.
+MOST_CHARACTERS = 2000
+#: Wrong fields of a request that are told; how many more there are is told too.
+MOST_FIELDS = 8
+# Characters of what is told of one, and of a field's name.
+_FIELD, _NAME = 200, 64
 _KINDS = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
@@ -45,6 +51,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         """Takes what the attributes say."""
+        message = shortened(message, MOST_CHARACTERS)
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
@@ -130,39 +137,51 @@ def of_generation(error: Exception, names: Collection[str], *, errored: bool) ->
 
 
 def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, str]) -> ApiError:
-    """What is wrong with the fields of a request: all of it, and the first one's name.
+    """What is wrong with the first few fields of a request, and the first one's name.
 
     Args:
         error: Of the model.
         known: Names of its fields.
         hints: What to do instead of some that it lacks.
     """
-    said, first, code = [], None, "invalid_type"
-    for one in error.errors(include_url=False, include_context=False):
-        name = _name(one["loc"])
-        if one["type"] == "extra_forbidden":
-            said.append(_unknown(name, known if len(one["loc"]) == 1 else (), hints))
+    said, param, code = [], None, None
+    errors = error.errors(include_url=False, include_context=False)
+    for one in errors[:MOST_FIELDS]:
+        unknown = one["type"] == "extra_forbidden"
+        name = _name(one["loc"], unknown=unknown)
+        if unknown:
+            told = _unknown(name, known if len(one["loc"]) == 1 else (), hints)
             one_code = "unknown_parameter"
         elif one["type"] == "missing":
-            said.append(f"{name} is missing")
+            told = f"{name} is missing"
             one_code = "missing_required_parameter"
         else:
-            what = one["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            meant = what if what.startswith(name) else f"{name} should be {what}, not {shown(one['input'])}"
-            said.append(meant)
+            # "Input should be …", "String should match …", or what a `Body` itself says.
+            message, should, what = one["msg"].removeprefix("Value error, ").partition(" should ")
+            told = f"{name} should {what}, not {shown(one['input'])}" if should else f"{name} {message}"
             one_code = "invalid_type"
-        if first is None:
-            first, code = name, one_code
-    return ApiError(400, "; ".join(dict.fromkeys(said)), param=first, code=code)
+        if not said:
+            param, code = name if one["loc"] else None, one_code
+        said.append(shortened(told, _FIELD))
+    said = [*dict.fromkeys(said)]
+    if len(errors) > MOST_FIELDS:
+        said.append(f"and {len(errors) - MOST_FIELDS} more")
+    return ApiError(400, "; ".join(said), param=param, code=code)
 
 
-def _name(place: tuple[int | str, ...]) -> str:
-    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions."""
+def _name(place: tuple[int | str, ...], *, unknown: bool) -> str:
+    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions.
+
+    Args:
+        place: The place.
+        unknown: Whether it ends with the name of an unknown field, which may be any text.
+    """
     name = ""
-    for part in place:
+    for number, part in enumerate(place, 1):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif re.fullmatch(r"\w+", part) and part not in _UNION_TAGS:
+        elif (unknown and number == len(place)) or (re.fullmatch(r"\w+", part) and part not in _UNION_TAGS):
+            part = shortened(part, _NAME)
             name += f".{part}" if name else part
     return name or "the body"
 
@@ -173,6 +192,6 @@ _UNION_TAGS = {"str", "int", "float", "bool", "dict", "list"}
 def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str:
     if name in hints:
         return f"{name} is not supported; {hints[name]}"
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1) if len(name) < _NAME else ()
     advice = f"did you mean {near[0]}?" if near else "leave it out"
     return f"{name} is no parameter that this server knows; {advice}"

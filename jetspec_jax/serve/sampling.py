@@ -5,9 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from jetspec_jax.arguments import check_number
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
-from jetspec_jax.serve.bodies import Body
+from jetspec_jax.serve.bodies import Body, Listed
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.settings import ServeSettings
 
@@ -50,7 +51,7 @@ class StructuredOutputs(Body):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -65,11 +66,12 @@ class SamplingFields(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    # Numbers, checked up to the first that is none.
+    logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     # OpenAI's, without effect here.
     user: Any = None
@@ -82,11 +84,11 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Listed[str] | None = None
+    allowed_token_ids: Listed[int] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int = 0
@@ -139,9 +141,9 @@ def sampling_params(
     given = {name: value for name in SAME if (value := getattr(request, name)) is not None}
     given = {"temperature": 1.0, **given, **fixed, "max_tokens": max_tokens, "logprobs": logprobs}
     names = type(request).model_fields
-    if request.logit_bias is not None:
-        given["logit_bias"] = _biases(request.logit_bias)
     try:
+        if request.logit_bias is not None:
+            given["logit_bias"] = _biases(request.logit_bias)
         form = _form(request) if form is None else form
         params = SamplingParams(**given, structured_outputs=form)
     except (TypeError, ValueError) as error:
@@ -176,12 +178,12 @@ def _check(request: SamplingFields, settings: ServeSettings) -> None:
         raise ApiError(400, message, param="stop", code="invalid_value")
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
+def _biases(given: Mapping[str, Any]) -> dict[int, float]:
     for token in given:
         if not (token.isascii() and token.isdecimal() and len(token) < 12):
             message = f'logit_bias must have token ids as names, as in {{"42": -1}}, not {token[:32]!r}'
             raise ApiError(400, message, param="logit_bias", code="invalid_value")
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): check_number(f"logit_bias of token {token}", bias) for token, bias in given.items()}
 
 
 def _form(request: SamplingFields) -> StructuredOutputsParams | None:

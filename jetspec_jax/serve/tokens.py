@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.engine.prompts import check_ids, encode_chat
-from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.chat import Message
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
@@ -19,19 +19,19 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Listed[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Listed[Tool] | None = None
 
 
 class DetokenizeRequest(Body):
     """Tokens."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 def token_routes(service: Service) -> APIRouter:

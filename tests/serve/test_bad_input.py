@@ -82,6 +82,8 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
         ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),
+        ({"prompt": "a", "logit_bias": {"1": "2"}}, 400, "logit_bias", ["token 1", "number, not '2'"]),
+        ({"prompt": "a", "max-tokens": 1}, 400, "max-tokens", ["did you mean max_tokens?"]),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs", ["0..20"]),
         ({"prompt": "a", "stop": [""]}, 400, "stop", ["not empty"]),
         ({"prompt": "a", "stop": ["a"] * 65}, 400, "stop", ["64 texts", "has 65"]),

@@ -3,8 +3,15 @@
 import json
 import random
 
+import pytest
+from pydantic import ValidationError
+
+from jetspec_jax.serve.bodies import Body
 from jetspec_jax.serve.chat import ChatRequest
 from jetspec_jax.serve.completions import CompletionRequest
+from jetspec_jax.serve.errors import MOST_CHARACTERS, invalid
+from jetspec_jax.serve.playground.routes import RoundsRequest
+from jetspec_jax.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import served
@@ -53,3 +60,41 @@ def test_no_body_is_an_error_of_the_server():
                 assert error["message"], body
                 assert len(error["message"]) < 1500, body
     assert min(statuses[200], statuses[400]) > 15
+
+
+MANY = 20_000
+ITEMS, FIELDS = [None] * MANY, {f"é {number}": 1 for number in range(MANY)}
+CALL = {"id": "a", "function": {"name": "a", "arguments": "{}"}}
+LARGE = (
+    *({"messages": ITEMS}, {"messages": [0] * MANY}, {"tools": ITEMS}, FIELDS, {"a" * MANY: 1}),
+    *({"messages": [USER | FIELDS]}, {"messages": [{}] * MANY}, {"messages": [USER | {"tool_calls": ITEMS}]}),
+    *({"messages": [USER | {"tool_calls": [CALL | FIELDS]}]}, {"messages": [USER | {"a" * MANY: 1}]}),
+    *({"tools": [{"type": "function", "function": FIELDS}]}, {"response_format": FIELDS}),
+    {"model": "a" * MANY},
+    *({"logit_bias": FIELDS}, {"logit_bias": {str(number): "a" for number in range(MANY)}}),
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "a" * MANY}}},
+    {"response_format": {"type": "text", "a" * MANY: 1}},
+    {"seed": [[["a" * 99] * 9] * 9] * 9, **{f"{number} {'a' * 99}": 1 for number in range(30)}},
+)
+
+
+@pytest.mark.parametrize("body", LARGE, ids=lambda body: " ".join(body)[:20])
+def test_a_large_body_gets_a_short_answer(http, body):
+    got = http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, **body})
+    assert got.status_code in (400, 404)
+    assert len(got.json()["error"]["message"]) <= MOST_CHARACTERS
+    assert len(got.content) < 3 * MOST_CHARACTERS
+
+
+KINDS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, RoundsRequest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [ITEMS, [[]] * MANY, [FIELDS], FIELDS, {"type": ITEMS, "function": FIELDS}])
+def test_wrong_items_are_not_all_looked_at(kind: type[Body], wrong):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(dict.fromkeys(kind.model_fields, wrong))
+    assert caught.value.error_count() < 200
+    told = invalid(caught.value, kind.model_fields, kind.hints).message
+    assert len(told) <= MOST_CHARACTERS
+    assert (f"; and {caught.value.error_count() - 8} more" in told) == (caught.value.error_count() > 8)

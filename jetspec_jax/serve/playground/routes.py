@@ -17,7 +17,7 @@ from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, encode_text
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import DONE, event
-from jetspec_jax.serve.bodies import Body, read_body
+from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.errors import ApiError, internal, refused
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.playground.page import playground_page, policy_of
@@ -33,7 +33,7 @@ class RoundsRequest(Body):
     """What is to be watched: a prompt or a conversation, and how it is sampled."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Listed[dict[str, Any]] | None = None
     max_tokens: int = 128
     temperature: float = 1.0
     top_p: float | None = None
