@@ -106,8 +106,10 @@ def render_chat(
     """
     import jinja2
 
+    prefix = f"{where}: " if where else ""
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template_arguments)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        prefix = f"{where}: " if where else ""
         raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{prefix}the conversation is nested too deeply for its chat template") from error

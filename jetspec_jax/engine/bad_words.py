@@ -20,7 +20,7 @@ def encode_bad_words(target: Target, words: Sequence[str] | None) -> tuple[tuple
     if target.tokenizer is None:
         raise ValueError("bad_words need a tokenizer, and the target has none; use logit_bias")
     found: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for word in dict.fromkeys(words):
         for text in (word.lstrip(), f" {word.lstrip()}"):
             ids = target.tokenizer.encode(text, add_special_tokens=False)
             tokens = check_ids(ids, f"the bad word {shown(word)}", target.config.vocab_size)
@@ -28,11 +28,11 @@ def encode_bad_words(target: Target, words: Sequence[str] | None) -> tuple[tuple
                 has = f"{shown(word)} has {len(tokens)}"
                 raise ValueError(f"a bad word must have 1 to {MOST_WORD_TOKENS} tokens, and {has}")
             found[tuple(tokens.tolist())] = None
-    if len(found) > MOST_BAD_WORDS:
-        raise ValueError(
-            f"bad_words are {len(found)} sequences of tokens, with and without a space before each word; "
-            f"there may be at most {MOST_BAD_WORDS}"
-        )
+        if len(found) > MOST_BAD_WORDS:
+            raise ValueError(
+                f"bad_words may be at most {MOST_BAD_WORDS} sequences of tokens, with and without a space "
+                "before each word, and these are more"
+            )
     return tuple(found)
 
 

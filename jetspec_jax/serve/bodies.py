@@ -35,6 +35,8 @@ Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True)]
 # Unknown fields that are told one by one.
 _MORE = 32
+# Levels of a body: what reads it further on may call itself for each.
+_LEVELS = 100
 # Bytes of a body that is read beside the event loop.
 _LARGE = 2**16
 Own = TypeVar("Own", bound=Body)
@@ -111,7 +113,7 @@ def _json(body: bytes) -> Any:
     try:
         return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+        raise _too_deep() from error
     except ValueError as error:
         raise ApiError(400, f"the body is no valid JSON: {error}", code="invalid_json") from error
 
@@ -132,13 +134,24 @@ def _kind(value: Any) -> str:
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """All texts in a JSON value, names of fields too."""
-    left = [value]
+    """All texts in a JSON value, names of fields too.
+
+    Raises:
+        ApiError: It is nested too deeply.
+    """
+    left = [(value, 1)]
     while left:
-        own = left.pop()
+        own, level = left.pop()
         if isinstance(own, str):
             yield own
-        elif isinstance(own, dict):
-            left += (*own.keys(), *own.values())
-        elif isinstance(own, list):
-            left += own
+        elif isinstance(own, dict | list):
+            if level > _LEVELS:
+                raise _too_deep()
+            if isinstance(own, dict):
+                yield from own
+            left += ((inner, level + 1) for inner in (own.values() if isinstance(own, dict) else own))
+
+
+def _too_deep() -> ApiError:
+    message = f"the body is nested too deeply; at most {_LEVELS} levels are read"
+    return ApiError(400, message, code="invalid_json")

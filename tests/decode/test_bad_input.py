@@ -1,5 +1,6 @@
 """Requests and settings that cannot be served: one clear error each, before any work is done."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -185,6 +186,22 @@ def test_bad_words_with_and_without_a_space(target):
     without = dataclasses.replace(target, tokenizer=word_tokenizer(CONFIG.vocab_size))
     assert encode_bad_words(without, ["ab"])[0] == (0, 1)
     assert encode_bad_words(target, ()) == ()
+
+
+@pytest.mark.parametrize("words", [["ab"] * 5000, ["a" * (1 + i % 50) + "b" * (i // 50) for i in range(2500)]])
+def test_no_more_bad_words_are_encoded_than_there_may_be(target, words, monkeypatch):
+    tokenizer, count = letters_tokenizer(), 0
+    encode = tokenizer.encode
+
+    def counted(*args, **settings):
+        nonlocal count
+        count += 1
+        return encode(*args, **settings)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    with contextlib.suppress(ValueError):
+        encode_bad_words(dataclasses.replace(target, tokenizer=tokenizer), words)
+    assert 0 < count <= 1026
 
 
 def test_words_that_leave_no_token_later(target):

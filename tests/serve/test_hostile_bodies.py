@@ -86,6 +86,35 @@ def test_a_large_body_gets_a_short_answer(http, body):
     assert len(got.content) < 3 * MOST_CHARACTERS
 
 
+def nested(depth):
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"messages": [USER], "chat_template_kwargs": %s}',
+        '{"messages": [USER], "metadata": %s}',
+        '{"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": %s}}}',
+        '{"messages": [{"role": "user", "content": %s}]}',
+    ],
+)
+@pytest.mark.parametrize("depth", [101, 400, 960])
+def test_what_is_nested_deeply(http, body, depth):
+    content = body.replace("USER", json.dumps(USER)) % nested(depth)
+    got = http.post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+    assert (got.status_code, got.json()["error"]["code"]) == (400, "invalid_json")
+    assert "nested too deeply; at most 100 levels" in got.json()["error"]["message"]
+
+
+def test_what_is_nested_deeply_in_a_text(http):
+    arguments = {"name": "a", "arguments": nested(900)}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": arguments}]}
+    for own in ({"messages": [USER, call]}, {"structured_outputs": {"json": nested(900)}}):
+        got = http.post("/v1/chat/completions", json={"messages": [USER], **own})
+        assert got.status_code == 400, got.text
+
+
 KINDS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, RoundsRequest)
 
 
