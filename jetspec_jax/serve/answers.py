@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +13,8 @@ from sse_starlette import EventSourceResponse
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.serve.errors import ApiError
+from jetspec_jax.serve.errors import ApiError, internal
+from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.service import Asked, ClientLeft, Service, unless_left
 
 #: Of a token that cannot come: JSON has no infinity.
@@ -66,7 +68,8 @@ async def answer(
     except ClientLeft:
         await deltas.aclose()
         return Response(status_code=499)
-    return EventSourceResponse(_events(first, deltas, completions, writer), sep="\n")
+    events = _events(first, deltas, completions, writer, record["request_id"])
+    return EventSourceResponse(events, sep="\n")
 
 
 async def _choices(
@@ -97,6 +100,7 @@ async def _events(
     deltas: AsyncGenerator[tuple[int, Delta], None],
     completions: dict[int, Completion],
     writer: Writer,
+    request_id: str,
 ) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(deltas):
         try:
@@ -111,6 +115,9 @@ async def _events(
                 yield event(chunk)
         except ApiError as error:
             yield event(error.body)
+        except Exception as error:
+            log("request failed", logging.ERROR, error=error, request_id=request_id)
+            yield event(internal(error).body)
         yield DONE
 
 

@@ -71,9 +71,17 @@ class Call:
 def read_json_call(text: str, _: Sequence[Tool]) -> Call | None:
     """A call as ``{"name": …, "arguments": {…}}``; None if the text is none."""
     try:
-        value = _json(text)
+        return _described_call(_json(text))
     except (ValueError, RecursionError):
         return None
+
+
+def _described_call(value: Any) -> Call | None:
+    """The call that a JSON value describes.
+
+    Raises:
+        RecursionError: Its arguments are nested too deeply.
+    """
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -101,7 +109,10 @@ def read_tagged_call(text: str, tools: Sequence[Tool]) -> Call | None:
             with contextlib.suppress(ValueError, RecursionError):
                 value = _json(value)
         arguments[key] = value
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
+    except RecursionError:
+        return None
 
 
 def _json(text: str) -> Any:
@@ -193,11 +204,13 @@ class ListedCalls:
         self._text += text
         if not last:
             return "", []
-        try:
-            listed = json.loads(self._text)
-        except ValueError:
-            return self._text, []  # cut off
-        return "", [call for own in listed if (call := read_json_call(json.dumps(own), ())) is not None]
+        calls = []
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = _json(self._text)
+            calls = [_described_call(own) for own in listed] if isinstance(listed, list) else []
+        whole = [call for call in calls if call is not None]
+        # What is cut off or nested too deeply is no list of calls.
+        return ("", whole) if whole and len(whole) == len(calls) else (self._text, [])
 
 
 def form_of(tools: Sequence[Tool], name: str | None) -> StructuredOutputsParams:

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jetspec_jax import TreeDecoder
+from jetspec_jax.serve.completions import CompletionWriter
 from jetspec_jax.serve.logs import LOG, JsonLines
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
@@ -154,6 +155,21 @@ def test_an_error_before_and_amid_a_text(target):
             assert next(stream).choices[0].text == "abc"
             with pytest.raises(openai.APIError, match="RuntimeError"):
                 list(stream)
+
+
+@pytest.mark.parametrize("chunks", ["take", "end"])
+def test_an_error_in_the_writing_of_a_stream_is_told(target, monkeypatch, chunks):
+    def broken(*_):
+        raise KeyError("secret")
+
+    monkeypatch.setattr(CompletionWriter, chunks, broken)
+    with served(Scripted(target, "abcdef")) as own, own.client() as http:
+        text = http.post("/v1/completions", json={"prompt": "a", "stream": True}).text
+    *_, error, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert json.loads(error)["error"]["code"] == "engine_error"
+    assert "KeyError" in error
+    assert "secret" not in error
+    assert done == "[DONE]"
 
 
 def test_an_error_of_the_engine_ends_all_of_its_requests(server, llm, monkeypatch):

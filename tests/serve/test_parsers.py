@@ -75,3 +75,21 @@ class TestPieces:
         listed = '[{"name": "look", "arguments": {"x": 1}}, {"name": "look", "arguments": {}}]'
         assert taken_apart(listed, size, forced="") == ("", "", [("look", {"x": 1}), ("look", {})])
         assert taken_apart(listed[:-4], size, forced="") == (listed[:-4], "", [])
+
+
+@pytest.mark.parametrize(("forced", "parser"), [("", None), (None, "hermes"), (None, "qwen3_coder")])
+def test_arguments_that_are_nested_too_deeply_stay_text(forced, parser):
+    """Python's JSON calls itself for each level; how many it reads is another number than it writes."""
+    found = set()
+    for depth in (10, *range(850, 1050, 3), 100_000):
+        arguments = '{"a": ' * depth + "1" + "}" * depth
+        call = f'{{"name": "look", "arguments": {arguments}}}'
+        if parser == "qwen3_coder":
+            call = f"<function=look><parameter=x>{arguments}</parameter></function>"
+        text = f"[{call}]" if forced == "" else f"<tool_call>{call}</tool_call>"
+        own = ChoiceText(None, begun=False, parser=parser, tools=TOOLS, forced=forced, several=True)
+        told = own.feed(text, last=True)
+        assert bool(told["tool_calls"]) != (told["content"] == text)
+        found.add(bool(told["tool_calls"]))
+    # What the readers of parameters cannot read as JSON is a text.
+    assert found == ({True} if parser == "qwen3_coder" else {True, False})
