@@ -1,7 +1,6 @@
 """``/v1/chat/completions``: conversations that are answered."""
 
 import asyncio
-import json
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
@@ -10,70 +9,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
-from jetspec_jax.serve.bodies import Body, Listed, read_body
+from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.messages import Message, check_template, encode_messages
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
 from jetspec_jax.serve.sampling import SamplingFields, sampling_params
 from jetspec_jax.serve.service import Asked, Service
 from jetspec_jax.serve.tools import Chosen, Tool, form_of
-
-
-class CalledFunction(Body):
-    """What a message called."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    """A call in a message of before."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = None
-
-
-class Message(Body):
-    """A message; what a response had may come back."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Any = None
-    name: str | None = None
-    tool_calls: Listed[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    # Of OpenAI's own responses, without meaning here: null, or nothing to tell.
-    refusal: str | None = None
-    annotations: Any = None
-    audio: None = None
-    function_call: None = None
-
-    def rendered(self) -> dict[str, Any]:
-        """As templates read it: arguments as mappings, and "developer" as "system"."""
-        made: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-        }
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                made[name] = value
-        if self.tool_calls:
-            made["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
-                }
-                for call in self.tool_calls
-            ]
-        return made
 
 
 class ChatRequest(SamplingFields):
@@ -128,7 +74,15 @@ def chat_routes(service: Service) -> APIRouter:
             form=form,
             **shows,
         )
-        prompt = await asyncio.to_thread(_prompt, service, body)
+        prompt = await asyncio.to_thread(
+            encode_messages,
+            service,
+            body.messages,
+            tools=_shown_tools(body),
+            template_arguments=body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
+            add_generation_prompt=body.add_generation_prompt,
+        )
         asked = Asked(
             [prompt],
             params,
@@ -169,6 +123,11 @@ def _choice(body: ChatRequest) -> str | Chosen:
     return "auto" if body.tools else "none"
 
 
+def _shown_tools(body: ChatRequest) -> Sequence[Tool]:
+    """Those that the chat template writes."""
+    return [] if _choice(body) == "none" else body.tools or []
+
+
 def _forced(body: ChatRequest) -> str | None:
     """The function that must be called, or "" for any; None where none has to be."""
     choice = _choice(body)
@@ -178,11 +137,7 @@ def _forced(body: ChatRequest) -> str | None:
 
 
 def _check(body: ChatRequest, service: Service) -> None:
-    tokenizer = service.llm.llm.target.tokenizer
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        message = "this model has no chat template, so that no chat can be written; use /v1/completions"
-        raise ApiError(400, message, param="messages", code="unsupported")
+    check_template(service, _shown_tools(body))
     if body.top_logprobs is not None and not body.logprobs:
         message = "top_logprobs needs logprobs=true"
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")
@@ -197,9 +152,6 @@ def _check(body: ChatRequest, service: Service) -> None:
     if not tools:
         message = "tool_choice needs tools to choose from"
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
-    if "tools" not in str(template):
-        message = "the chat template of this model does not write tools; say them in a message instead"
-        raise ApiError(400, message, param="tools", code="unsupported")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "tools has two functions of one name", param="tools", code="invalid_value")
@@ -219,32 +171,6 @@ def _check(body: ChatRequest, service: Service) -> None:
             "tool_choice says what the form of the text is: leave response_format and structured_outputs out"
         )
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
-
-
-def _prompt(service: Service, body: ChatRequest) -> EncodedPrompt:
-    arguments = dict(body.chat_template_kwargs or {})
-    try:
-        check_template_arguments(arguments)
-        if body.tools and _choice(body) != "none":
-            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        if body.reasoning_effort is not None:
-            arguments["reasoning_effort"] = body.reasoning_effort
-        [chat] = read_chats([message.rendered() for message in body.messages])
-        target = service.llm.llm.target
-        return encode_chat(target, chat, arguments, add_generation_prompt=body.add_generation_prompt)
-    except (TypeError, ValueError) as error:
-        raise refused(error, ("chat_template_kwargs",), "messages") from error
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"arguments of a call in messages must be a JSON object, not {text[:80]!r}")
-    return value
 
 
 class ChatWriter:

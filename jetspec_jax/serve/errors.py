@@ -147,9 +147,9 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
     said, param, code = [], None, None
     errors = error.errors(include_url=False, include_context=False)
     for one in errors[:MOST_FIELDS]:
-        unknown = one["type"] == "extra_forbidden"
-        name = _name(one["loc"], unknown=unknown)
-        if unknown:
+        extra = one["type"] == "extra_forbidden"
+        name = _name(one["loc"], extra=extra)
+        if extra:
             told = _unknown(name, known if len(one["loc"]) == 1 else (), hints)
             one_code = "unknown_parameter"
         elif one["type"] == "missing":
@@ -169,24 +169,24 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
     return ApiError(400, "; ".join(said), param=param, code=code)
 
 
-def _name(place: tuple[int | str, ...], *, unknown: bool) -> str:
+def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
     """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions.
 
-    Args:
-        place: The place.
-        unknown: Whether it ends with the name of an unknown field, which may be any text.
+    Such are types and classes. A first part is a field, and so is the last one where that is an extra one:
+    any text.
     """
     name = ""
-    for number, part in enumerate(place, 1):
+    for number, part in enumerate(place, start=1):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif (unknown and number == len(place)) or (re.fullmatch(r"\w+", part) and part not in _UNION_TAGS):
+        elif number == 1 or (extra and number == len(place)) or not _UNION_TAG.fullmatch(part):
             part = shortened(part, _NAME)
             name += f".{part}" if name else part
     return name or "the body"
 
 
-_UNION_TAGS = {"str", "int", "float", "bool", "dict", "list"}
+# Fields begin with small letters, and have no brackets.
+_UNION_TAG = re.compile(r"str|int|float|bool|dict|list|[A-Z]\w*|.*\W.*", re.DOTALL)
 
 
 def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str:

@@ -5,11 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
-from jetspec_jax.engine.prompts import check_ids, encode_chat
+from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.serve.bodies import Body, Listed, read_body
-from jetspec_jax.serve.chat import Message
 from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.messages import Message, encode_messages
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
 
@@ -24,6 +23,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: Listed[Tool] | None = None
 
 
@@ -73,16 +73,15 @@ def _tokenizer(service: Service) -> Any:
 
 
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:
-    target = service.llm.llm.target
     if body.messages is None:
-        return target.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    arguments = dict(body.chat_template_kwargs or {})
-    try:
-        check_template_arguments(arguments)
-        if body.tools:
-            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        [chat] = read_chats([message.rendered() for message in body.messages])
-        made = encode_chat(target, chat, arguments, add_generation_prompt=body.add_generation_prompt)
-    except (TypeError, ValueError) as error:
-        raise refused(error, ("chat_template_kwargs",), "messages") from error
+        tokenizer = service.llm.llm.target.tokenizer
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    made = encode_messages(
+        service,
+        body.messages,
+        tools=body.tools or [],
+        template_arguments=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning_effort,
+        add_generation_prompt=body.add_generation_prompt,
+    )
     return made.ids.tolist()

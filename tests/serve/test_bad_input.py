@@ -153,14 +153,19 @@ def test_completions(http, llm, body, status, param, words):
             ["chat template of this model"],
         ),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
-        ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "messages", ["tokenize"]),
-        ({"messages": USER, "chat_template_kwargs": {"chat_template": "own"}}, "messages", ["chat_template"]),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
     ],
 )
 def test_chats(http, body, param, words):
     refused(http.post(CHAT, json=body), 400, param, *words)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools"])
+def test_a_template_s_arguments_do_not_set_how_it_is_used(http, path, name):
+    got = http.post(path, json={"messages": USER, "chat_template_kwargs": {name: "{{ 1 }}"}})
+    refused(got, 400, "chat_template_kwargs", f"{name} cannot be template arguments")
 
 
 def test_tools_need_a_parser():
@@ -185,7 +190,9 @@ def test_without_a_chat_template_completions_are_served():
     llm = Scripted(small_target(), "yes")
     llm.llm.target.tokenizer.chat_template = None
     with served(llm) as own, own.client() as http:
-        refused(http.post(CHAT, json={"messages": USER}), 400, "messages", "no chat template", COMPLETION)
+        for path in (CHAT, "/tokenize", "/playground/rounds"):
+            got = http.post(path, json={"messages": USER})
+            refused(got, 400, "messages", "no chat template", COMPLETION)
         assert http.post(COMPLETION, json={"prompt": "a"}).json()["choices"][0]["text"] == "yes"
 
 

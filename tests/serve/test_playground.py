@@ -244,6 +244,7 @@ def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
         ({}, "prompt", "must be given"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"messages": []}, "messages", "no messages"),
+        ({"messages": [{"role": "user"}]}, "messages", 'no "content"'),
         ({"prompt": PROMPT, "budget": 512}, "budget", "at most"),
         ({"prompt": PROMPT, "budget": 0}, "budget", "at least 1"),
         ({"prompt": PROMPT, "temperature": -1}, "temperature", "temperature"),

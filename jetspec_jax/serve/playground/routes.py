@@ -12,14 +12,14 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from jetspec_jax.checkpoint.chat_template import read_chats
 from jetspec_jax.device.memory import DeviceMemoryError
-from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, encode_text
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_text
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import DONE, event
 from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.errors import ApiError, internal, refused
 from jetspec_jax.serve.logs import log
+from jetspec_jax.serve.messages import Message, encode_messages
 from jetspec_jax.serve.playground.page import playground_page, policy_of
 from jetspec_jax.serve.playground.traces import TooManyTraces, TracedRequest, Traces
 from jetspec_jax.serve.service import Asked, Service
@@ -33,7 +33,7 @@ class RoundsRequest(Body):
     """What is to be watched: a prompt or a conversation, and how it is sampled."""
 
     prompt: str | None = None
-    messages: Listed[dict[str, Any]] | None = None
+    messages: Listed[Message] | None = None
     max_tokens: int = 128
     temperature: float = 1.0
     top_p: float | None = None
@@ -92,7 +92,7 @@ def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, Samplin
     Raises:
         ApiError: What is wrong with either.
     """
-    target, own = service.llm.llm.target, ("max_tokens", "temperature", "top_p", "top_k", "seed")
+    own = ("max_tokens", "temperature", "top_p", "top_k", "seed")
     if (body.prompt is None) == (body.messages is None):
         message = "prompt or messages must be given, and not both"
         raise ApiError(400, message, param="prompt", code="invalid_value")
@@ -100,13 +100,13 @@ def _read(service: Service, body: RoundsRequest) -> tuple[EncodedPrompt, Samplin
         params = SamplingParams(**{name: getattr(body, name) for name in own})
     except (TypeError, ValueError) as error:
         raise refused(error, own) from error
+    if body.messages is not None:
+        return encode_messages(service, body.messages), params
+    assert body.prompt is not None
     try:
-        if body.prompt is not None:
-            return encode_text(target, body.prompt), params
-        [chat] = read_chats(body.messages)
-        return encode_chat(target, chat, {}), params
+        return encode_text(service.llm.llm.target, body.prompt), params
     except (TypeError, ValueError) as error:
-        raise refused(error, (), "messages" if body.prompt is None else "prompt") from error
+        raise refused(error, (), "prompt") from error
 
 
 class _Rounds(EventSourceResponse):

@@ -1,0 +1,132 @@
+"""Messages of requests, and the one way from them to a prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
+from jetspec_jax.serve.bodies import Body, Listed
+from jetspec_jax.serve.errors import ApiError, refused
+from jetspec_jax.serve.service import Service
+from jetspec_jax.serve.tools import Tool
+
+
+class CalledFunction(Body):
+    """What a message called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in a message of before."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """A message; what a response had may come back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Any = None
+    name: str | None = None
+    tool_calls: Listed[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # Of OpenAI's own responses, without meaning here: null, or nothing to tell.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: None = None
+    function_call: None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """As templates read it: arguments as mappings, and "developer" as "system"."""
+        made: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                made[name] = value
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return made
+
+
+def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
+    """Checks that messages can be written, and tools with them.
+
+    Raises:
+        ApiError: There is no chat template, or it does not write tools.
+    """
+    template = getattr(service.llm.llm.target.tokenizer, "chat_template", None)
+    if not template:
+        message = "this model has no chat template, so that no chat can be written; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="unsupported")
+    if tools and "tools" not in str(template):
+        message = "the chat template of this model does not write tools; say them in a message instead"
+        raise ApiError(400, message, param="tools", code="unsupported")
+
+
+def encode_messages(
+    service: Service,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Tool] = (),
+    template_arguments: Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+    add_generation_prompt: bool = True,
+) -> EncodedPrompt:
+    """Messages as the tokens of the model's chat template.
+
+    Args:
+        service: What serves the model.
+        messages: A conversation.
+        tools: Those that the template writes.
+        template_arguments: What a request gives the template.
+        reasoning_effort: As the template has it; None leaves it to the template.
+        add_generation_prompt: Whether the prompt ends with what begins an answer.
+
+    Raises:
+        ApiError: What cannot be written, and why.
+    """
+    check_template(service, tools)
+    arguments = dict(template_arguments or {})
+    try:
+        check_template_arguments(arguments)
+        if "tools" in arguments:
+            raise ValueError("tools cannot be template arguments: give them as tools of the request")
+    except ValueError as error:
+        raise refused(error, (), "chat_template_kwargs") from error
+    if tools:
+        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    if reasoning_effort is not None:
+        arguments["reasoning_effort"] = reasoning_effort
+    try:
+        [chat] = read_chats([message.rendered() for message in messages])
+        target = service.llm.llm.target
+        return encode_chat(target, chat, arguments, add_generation_prompt=add_generation_prompt)
+    except (TypeError, ValueError) as error:
+        raise refused(error, (), "messages") from error
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"arguments of a call in messages must be a JSON object, not {text[:80]!r}")
+    return value
