@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -129,6 +130,53 @@ def test_a_function_that_must_be_called(llm):
                 ]
     finally:
         target.tokenizer.chat_template = before
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}, SCHEMA),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "text"}, None),
+    ],
+)
+def test_the_form_of_a_response(client, alone, form, schema):
+    # Random weights would write spaces for ever, and objects without an end.
+    tokens = [alone.target.tokenizer.decode([token]) for token in range(4096)]
+    bias = {token: -100 for token, text in enumerate(tokens) if text.isspace()} | {tokens.index("}"): 50}
+    params = {"max_tokens": 60, "seed": 1, "n": 2, "logit_bias": bias if schema else {}}
+    given = {"messages": MESSAGES, "response_format": form, **params}
+    got = client.chat.completions.create(model=MODEL, **given)
+    assert [choice.index for choice in got.choices] == [0, 1]
+    texts, reasons = ["", ""], ["", ""]
+    *chunks, last = client.chat.completions.create(
+        model=MODEL, stream=True, stream_options={"include_usage": True}, **given
+    )
+    for chunk in chunks:
+        [choice] = chunk.choices
+        assert chunk.usage is None
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in got.choices]
+    assert reasons == [choice.finish_reason for choice in got.choices]
+    assert last.choices == []
+    assert last.usage.completion_tokens == got.usage.completion_tokens
+    assert last.usage.prompt_tokens == got.usage.prompt_tokens
+    if schema is None:
+        wholes = alone.chat(MESSAGES, SamplingParams(temperature=1.0, **params), use_tqdm=False)
+        assert texts == [whole.text for whole in wholes]
+    else:
+        assert reasons == ["stop", "stop"]
+        for text in texts:
+            jsonschema.validate(json.loads(text), schema)
 
 
 def test_calls_are_found_in_the_text(tooled, scripted):
