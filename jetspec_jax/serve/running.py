@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import uvicorn
 
@@ -20,12 +21,12 @@ from jetspec_jax.serve.logs import log, show_logs
 from jetspec_jax.serve.protocol import protocol_for
 from jetspec_jax.serve.settings import ServeSettings
 
-#: What programs exist for beside the usual ones.
-MORE = (
-    SamplingParams(presence_penalty=0.5),
-    SamplingParams(logprobs=1),
-    SamplingParams(presence_penalty=0.5, logprobs=1),
-    SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
+#: All that there are programs for beside the usual ones.
+MORE = SamplingParams(
+    presence_penalty=0.5,
+    logprobs=1,
+    prompt_logprobs=1,
+    structured_outputs=StructuredOutputsParams(json_object=True),
 )
 # Seconds between two looks at what still runs.
 _LOOK = 0.05
@@ -177,7 +178,6 @@ async def _warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
     print("jetspec-jax: compiling", file=sys.stderr, flush=True)
     await llm.warm_up()
     if settings.warm_up == "all":
-        for params in MORE:
-            if params.structured_outputs is None or llm.llm.target.tokenizer is not None:
-                await llm.warm_up(params)
+        forms = llm.llm.target.tokenizer is not None
+        await llm.warm_up(MORE if forms else replace(MORE, structured_outputs=None))
     log("compiled", seconds=round(time.monotonic() - started, 2))

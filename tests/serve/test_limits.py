@@ -262,7 +262,7 @@ def test_what_is_compiled_before_it_listens(target, what):
     llm = Scripted(target, "yes")
     with served(llm, warm_up=what) as own, own.client() as http:
         assert http.get("/health").is_success
-    assert len(llm.warmed) == {"none": 0, "usual": 1, "all": 5}[what]
+    assert len(llm.warmed) == {"none": 0, "usual": 1, "all": 2}[what]
 
 
 def test_pages_of_other_origins(target):
