@@ -53,7 +53,7 @@ def completion_routes(service: Service) -> APIRouter:
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
         own = (body.priority, body.cache_salt, body.budget)
-        asked = Asked(prompts, params, names, "prompt", "max_tokens", *own)
+        asked = Asked(prompts, params, names, "prompt", body.renamed, *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
 

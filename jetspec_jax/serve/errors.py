@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -102,20 +103,35 @@ def internal(error: BaseException) -> ApiError:
     )
 
 
-def refused(error: Exception, names: Collection[str], default: str | None = None) -> ApiError:
-    """A check's complaint about what a client asked for; the parameter is the first one that it names."""
-    message = str(error)
+def refused(
+    error: Exception,
+    names: Collection[str],
+    default: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> ApiError:
+    """A check's complaint about what a client asked for; the parameter is the first one that it names.
+
+    Args:
+        error: What the check has raised.
+        names: Parameters of the request.
+        default: The parameter that is meant where the complaint names none.
+        renamed: What the client called those that the check knows by other names.
+    """
+    message = re.sub(r"\w+", lambda found: renamed.get(found[0], found[0]), str(error))
     places = {name: found.start() for name in names if (found := re.search(rf"\b{name}\b", message))}
     param = min(places, key=lambda name: places[name], default=default)
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def of_generation(error: Exception, names: Collection[str], *, errored: bool) -> ApiError:
+def of_generation(
+    error: Exception, names: Collection[str], renamed: Mapping[str, str], *, errored: bool
+) -> ApiError:
     """What is told of an error of a generation.
 
     Args:
         error: The error.
-        names: Parameters of the request.
+        names: Parameters of the request, as `refused` takes them.
+        renamed: Likewise.
         errored: Whether the engine's last dispatch failed, so that all is its fault.
     """
     if isinstance(error, ApiError):
@@ -125,7 +141,7 @@ def of_generation(error: Exception, names: Collection[str], *, errored: bool) ->
     if isinstance(error, DeadlinePassed):
         return ApiError(504, f"the request was not served in its time: {error}", code="deadline_passed")
     if isinstance(error, ValueError | TypeError) and not errored:
-        return refused(error, names)
+        return refused(error, names, renamed=renamed)
     return internal(error)
 
 
@@ -139,7 +155,7 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
     """
     said, first, code = [], None, "invalid_type"
     for one in error.errors(include_url=False, include_context=False):
-        name = _name(one["loc"])
+        name = _name(one["loc"], extra=one["type"] == "extra_forbidden")
         if one["type"] == "extra_forbidden":
             said.append(_unknown(name, known if len(one["loc"]) == 1 else (), hints))
             one_code = "unknown_parameter"
@@ -156,18 +172,24 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
     return ApiError(400, "; ".join(dict.fromkeys(said)), param=first, code=code)
 
 
-def _name(place: tuple[int | str, ...]) -> str:
-    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions."""
+def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
+    """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions.
+
+    Such are types and classes. A first part is a field, and so is the last one where that is an extra one.
+    """
     name = ""
-    for part in place:
+    for number, part in enumerate(place, start=1):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif re.fullmatch(r"\w+", part) and part not in _UNION_TAGS:
+        elif not re.fullmatch(r"\w+", part):
+            continue
+        elif number == 1 or (extra and number == len(place)) or not _UNION_TAG.fullmatch(part):
             name += f".{part}" if name else part
     return name or "the body"
 
 
-_UNION_TAGS = {"str", "int", "float", "bool", "dict", "list"}
+# Fields begin with small letters.
+_UNION_TAG = re.compile(r"str|int|float|bool|dict|list|[A-Z]\w*")
 
 
 def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str:

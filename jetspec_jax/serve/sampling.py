@@ -110,6 +110,12 @@ class SamplingFields(Body):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """What this request calls parameters of `SamplingParams` that it has under other names."""
+        by_format = self.response_format is not None and self.structured_outputs is None
+        return {"structured_outputs": "response_format"} if by_format else {}
+
 
 def sampling_params(
     request: SamplingFields,
@@ -143,7 +149,7 @@ def sampling_params(
         form = _form(request) if form is None else form
         params = SamplingParams(**given, structured_outputs=form)
     except (TypeError, ValueError) as error:
-        raise refused(error, names) from error
+        raise refused(error, names, renamed=request.renamed) from error
     if form is not None and (size := len(form.source[1].encode())) > settings.max_grammar_bytes:
         name = "response_format" if request.response_format is not None else "structured_outputs"
         raise ApiError(

@@ -14,6 +14,10 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "a"}]
 
 
+def schema(own):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": own}}
+
+
 def refused(response, status, param, *words):
     """Checks an error's form, its parameter and what it says."""
     assert response.status_code == status, response.text
@@ -149,9 +153,45 @@ def test_completions(http, llm, body, status, param, words):
             ["chat template of this model"],
         ),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
-        ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "messages", ["tokenize"]),
+        (
+            {"messages": USER, "chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs",
+            ["tokenize"],
+        ),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens", ["max_tokens must"]),
+        (
+            {"messages": USER, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            ["max_completion_tokens must"],
+        ),
+        ({"messages": USER, "logprobs": True, "top_logprobs": 50}, "top_logprobs", ["top_logprobs must"]),
+        (
+            {"messages": USER, "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "response_format",
+            ["response_format and ignore_eos"],
+        ),
+        (
+            {"messages": USER, "response_format": schema({"type": "nothing"})},
+            "response_format",
+            ["response_format: ", "does not compile"],
+        ),
+        (
+            {"messages": USER, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice",
+            ["tool_choice.function.name is missing"],
+        ),
+        (
+            {
+                "messages": USER,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "response_format",
+            ["response_format and structured_outputs"],
+        ),
+        ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is no parameter"]),
     ],
 )
 def test_chats(http, body, param, words):
@@ -174,6 +214,10 @@ def test_tools_need_a_parser():
             },
         )
         refused(got, 400, "tool_choice", "'b'")
+        function = {"name": "a", "parameters": {"type": "nothing"}}
+        given = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        got = http.post(CHAT, json={"messages": USER, **given})
+        refused(got, 400, "tools", "tools: ", "does not compile")
 
 
 def test_without_a_chat_template_completions_are_served():
