@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.engine.line import QueueFull
-from jetspec_jax.engine.request import DeadlinePassed
+from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 
 #: Paths of OpenAI's API that are not served, and what is instead.
 ELSEWHERE = {
@@ -96,9 +96,10 @@ def _of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
 
 def internal(error: BaseException) -> ApiError:
     """What is told of an error that is the server's."""
+    cause = error.__cause__ if isinstance(error, EngineFailed) and error.__cause__ else error
     return ApiError(
         500,
-        f"the engine failed on this request ({type(error).__name__}); it may be sent again",
+        f"the engine failed on this request ({type(cause).__name__}); it may be sent again",
         code="engine_error",
     )
 
@@ -123,24 +124,15 @@ def refused(
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def of_generation(
-    error: Exception, names: Collection[str], renamed: Mapping[str, str], *, errored: bool
-) -> ApiError:
-    """What is told of an error of a generation.
-
-    Args:
-        error: The error.
-        names: Parameters of the request, as `refused` takes them.
-        renamed: Likewise.
-        errored: Whether the engine's last dispatch failed, so that all is its fault.
-    """
+def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str, str]) -> ApiError:
+    """What is told of an error of a generation; the names are for `refused`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, DeadlinePassed):
         return ApiError(504, f"the request was not served in its time: {error}", code="deadline_passed")
-    if isinstance(error, ValueError | TypeError) and not errored:
+    if isinstance(error, ValueError | TypeError):
         return refused(error, names, renamed=renamed)
     return internal(error)
 

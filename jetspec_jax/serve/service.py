@@ -103,6 +103,13 @@ class Service:
             prompts = len(asked.prompts)
             message = f"{prompts} prompts times n={asked.params.n} are {count} completions; at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
+        if asked.params.n > self.llm.slots:
+            message = (
+                f"n={asked.params.n} completions of one prompt are more than the {self.llm.slots} that "
+                "decode together here: ask several times with other seeds, or start the server with a larger "
+                "--max-num-seqs"
+            )
+            raise ApiError(400, message, param="n", code="invalid_value")
         self.check_budget(asked.budget)
         await asyncio.to_thread(self._check, asked)
 
@@ -207,9 +214,9 @@ class Service:
                 if self.draining:
                     message = "the server has ended before the answer was complete; another one may give it"
                     raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
-                raise of_generation(error, asked.names, asked.renamed, errored=self.llm.errored) from error
+                raise of_generation(error, asked.names, asked.renamed) from error
             except Exception as error:
-                raise of_generation(error, asked.names, asked.renamed, errored=self.llm.errored) from error
+                raise of_generation(error, asked.names, asked.renamed) from error
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
