@@ -280,9 +280,11 @@ class ChatWriter:
         self._texts: list[ChoiceText] = [choice_text() for _ in range(asked.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """The role, for each choice."""
+        """The role, for each choice; the prompt's tokens where they are asked for."""
+        prompt = {"prompt_token_ids": self._asked.prompts[0].ids.tolist()}
         for choice in range(len(self._texts)):
-            yield self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
+            chunk = self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
+            yield chunk | prompt if self._body.return_token_ids else chunk
 
     def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
         """A chunk, unless there is nothing to tell yet."""

@@ -163,9 +163,16 @@ def sampling_params(
 
 def _check(request: SamplingFields, settings: ServeSettings) -> None:
     """What needs no model."""
-    if request.stream_options is not None and not request.stream:
-        message = "stream_options needs a stream: say stream=true, or leave it out"
-        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    for name, given in (
+        ("stream_options", request.stream_options is not None),
+        ("return_rounds", request.return_rounds),
+    ):
+        if given and not request.stream:
+            message = f"{name} needs a stream: say stream=true, or leave it out"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs are not told in a stream: leave stream out, or them"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if request.priority and settings.scheduling_policy != "priority":
         message = "priority must be 0 here; the server takes others with --scheduling-policy priority"
         raise ApiError(400, message, param="priority", code="invalid_value")

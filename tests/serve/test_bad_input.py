@@ -81,6 +81,7 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "top_k": -2}, 400, "top_k", ["at least -1"]),
         ({"prompt": "a", "min_p": 2}, 400, "min_p", ["[0, 1]"]),
         ({"prompt": "a", "n": 0}, 400, "n", ["1..16384"]),
+        ({"prompt": "a", "n": 5}, 400, "n", ["4 that decode together", "--max-num-seqs"]),
         ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
         ({"prompt": "a", "seed": -1}, 400, "seed", ["0..18446744073709551615"]),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
@@ -90,6 +91,8 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "stop": [""]}, 400, "stop", ["not empty"]),
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
+        ({"prompt": "a", "return_rounds": True}, 400, "return_rounds", ["stream=true"]),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 0}, 400, "prompt_logprobs", ["leave stream out"]),
         (
             {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
             400,
