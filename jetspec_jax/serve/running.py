@@ -114,11 +114,13 @@ def bind(host: str, port: int) -> socket.socket:
             own.close()
             raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(
-            f"cannot listen at {host}:{port}: {reason}; choose others by --host and --port"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     return own
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    reason = error.strerror or str(error)
+    return OSError(f"cannot listen at {host}:{port}: {reason}; choose others by --host and --port")
 
 
 async def serve_at(
@@ -129,7 +131,11 @@ async def serve_at(
     capacity: int | None,
     stopping: Stopping,
 ) -> None:
-    """Serves at an address until it is told to stop; the other arguments are those of `run`."""
+    """Serves at an address until it is told to stop; the other arguments are those of `run`.
+
+    Raises:
+        OSError: Another process listens there since.
+    """
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
     await _warm_up(llm, settings)
@@ -151,6 +157,14 @@ async def serve_at(
     told = asyncio.create_task(stopping.wait())
     while not (server.started or serving.done()):
         await asyncio.sleep(_LOOK / 5)
+    if serving.done():
+        told.cancel()
+        await llm.close()
+        try:
+            await serving
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        return
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     log("listening", url=url, model=service.names[0])
     print(f"jetspec-jax: {service.names[0]} is served at {url}/v1", file=sys.stderr, flush=True)
