@@ -1,9 +1,9 @@
 """Figures for Prometheus, under vLLM's names."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.output import Completion
@@ -70,6 +70,11 @@ class Metrics:
     def exposition(self) -> bytes:
         """All of them as text."""
         return generate_latest(self.registry)
+
+    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """Adds a figure that is looked up when it is asked for."""
+        own = Gauge(PREFIX + name, help, ("model_name",), registry=self.registry)
+        own.labels(self._model).set_function(value)
 
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP request; ``path`` is a route's, of which there are few."""
