@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.device.processes import spans
 from jetspec_jax.llm import PLAIN_NOTICE
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -34,11 +35,13 @@ _LOOK = 0.05
 class Stopping:
     """What a process does on signals: the first one lets the server drain, a second one ends it at once.
 
-    Before the server listens, the first one ends it.
+    Before the server listens, the first one ends it. In a process that follows another, which may be told too
+    and drain, the first one does nothing.
     """
 
-    def __init__(self) -> None:
-        """Nobody has asked yet."""
+    def __init__(self, *, follows: bool = False) -> None:
+        """Nobody has asked yet; ``follows`` says that this process ends when the first process does."""
+        self._follows = follows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._count = 0
@@ -46,11 +49,12 @@ class Stopping:
     def __call__(self, signal: int) -> None:
         """Called with a signal's number, in any thread."""
         self._count += 1
-        if self._loop is None or self._count > 1:
+        if self._count > 1 or (self._loop is None and not self._follows):
             with contextlib.suppress(OSError):
                 os.write(2, b"jetspec-jax: ended at once\n")
             os._exit(128 + signal)
-        self._loop.call_soon_threadsafe(self._asked.set)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._asked.set)
 
     async def wait(self) -> None:
         """Waits for the first signal."""
@@ -191,7 +195,8 @@ async def _warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
     print("jetspec-jax: compiling", file=sys.stderr, flush=True)
     await llm.warm_up()
     if settings.warm_up == "all":
+        target = llm.llm.target
         for params in MORE:
-            if params.structured_outputs is None or llm.llm.target.tokenizer is not None:
+            if params.structured_outputs is None or (target.tokenizer and not spans(target.mesh)):
                 await llm.warm_up(params)
     log("compiled", seconds=round(time.monotonic() - started, 2))

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jetspec_jax.checkpoint.chat_template import read_chats
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat, encode_text
 from jetspec_jax.engine.request import DeadlinePassed
 from jetspec_jax.sampling.params import SamplingParams
@@ -75,6 +76,11 @@ def playground_routes(service: Service) -> APIRouter:
     @router.post("/playground/rounds")
     async def rounds(request: Request) -> Response:
         body = await read_body(request, RoundsRequest, service.settings)
+        if spans(llm.target.mesh):
+            message = (
+                "several processes share this model, and no request can be watched: send it without trees"
+            )
+            raise ApiError(400, message, code="unsupported")
         prompt, params = await asyncio.to_thread(_read, service, body)
         names, param = RoundsRequest.model_fields, "prompt" if body.messages is None else "messages"
         await service.check(Asked([prompt], params, names, param, budget=body.budget))
