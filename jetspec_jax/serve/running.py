@@ -12,22 +12,12 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.device.processes import spans
 from jetspec_jax.llm import PLAIN_NOTICE
-from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.sampling.structured import StructuredOutputsParams
-from jetspec_jax.serve.app import make_app
+from jetspec_jax.serve.app import make_app, warm_up
 from jetspec_jax.serve.logs import log, show_logs
 from jetspec_jax.serve.protocol import protocol_for
 from jetspec_jax.serve.settings import ServeSettings
 
-#: What programs exist for beside the usual ones.
-MORE = (
-    SamplingParams(presence_penalty=0.5),
-    SamplingParams(logprobs=1),
-    SamplingParams(presence_penalty=0.5, logprobs=1),
-    SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
-)
 # Seconds between two looks at what still runs.
 _LOOK = 0.05
 
@@ -142,7 +132,7 @@ async def serve_at(
     """
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
-    await _warm_up(llm, settings)
+    await warm_up(llm, settings)
     app = make_app(llm, settings, name=name, capacity=capacity)
     service = app.state.service
     config = uvicorn.Config(
@@ -186,17 +176,3 @@ async def serve_at(
     told.cancel()
     await serving
     log("ended")
-
-
-async def _warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
-    if settings.warm_up == "none":
-        return
-    started = time.monotonic()
-    print("jetspec-jax: compiling", file=sys.stderr, flush=True)
-    await llm.warm_up()
-    if settings.warm_up == "all":
-        target = llm.llm.target
-        for params in MORE:
-            if params.structured_outputs is None or (target.tokenizer and not spans(target.mesh)):
-                await llm.warm_up(params)
-    log("compiled", seconds=round(time.monotonic() - started, 2))
