@@ -6,6 +6,7 @@ import runpy
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -55,7 +56,8 @@ def test_the_program_for_ray_is_short():
 
 @pytest.mark.parametrize(("what", "count"), [("none", 0), ("usual", 1), ("all", 5)])
 def test_a_replica_of_ray_compiles_what_its_settings_say(monkeypatch, what, count):
-    ray, made = types.ModuleType("ray"), []
+    ray: Any = types.ModuleType("ray")
+    made = []
     ray.serve = types.SimpleNamespace(
         Application=object,
         ingress=lambda build: lambda: build,
