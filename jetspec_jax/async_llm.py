@@ -127,6 +127,11 @@ class AsyncLLM:
         await self.close()
 
     @property
+    def slots(self) -> int:
+        """Requests that decode at the same time, with each copy of the models."""
+        return self._slots
+
+    @property
     def errored(self) -> bool:
         """Whether the last dispatch failed; a later request makes the engine anew."""
         return any(driver.error is not None for driver in self._drivers)
@@ -167,7 +172,10 @@ class AsyncLLM:
             ValueError: The request cannot be served, or another of its name runs; or this process follows.
             QueueFull: Too many wait already.
             DeadlinePassed: It was not served in its time.
-            RuntimeError: It was closed, or the engine was lost.
+            DeviceMemoryError: The device has no room for the engine.
+            EngineFailed: Something else is wrong with the engine, not with the request; a RuntimeError with
+                its cause.
+            RuntimeError: It was closed.
         """
         self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")

@@ -179,7 +179,7 @@ def measure_shared(
 
 
 def measure_structured(load: Load, beside: int, count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """What some that decode get beside one more request, without and with a grammar; the pair has a tokenizer.
+    """What some that decode get beside one more request, without a grammar and with one; needs a tokenizer.
 
     The grammar is a regular expression that goes on until the request has all its tokens.
     """

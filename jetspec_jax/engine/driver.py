@@ -10,7 +10,7 @@ from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.serving import Group
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
@@ -181,6 +181,10 @@ class Driver:
                 tell("end", words)
 
     def _fail(self, error: Exception) -> None:
+        # Told apart from what is wrong with a request, whatever the type. A lack of memory has its own.
+        if not isinstance(error, DeviceMemoryError):
+            own, error = error, EngineFailed(str(error) or type(error).__name__)
+            error.__cause__ = own
         with self._mutex:
             self._arrived = []
             for request in self._requests:

@@ -21,6 +21,10 @@ class DeadlinePassed(TimeoutError):
     """A request was not served by the time that it had."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
+
+
 class State(enum.Enum):
     """How far a request is."""
 

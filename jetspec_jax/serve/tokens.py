@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import read_chats
 from jetspec_jax.engine.prompts import check_ids, encode_chat
 from jetspec_jax.serve.bodies import Body, read_body
-from jetspec_jax.serve.chat import Message
+from jetspec_jax.serve.chat import Message, template_arguments
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
@@ -76,9 +76,8 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     target = service.llm.llm.target
     if body.messages is None:
         return target.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    arguments = dict(body.chat_template_kwargs or {})
+    arguments = template_arguments(body.chat_template_kwargs)
     try:
-        check_template_arguments(arguments)
         if body.tools:
             arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         [chat] = read_chats([message.rendered() for message in body.messages])

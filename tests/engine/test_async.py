@@ -14,7 +14,7 @@ from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDe
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.line import QueueFull
-from jetspec_jax.engine.request import DeadlinePassed
+from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.marks import wide
@@ -260,6 +260,7 @@ def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected,
             patch.setattr(TreeDecoder, "decode", broken)
             ends = await asyncio.gather(*[read(llm) for _ in range(3)], return_exceptions=True)
         assert [str(end) for end in ends] == ["the device is gone"] * 3
+        assert all(isinstance(end, EngineFailed) and isinstance(end.__cause__, OSError) for end in ends)
         assert llm.errored
         deltas = await read(llm)
         assert not llm.errored
