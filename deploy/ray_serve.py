@@ -36,17 +36,18 @@ def app(replicas: Replicas) -> serve.Application:
     def build() -> Any:
         """In each replica: loads the models, compiles, and makes the app; no request comes before."""
         from jetspec_jax import AsyncLLM
-        from jetspec_jax.serve.app import make_app
+        from jetspec_jax.serve.app import make_app, warm_up
         from jetspec_jax.serve.settings import ServeSettings
 
+        settings = ServeSettings(**replicas.settings)
         own = {"target", "draft_head", "budget", "max_slots", "tensor_parallel_size"}
         llm = AsyncLLM(**replicas.model_dump(include=own))
         with ThreadPoolExecutor(1) as elsewhere:  # a loop runs here already
-            elsewhere.submit(asyncio.run, llm.warm_up()).result()
-        return make_app(llm, ServeSettings(**replicas.settings), name=replicas.target)
+            elsewhere.submit(asyncio.run, warm_up(llm, settings)).result()
+        return make_app(llm, settings, name=replicas.target)
 
     # A replica takes what its slots can; the rest waits at the proxies, for whichever has room first.
-    deployment = serve.deployment(
+    return serve.deployment(
         name="jetspec",
         autoscaling_config={
             "min_replicas": replicas.min_replicas,
@@ -56,5 +57,4 @@ def app(replicas: Replicas) -> serve.Application:
         max_ongoing_requests=replicas.max_slots,
         max_queued_requests=replicas.max_queued_requests,
         ray_actor_options={"num_gpus": replicas.gpus},
-    )
-    return deployment(serve.ingress(build)()).bind()
+    )(serve.ingress(build)()).bind()

@@ -1,6 +1,7 @@
 """`AsyncLLM`: completions for many callers of an event loop at once, piece by piece."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from jetspec_jax.tree import Hints
 MAX_WAITING = 1024
 #: Why a completion ended that `AsyncLLM.abort` took out.
 ABORT = "abort"
+# What a caller hears at its deadline, in the place of news.
+_LATE = "late"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,11 @@ class AsyncLLM:
         await self.close()
 
     @property
+    def slots(self) -> int:
+        """Requests that decode at the same time, with each copy of the models."""
+        return self._slots
+
+    @property
     def errored(self) -> bool:
         """Whether the last dispatch failed; a later request makes the engine anew."""
         return any(driver.error is not None for driver in self._drivers)
@@ -150,7 +158,7 @@ class AsyncLLM:
             sampling_params: How it is sampled; ``n`` of them makes so many completions.
             request_id: A name for `abort`.
             priority: Lower numbers are served first.
-            timeout: Seconds that it has from now on.
+            timeout: Seconds that it has from now on, at least 0; None is no limit.
             cache_salt: Pages are shared only among requests with the same salt.
             routing: As for `LLM.generate`.
             budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, as soon as
@@ -164,7 +172,10 @@ class AsyncLLM:
             ValueError: The request cannot be served, or another of its name runs; or this process follows.
             QueueFull: Too many wait already.
             DeadlinePassed: It was not served in its time.
-            RuntimeError: It was closed, or the engine was lost.
+            DeviceMemoryError: The device has no room for the engine.
+            EngineFailed: Something else is wrong with the engine, not with the request; a RuntimeError with
+                its cause.
+            RuntimeError: It was closed.
         """
         self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")
@@ -172,28 +183,38 @@ class AsyncLLM:
         check_integer("priority", priority, -(2**31), 2**31)
         if budget is not None:
             check_integer("budget", budget, 1, self.llm.settings.budget)
-        deadline = None if timeout is None else time.monotonic() + check_number("timeout", timeout)
+        if timeout is not None and not check_number("timeout", timeout) >= 0:
+            raise ValueError(f"timeout must be at least 0 seconds, not {shown(timeout)}")
+        arrival = time.monotonic()
+        deadline = None if timeout is None else arrival + timeout
         requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | None]()
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | str]()
         for number, request in enumerate(requests):
-            request.priority, request.deadline, request.cache_salt = priority, deadline, cache_salt
+            request.arrival, request.deadline = arrival, deadline
+            request.priority, request.cache_salt = priority, cache_salt
             request.told = _teller(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
         def end() -> None:
-            _send(loop, news, None)
+            _send(loop, news, ABORT)
 
         # In one step: several loops may bring one name at once.
         if request_id is not None and self._named.setdefault(request_id, end) is not end:
             raise ValueError(f"another request of the name {shown(request_id)} runs")
+        timer = None
         try:
             min(self._drivers, key=lambda driver: driver.work).submit(requests)
+            if deadline is not None and deadline < math.inf:
+                # The engine looks at deadlines too, but not while another call has it to itself.
+                timer = loop.call_later(deadline - time.monotonic(), news.put_nowait, _LATE)
             going_on = dict(enumerate(outputs))
             sent = [0] * len(outputs)
             while going_on:
                 heard = await news.get()
-                if heard is None:
+                if heard == _LATE:
+                    raise next(iter(going_on.values())).request.too_late(time.monotonic())
+                if isinstance(heard, str):
                     for output in going_on.values():
                         yield Delta("", [], output.request.index, ABORT)
                     return
@@ -210,6 +231,8 @@ class AsyncLLM:
                     whole = going_on.pop(number).completion()
                 yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told, rounds)
         finally:
+            if timer is not None:
+                timer.cancel()
             for request in requests:
                 request.abandoned = True
             if request_id is not None:
@@ -223,27 +246,30 @@ class AsyncLLM:
     async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
         """Makes the engine and compiles all that the settings allow, with progress on a terminal.
 
-        Afterwards nothing compiles, but for requests that want of the logits what was not named here.
+        Afterwards nothing compiles, but for requests that want what was not named here, or very many or long
+        bad words.
 
         Args:
-            sampling_params: As those of requests to come, where they want masks, biases, penalties or
-                log-probabilities: what they need is compiled too.
+            sampling_params: As those of requests to come, where they want masks, biases, penalties,
+                log-probabilities or a form: what they need is compiled too, and what those need that want
+                some of it.
         """
         self._check_first()
-        prompt = [0] * min(2, self._capacity - 1)
-        requests = []
-        for params in kinds_to_compile(sampling_params):
+        params = sampling_params or SamplingParams()
+        short, scores = kinds_to_compile(sampling_params), params.prompt_logprobs is not None
+        for driver in self._drivers:
+            await asyncio.to_thread(driver.compile, Kind.of(params).parts, scores=scores)
+        # What else a request needs, with all the room that it needs there by now.
+        prompt, requests = [0] * min(2, self._capacity - 1), []
+        for own in short:
             for driver in self._drivers:
-                requests += (own := self._read(prompt, params, None))
-                driver.submit(own)
+                requests += (made := self._read(prompt, own, None))
+                driver.submit(made, guests=True)  # whatever the queue's bound
         while any(request.open for request in requests):
             await asyncio.sleep(0.01)
         for request in requests:
             if request.error is not None:
                 raise request.error
-        kinds = [Kind(), *(() if sampling_params is None else (Kind.of(sampling_params),))]
-        for driver in self._drivers:
-            await asyncio.to_thread(driver.compile, sorted(set(kinds)))
         self._compilations.restart()
 
     def stats(self) -> EngineStats:
@@ -282,6 +308,11 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None, routing: Hints | None
     ) -> list[Request]:
         llm = self.llm
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > self._slots:
+            raise ValueError(
+                f"n={sampling_params.n} completions of one prompt are more than the {self._slots} slots that "
+                "decode together: raise max_slots, or ask several times with other seeds"
+            )
         _, requests = plan_requests(
             llm.target,
             llm.draft_head,
@@ -293,11 +324,6 @@ class AsyncLLM:
             implementation=self._implementation,
             together=False,
         )
-        if len(requests) > self._slots:
-            raise ValueError(
-                f"n={len(requests)} completions of one prompt are more than the {self._slots} slots that "
-                "decode together: raise max_slots, or ask several times with other seeds"
-            )
         return requests
 
 
@@ -307,7 +333,7 @@ def _teller(
     """What an engine's thread calls: puts the number of its tokens where the loop reads it."""
 
     def told() -> None:
-        if not _send(loop, news, (number, len(request.tokens))):
+        if not _send(loop, news, (number, request.readable[0])):
             request.abandoned = True
 
     return told

@@ -14,6 +14,7 @@ give the tokens of plain decoding alone.
 * traffic: methods in turns on random prompts, so many at a time (``--concurrency``), or as they come
   (``--rates``).
 * demo: the same with the demo pair and real prompts.
+* structured: what others get beside a request with a grammar, with the demo pair.
 """
 
 import argparse
@@ -384,11 +385,30 @@ class Measured:
 
     def demo(self, step: Callable[[str], None]) -> Any:
         """The same with the demo pair and its prompts."""
-        given = self._given
-        target = load_target(DEMO_TARGET, dtype=given.dtype)
-        pair = Pair(target, load_draft_head(DEMO_DRAFT_HEAD, dtype=given.dtype))
-        prompts = encode_prompts(target, load_prompts(DEMO)[: given.num_prompts], {})
+        pair = self._demo
+        prompts = encode_prompts(pair.target, load_prompts(DEMO)[: self._given.num_prompts], {})
         return self._traffic(pair, prompts, step)
+
+    def structured(self, step: Callable[[str], None]) -> Any:
+        """See `bench.load.waits.measure_structured`."""
+        step("compile")
+        load = self._load(
+            "structured",
+            lambda: Load(
+                self._demo,
+                TreeSettings(_NODES),
+                slots=_BESIDE,
+                capacity=self._demo.target.config.max_position_embeddings,
+                implementation=self._given.implementation,
+            ),
+        )
+        step("measure")
+        return waits.measure_structured(load, _BESIDE - 1, self._given.repeats, self._rng)
+
+    @cached_property
+    def _demo(self) -> Pair:
+        dtype = self._given.dtype
+        return Pair(load_target(DEMO_TARGET, dtype=dtype), load_draft_head(DEMO_DRAFT_HEAD, dtype=dtype))
 
     def _traffic(self, pair: Pair, prompts: list[list[int]], step: Callable[[str], None]) -> Any:
         for load in self._loads.values():

@@ -15,6 +15,7 @@ TITLES = {
     "projected": "tokens a second with published acceptance",
     "traffic": "methods in turns, random prompts",
     "demo": "methods in turns, the demo pair and real prompts",
+    "structured": "others beside one request more, without and with a grammar; the demo pair",
 }
 
 
@@ -101,6 +102,7 @@ _TABLES: dict[str, Any] = {
     "projected": _projected,
     "traffic": _traffic,
     "demo": _traffic,
+    "structured": _rows,
 }
 
 

@@ -1,6 +1,7 @@
 """What requests wait for: their prompts, others' prompts, and the host."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,11 +12,14 @@ from bench.load.arrivals import random_prompts
 from bench.load.driving import Followed, Load, quantiles
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.chunks import cut_prompts
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 
 # Of a request that comes to see how long it waits.
 _FEW = SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
 # Most rounds of a dispatch that the host is timed with: about as many as fit a slice on a GPU.
 _HOST_ROUNDS = 8
+# Of a request with a grammar, and of one without in its place.
+_STRUCTURED_TOKENS = 64
 
 
 def parse_prompts(text: str) -> tuple[int, int]:
@@ -172,6 +176,40 @@ def measure_shared(
         "second": quantiles(second),
         "ratio": float(np.median(second / first)),
     }
+
+
+def measure_structured(load: Load, beside: int, count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """What some that decode get beside one more request, without a grammar and with one; needs a tokenizer.
+
+    The grammar is a regular expression that goes on until the request has all its tokens.
+    """
+    rows, free = [], SamplingParams(max_tokens=_STRUCTURED_TOKENS, seed=0, ignore_eos=True)
+    form = StructuredOutputsParams(regex="[a-z ]{4096}")
+    wants = {"free": free, "grammar": replace(free, structured_outputs=form, ignore_eos=False)}
+    [prompt] = random_prompts([128], load.pair.target.config.vocab_size, rng)
+    for name, params in wants.items():
+        rates, gaps = [], []
+        for turn in range(1 + count):
+            load.begin()
+            others = fill(load, beside, rng)
+            one = load.admit(prompt, params)
+            load.until(lambda one=one: bool(one.news))
+            started, before = load.now, sum(len(own.request.tokens) for own in others)
+            load.until(lambda one=one: not one.request.open)
+            if turn:  # the first may compile
+                got = sum(len(own.request.tokens) for own in others) - before
+                rates.append(got / (load.now - started))
+                gaps += [gap for own in others for gap in own.gaps(started)]
+            load.clear()
+        rows.append(
+            {
+                "one more is": name,
+                "others": beside,
+                "others_tokens_per_second": median(rates),
+                **{f"gap_{key}": value for key, value in quantiles(gaps).items()},
+            }
+        )
+    return rows
 
 
 def measure_host(

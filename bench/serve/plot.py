@@ -65,7 +65,7 @@ def _panel(
         axis.errorbar(
             places,
             heights,
-            yerr=[np.zeros(len(above)), above] if late else None,
+            yerr=np.array([np.zeros(len(above)), above]) if late else None,
             marker="o",
             markersize=4,
             elinewidth=1.0,

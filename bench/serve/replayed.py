@@ -123,7 +123,7 @@ class ReplayedEngine(Engine):
         self.scheduler.add(request)
         return request
 
-    def compile(self, kinds: Sequence[Any]) -> None:
+    def compile(self, kinds: Sequence[Any], *, scores: bool = False) -> None:
         """There is nothing to compile."""
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ import argparse
 from typing import Any
 
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.cli.options import ALGORITHM, ENGINE, MODELS, SERVER
+from jetspec_jax.cli.options import ALGORITHM, ENGINE, MODELS, PROCESSES, SERVER
 from jetspec_jax.cli.process import hear
 from jetspec_jax.cli.settings import model_arguments
+from jetspec_jax.device.processes import is_first
 from jetspec_jax.serve.settings import ServeSettings
 
 # Those of the models that have vLLM's names here, or none.
@@ -24,18 +25,25 @@ def add_serve_command(commands: Any) -> None:
     ENGINE.add(parser)
     MODELS.add(parser, [option.field for option in MODELS.options if option.field not in _OTHERWISE])
     ALGORITHM.add(parser)
+    PROCESSES.add(parser)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Serves completions and chats over HTTP, with OpenAI's API and vLLM's additions."""
+    """Serves completions and chats over HTTP, with OpenAI's API and vLLM's additions.
+
+    Of several processes that share the models the first one serves, and the others end when it has ended.
+    """
     settings = ServeSettings(**SERVER.given(arguments))
     try:
         from jetspec_jax.serve.running import Stopping, run
     except ImportError as error:
         raise ImportError(f'the server needs {error.name}: pip install "jetspec-jax[serve]"') from error
     given = model_arguments(arguments) | ENGINE.given(arguments)
-    stopping = Stopping()
+    stopping = Stopping(follows=not is_first())
     hear(stopping)
+    if not is_first():
+        AsyncLLM(**given).follow()
+        return 0
     run(
         lambda: AsyncLLM(**given),
         settings,

@@ -70,6 +70,16 @@ def score_prompt(
     return told
 
 
+def compile_scoring(decoder: TreeDecoder, weights: Weights, length: int, dtype: jnp.dtype) -> None:
+    """Compiles what `score_prompt` runs for prompts of up to so many tokens, by scoring none of theirs."""
+    program = decoder.target, decoder.implementation, decoder.mesh
+    nothing, pages = np.zeros((2, SCORED_CHUNK), np.int32), 1
+    while pages <= scored_pages(length):
+        state = empty_scoring_state(decoder, pages * PAGE_SIZE, dtype)
+        score_chunk(*program, DecodeWeights(weights), state, *nothing, np.int32(0))
+        pages *= 2
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def score_chunk(
     config: ModelConfig,

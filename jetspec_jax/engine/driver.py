@@ -1,6 +1,7 @@
 """The thread that serves the requests of many callers with one engine."""
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.engine import LOST, Engine
 from jetspec_jax.engine.line import check_room
 from jetspec_jax.engine.planning import EnginePlan
-from jetspec_jax.engine.request import Request, State
+from jetspec_jax.engine.request import EngineFailed, Request
 from jetspec_jax.engine.serving import Group
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
@@ -82,18 +83,21 @@ class Driver:
             elif self._closed:
                 raise RuntimeError("this AsyncLLM is closed")
             else:
-                waiting = sum(request.state is State.WAITING for request in self._requests)
-                check_room(waiting + len(requests) - 1, self._max_waiting)
+                served = sum(request.open for request in self._requests)
+                check_room(served - self.slots, len(requests), self._max_waiting)
+            now = time.monotonic()
+            for request in requests:
+                request.arrival = request.arrival or now
             self._requests += requests
             self._arrived += requests
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="jetspec-engine", daemon=True)
                 self._thread.start()
 
-    def compile(self, kinds: Sequence[Kind]) -> None:
-        """Makes the engine and compiles all its programs for rounds of some kinds."""
+    def compile(self, kinds: Sequence[Kind], *, scores: bool) -> None:
+        """Makes the engine, and compiles all its programs as `Engine.compile` does."""
         with self._group.target.keeper.turn():
-            self._group.engine(self._plan).compile(kinds)
+            self._group.engine(self._plan).compile(kinds, scores=scores)
 
     def stats(self) -> EngineStats:
         """Figures by now; from any thread, which waits for nobody."""
@@ -125,9 +129,9 @@ class Driver:
             except Exception as error:
                 # Nobody may wait for an engine that is not there.
                 self.error, engine = error, None
+                self._fail(error)
                 if not isinstance(error, DeviceMemoryError):
                     self._let_go(f"{type(error).__name__}: {error}")
-                self._fail(error)
 
     def _goes_on(self) -> bool:
         with self._mutex:
@@ -165,8 +169,9 @@ class Driver:
         return engine
 
     def _admitted(self) -> bool:
+        """Whether somebody waits for a request that an engine has had."""
         with self._mutex:
-            return len(self._requests) > len(self._arrived)
+            return sum(one.open for one in self._requests) > sum(one.open for one in self._arrived)
 
     def _let_go(self, words: str | None) -> None:
         """Ends those that follow, with an error or without; without them nobody is served any more."""
@@ -176,6 +181,10 @@ class Driver:
                 tell("end", words)
 
     def _fail(self, error: Exception) -> None:
+        # Told apart from what is wrong with a request, whatever the type. A lack of memory has its own.
+        if not isinstance(error, DeviceMemoryError):
+            own, error = error, EngineFailed(str(error) or type(error).__name__)
+            error.__cause__ = own
         with self._mutex:
             self._arrived = []
             for request in self._requests:

@@ -12,7 +12,7 @@ from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
-from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
 from jetspec_jax.engine.memory import check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
@@ -175,13 +175,25 @@ class Engine:
             self.launch(most_rounds, decode)
         return self.collect()
 
-    def compile(self, kinds: Sequence[Kind]) -> None:
-        """Compiles forwards of prompts and the rounds of some kinds, in all shapes; nothing is in flight."""
+    def compile(self, kinds: Sequence[Kind], *, scores: bool = False) -> None:
+        """Compiles forwards of prompts and the rounds of some kinds, in all shapes; nothing is in flight.
+
+        Args:
+            kinds: The kinds of rounds.
+            scores: Whether what tells of prompts is compiled too.
+
+        Raises:
+            DeviceMemoryError: The device cannot hold what such requests want beside.
+        """
+        adjusts, logprobs = (any(getattr(kind, name) for kind in kinds) for name in ("adjusts", "logprobs"))
+        self.extend(Extras(adjusts, USUAL_BAD_WORDS if adjusts else (0, 0), logprobs, scores))
         if self._leads:
-            tell("compile", kinds)
+            tell("compile", kinds, scores)
         self.runner.compile_chunks()
         for kind in kinds:
             self.runner.compile_rounds(kind)
+        if scores:
+            self.runner.compile_scores()
 
     def cancel(self, request: Request) -> None:
         """Takes a request out, wherever it is; its slot and pages are free again."""

@@ -45,5 +45,8 @@ def follow(group: Group, plan: EnginePlan) -> None:
                 elif what == "batch":
                     engine.runner.launch(*values, timed=False)
                     engine.runner.forget()
+                elif what == "compile":
+                    kinds, scores = values
+                    engine.compile(kinds, scores=scores)
                 else:
-                    {"extend": engine.extend, "compile": engine.compile}[what](*values)
+                    engine.extend(*values)

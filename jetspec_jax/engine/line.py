@@ -36,10 +36,19 @@ def count_overtaken(admitted: Request, waiting: Iterable[Request]) -> None:
             request.overtaken += 1
 
 
-def check_room(waiting: int, most: int) -> None:
-    """Raises QueueFull where one more than ``most`` would wait."""
-    if waiting >= most:
-        raise QueueFull(f"{waiting} requests wait already, and no more than {most} may; try again later")
+def check_room(waiting: int, coming: int, most: int) -> None:
+    """Raises QueueFull where more than ``most`` would wait.
+
+    Args:
+        waiting: Requests beyond the slots, before others come; negative where slots are free.
+        coming: Requests that come together.
+        most: Requests that may wait.
+    """
+    if waiting + coming > most:
+        beside = f", and {coming} have come" if coming > 1 else ""
+        raise QueueFull(
+            f"{max(waiting, 0)} requests wait already{beside}; no more than {most} may wait: try again later"
+        )
 
 
 def in_order(requests: Iterable[Request]) -> Sequence[Request]:

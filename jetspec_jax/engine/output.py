@@ -1,5 +1,6 @@
 """What a request got, as tokens and as text."""
 
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -129,20 +130,21 @@ class Output:
 
         Raises:
             DeadlinePassed: The request was not served in its time.
+            Exception: Whatever else the request ended with.
         """
         if self.request.error is not None:
             raise self.request.error
         if not self._whole:
             self._begin()
         self._whole = False
-        self._take(self.request.tokens[len(self.token_ids) : count])
+        self._take(count)
         self._whole = True
 
     def update_by_round(self, count: int) -> list[Round]:
         """As `update`, round by round: what each has added.
 
         Raises:
-            DeadlinePassed: As `update`.
+            Exception: As `update`.
         """
         added, lengths = [], self.request.accept_lengths
         while self.finish_reason is None and self._reached < count and self._rounds < len(lengths):
@@ -154,18 +156,20 @@ class Output:
         self.update(count)
         return added
 
-    def _take(self, tokens: list[int]) -> None:
+    def _take(self, count: int | None) -> None:
         request = self.request
-        for token in tokens:
+        there, reason = request.readable
+        for token in request.tokens[len(self.token_ids) : there if count is None else min(count, there)]:
             if self.finish_reason is not None:
                 return
             self.token_ids.append(token)
-            is_last = len(self.token_ids) == len(request.tokens)
-            if is_last and request.finish_reason is not None:
-                self.finish_reason = request.finish_reason
+            if len(self.token_ids) == there:
+                self.finish_reason = reason
             hidden = token in request.stop_ids and not self._keep_stop
             if not hidden and self._decode(token):
                 self.finish_reason = "stop"
+                if request.ended is None:  # a stop string is nothing that an engine knows of
+                    request.ended = time.monotonic()
             elif self.finish_reason is not None:
                 self._flush(self.token_ids[:-1] if hidden else self.token_ids)
 

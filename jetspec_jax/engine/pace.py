@@ -49,11 +49,14 @@ class Slices:
         hurried: Of one while somebody waits for a slot or for the prompt's forward.
         own_share: Part of a dispatch's time that it may take beside its rounds; where rounds are so short
             that more of it would be lost, a dispatch takes longer instead.
+        most: Seconds that it takes for that, at most: where the machine is busy, what a dispatch takes beside
+            its rounds is easily overrated.
     """
 
     seconds: float = 0.040
     hurried: float = 0.015
     own_share: float = 0.03
+    most: float = 0.200
 
     def rounds(self, pace: Pace, pair: Pair, context: float, *, hurried: bool) -> int:
         """Rounds of a dispatch of a shape after so many tokens."""
@@ -61,10 +64,11 @@ class Slices:
         return max(int((self.hurried if hurried else self.seconds) / alone), self.least(pace, pair, context))
 
     def least(self, pace: Pace, pair: Pair, context: float) -> int:
-        """Rounds of the shortest dispatch that loses no more than its share."""
+        """Rounds of the shortest dispatch that loses no more than its share, if it is not too long."""
         alone = pace.seconds(pair, context, math.inf)
         beside = pace.seconds(pair, context, 1) - alone
-        return max(math.ceil(beside * (1 - self.own_share) / self.own_share / alone), 1)
+        wanted = math.ceil(beside * (1 - self.own_share) / self.own_share / alone)
+        return max(min(wanted, int(self.most / alone)), 1)
 
 
 def mean_context(lengths: Sequence[int]) -> float:

@@ -139,10 +139,6 @@ class PagePool:
             if page not in self._keys and key not in self._pages:
                 self._keys[page], self._pages[key] = key, page
 
-    def is_shared(self, page: int) -> bool:
-        """Whether a page has a name, so that nobody may write it."""
-        return page in self._keys
-
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless every page is in one place, and held by just these holders."""
         counts = Counter(page for pages in holders for page in pages)

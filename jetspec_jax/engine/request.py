@@ -21,6 +21,10 @@ class DeadlinePassed(TimeoutError):
     """A request was not served by the time that it had."""
 
 
+class EngineFailed(RuntimeError):
+    """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
+
+
 class State(enum.Enum):
     """How far a request is."""
 
@@ -63,6 +67,7 @@ class Request:
         shared: Whether several processes serve it together: then it is over for all at the same step, once
             the first of them wants it no longer.
         closed: Whether that has come.
+        readable: How many of its tokens readers may take, and its finish reason if these are all.
         arrival: When it came, by `time.monotonic`, as are the next three.
         started: When it first got a slot.
         first_token: When it got its first token.
@@ -105,7 +110,9 @@ class Request:
     told: Callable[[], None] | None = None
     shared: bool = False
     closed: bool = False
-    # What follows is the scheduler's.
+    # Replaced whole, so that other threads read both of one moment.
+    readable: tuple[int, str | None] = (0, None)
+    # What follows is the scheduler's; but who queues a request before that sets its arrival.
     arrival: float = 0.0
     started: float | None = None
     first_token: float | None = None
@@ -239,11 +246,24 @@ class Request:
         self.preemptions += 1
         self.overtaken += 1
 
+    def publish(self) -> None:
+        """Lets readers, who may be in other threads, have all that it has got by now."""
+        self.readable = len(self.tokens), self.finish_reason
+
     def fail(self, error: Exception) -> None:
         """Ends it with an error, unless it has ended."""
         if self.finish_reason is None:
             self.error, self.finish_reason = error, "error"
+            self.publish()
             self.tell()
+
+    def too_late(self, now: float) -> DeadlinePassed:
+        """What it fails with once its time is over, by `time.monotonic`."""
+        assert self.deadline is not None
+        return DeadlinePassed(
+            f"the request had {self.deadline - self.arrival:.3f} s; after {now - self.arrival:.3f} s it "
+            f"{'still waits for a slot' if self.slot < 0 else f'has {len(self.tokens)} tokens'}"
+        )
 
     def tell(self) -> None:
         """Tells whoever wants to know that there is news of it."""

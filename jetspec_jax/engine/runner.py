@@ -203,6 +203,10 @@ class Runner:
                 with together(self.decoder.mesh):
                     jax.block_until_ready(records)
 
+    def compile_scores(self) -> None:
+        """Compiles what tells of prompts, of all lengths."""
+        self._scores.compile(self.size.capacity)
+
     def collect(self) -> DispatchRecord:
         """Waits for the batch that was launched; may be repeated until `forget`.
 

@@ -12,11 +12,15 @@ from jetspec_jax.engine.line import count_overtaken, in_order
 from jetspec_jax.engine.logprobs import by_round
 from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
-from jetspec_jax.engine.request import DeadlinePassed, Request
+from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.tree.routing import Routing
+
+#: Most rounds of a dispatch in which a grammar has a say. They are slower than what is known of rounds, and
+#: each returns to the host anyway, so that short dispatches cost little and keep nobody waiting.
+MASKED_ROUNDS = 4
 
 
 class Scheduler:
@@ -98,7 +102,8 @@ class Scheduler:
                     f"the request needs {request.num_pages} pages for {len(request.prompt)} prompt tokens "
                     f"and max_tokens={request.max_tokens}, and {holder} {most}"
                 )
-        request.arrival = time.monotonic() if now is None else now
+        if not request.arrival:
+            request.arrival = time.monotonic() if now is None else now
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
 
@@ -156,6 +161,7 @@ class Scheduler:
                 request.take_scores(scored[request.slot])
             if not request.open:
                 self._holdings.free(request)
+            request.publish()
         if self._members:
             self.policy.observe(record)
         self._running = self._members = ()
@@ -166,7 +172,7 @@ class Scheduler:
         everyone, self._requests = self._requests, []
         for request in everyone:
             if request.deadline is not None and request.deadline <= now and request.open:
-                request.fail(_too_late(request, now))
+                request.fail(request.too_late(now))
             # Asked once: from here on whoever is abandoned holds what it has until the next batch.
             if request.open:
                 self._requests.append(request)
@@ -253,6 +259,8 @@ class Scheduler:
             return Dispatch(1, 0)
         bucket, rounds = self.policy.choose([_live_slot(request) for request in members], others)
         rounds = rounds if most_rounds is None else min(rounds, most_rounds)
+        if any(request.matcher is not None for request in members):
+            rounds = min(rounds, MASKED_ROUNDS)
         tokens = rounds * (1 if bucket == 1 else self._round_tokens)
         for request in members:
             self._holdings.grow(request, tokens)
@@ -285,15 +293,6 @@ class Scheduler:
         )
 
 
-def _too_late(request: Request, now: float) -> DeadlinePassed:
-    given, waited = request.deadline, now - request.arrival
-    assert given is not None
-    return DeadlinePassed(
-        f"the request had {given - request.arrival:.3f} s; after {waited:.3f} s it "
-        f"{'still waits for a slot' if request.slot < 0 else f'has {len(request.tokens)} tokens'}"
-    )
-
-
 def _live_slot(request: Request) -> LiveSlot:
     return LiveSlot(
         request.committed,
@@ -324,7 +323,7 @@ def _check_choices(request: Request, record: DispatchRecord, column: int) -> Non
     """Refuses to hand out anything of a dispatch that lacks a token; a request that may forbid all, fails."""
     if not (record.tokens[:, column] == NO_CHOICE).any():
         return
-    if request.params.adjusts:
+    if request.params.adjusts or request.matcher is not None:
         form = "" if request.matcher is None else "the grammar, "
         request.fail(
             ValueError(

@@ -1,5 +1,6 @@
 """What requests want beside their tokens, on the device: adjusted logits, and log-probabilities."""
 
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
-from jetspec_jax.decode.scoring import score_prompt
+from jetspec_jax.decode.scoring import compile_scoring, score_prompt
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.engine.records import Admission, Batch
 from jetspec_jax.models import Weights
@@ -45,6 +46,11 @@ class Kind(NamedTuple):
         """Its name in words."""
         wanted = [name for name in ("adjusts", "logprobs") if getattr(self, name)]
         return " ".join([*(["masked"] if self.masked else []), "rounds", *wanted])
+
+    @property
+    def parts(self) -> "list[Kind]":
+        """All kinds that do no more, this one included: its requests run beside others, and wait at times."""
+        return [Kind(*own) for own in itertools.product(*(sorted({False, does}) for does in self))]
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Kind":
@@ -83,6 +89,11 @@ class PromptScores:
     def launch(self, batch: Batch) -> list[tuple[int, list[Logprobs]]]:
         """Of the admissions of a batch that want it, by slot: in parts, and on the device."""
         return [(own.slot, self._of(own.scored)) for own in batch.admissions if own.scored is not None]
+
+    def compile(self, length: int) -> None:
+        """Compiles what it needs for prompts of up to so many tokens."""
+        decoder, weights, dtype = self._own
+        compile_scoring(decoder, weights, length, dtype)
 
     def _of(self, prompt: np.ndarray) -> list[Logprobs]:
         if self._last[0] != prompt.tobytes():

@@ -1,8 +1,11 @@
 """The app: all routes over one `AsyncLLM`."""
 
 import platform
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,16 +16,28 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import jetspec_jax
 from jetspec_jax.async_llm import AsyncLLM
+from jetspec_jax.device.processes import spans
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.chat import chat_routes
 from jetspec_jax.serve.completions import completion_routes
 from jetspec_jax.serve.engine_figures import EngineFigures
 from jetspec_jax.serve.errors import ApiError, add_handlers
+from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.middleware import Gate, Tracking
 from jetspec_jax.serve.playground.routes import playground_routes
 from jetspec_jax.serve.service import Service, capacity_of
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tokens import token_routes
+
+#: All that there are programs for beside the usual ones.
+MORE = SamplingParams(
+    presence_penalty=0.5,
+    logprobs=1,
+    prompt_logprobs=1,
+    structured_outputs=StructuredOutputsParams(json_object=True),
+)
 
 
 def make_app(
@@ -36,7 +51,7 @@ def make_app(
 
     Args:
         llm: The engine, which the app closes when it ends.
-        settings: How it serves.
+        settings: How it serves; what is of sockets and signals, or compiled, is the caller's to heed.
         name: Of the model, unless the settings have another.
         capacity: As ``llm`` was given it.
     """
@@ -85,6 +100,20 @@ def make_app(
         )
     app.add_middleware(Tracking, service=service)
     return app
+
+
+async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
+    """Compiles what the settings say is compiled before requests come."""
+    if settings.warm_up == "none":
+        return
+    started = time.monotonic()
+    print("jetspec-jax: compiling", file=sys.stderr, flush=True)
+    await llm.warm_up()
+    if settings.warm_up == "all":
+        target = llm.llm.target
+        has_forms = target.tokenizer is not None and not spans(target.mesh)
+        await llm.warm_up(MORE if has_forms else replace(MORE, structured_outputs=None))
+    log("compiled", seconds=round(time.monotonic() - started, 2))
 
 
 def _plain_routes(service: Service) -> APIRouter:

@@ -47,6 +47,16 @@ class ChatRequest(SamplingFields):
         "suffix": "the model goes on after a prompt, and does not fill in before a text",
     }
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """As `SamplingFields` has it."""
+        own = super().renamed | {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            own["max_tokens"] = "max_completion_tokens"
+        if _forced(self) is not None:
+            own["structured_outputs"] = "tools"
+        return own
+
 
 def chat_routes(service: Service) -> APIRouter:
     """The route."""
@@ -65,7 +75,7 @@ def chat_routes(service: Service) -> APIRouter:
         try:
             form = None if forced is None else form_of(tools, forced or None)
         except (TypeError, ValueError) as error:
-            raise refused(error, (), "tools") from error
+            raise refused(error, (), "tools", body.renamed) from error
         params = sampling_params(
             body,
             service.settings,
@@ -88,7 +98,7 @@ def chat_routes(service: Service) -> APIRouter:
             params,
             ChatRequest.model_fields,
             "messages",
-            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+            body.renamed,
             body.priority,
             body.cache_salt,
             body.budget,
@@ -183,9 +193,11 @@ class ChatWriter:
         self._texts: list[ChoiceText] = [choice_text() for _ in range(asked.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """The role, for each choice."""
+        """The role, for each choice; the prompt's tokens where they are asked for."""
+        prompt = {"prompt_token_ids": self._asked.prompts[0].ids.tolist()}
         for choice in range(len(self._texts)):
-            yield self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
+            chunk = self._chunk([self._piece(choice, {"role": "assistant", "content": ""})])
+            yield chunk | prompt if self._body.return_token_ids else chunk
 
     def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
         """A chunk, unless there is nothing to tell yet."""

@@ -53,7 +53,7 @@ def completion_routes(service: Service) -> APIRouter:
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
         own = (body.priority, body.cache_salt, body.budget)
-        asked = Asked(prompts, params, names, "prompt", "max_tokens", *own)
+        asked = Asked(prompts, params, names, "prompt", body.renamed, *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
 
@@ -107,16 +107,20 @@ class CompletionWriter:
 
     def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
         """A chunk, unless there is nothing to tell yet."""
-        text = delta.text
-        if choice not in self._begun:
+        text, first = delta.text, choice not in self._begun
+        prompt = choice // self._asked.params.n
+        if first:
             self._begun.add(choice)
-            text = self._echo(choice // self._asked.params.n) + text
+            text = self._echo(prompt) + text
         told = delta.logprobs is not None and bool(delta.token_ids)
         wanted = (self._body.return_token_ids or self._body.return_rounds) and bool(delta.token_ids)
-        if not (text or told or delta.finish_reason or wanted):
+        begins = self._body.return_token_ids and first
+        if not (text or told or delta.finish_reason or wanted or begins):
             return
         logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
         made = self._choice(choice, text, logprobs, delta.finish_reason, delta.token_ids)
+        if begins:
+            made["prompt_token_ids"] = self._asked.prompts[prompt].ids.tolist()
         yield self._chunk([made | {"rounds": rounds(delta)} if self._body.return_rounds else made])
 
     def end(self, completions: dict[int, Completion]) -> Iterable[dict[str, Any]]:

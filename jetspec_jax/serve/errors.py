@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from jetspec_jax.arguments import shortened, shown
 from jetspec_jax.engine.line import QueueFull
-from jetspec_jax.engine.request import DeadlinePassed
+from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 
 #: Paths of OpenAI's API that are not served, and what is instead.
 ELSEWHERE = {
@@ -102,37 +103,45 @@ def _of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
 
 def internal(error: BaseException) -> ApiError:
     """What is told of an error that is the server's."""
+    cause = error.__cause__ if isinstance(error, EngineFailed) and error.__cause__ else error
     return ApiError(
         500,
-        f"the engine failed on this request ({type(error).__name__}); it may be sent again",
+        f"the engine failed on this request ({type(cause).__name__}); it may be sent again",
         code="engine_error",
     )
 
 
-def refused(error: Exception, names: Collection[str], default: str | None = None) -> ApiError:
-    """A check's complaint about what a client asked for; the parameter is the first one that it names."""
-    message = str(error)
+def refused(
+    error: Exception,
+    names: Collection[str],
+    default: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> ApiError:
+    """A check's complaint about what a client asked for; the parameter is the first one that it names.
+
+    Args:
+        error: What the check has raised.
+        names: Parameters of the request.
+        default: The parameter that is meant where the complaint names none.
+        renamed: What the client called those that the check knows by other names.
+    """
+    message = shortened(str(error), MOST_CHARACTERS)
+    message = re.sub(r"\w+", lambda found: renamed.get(found[0], found[0]), message)
     places = {name: found.start() for name in names if (found := re.search(rf"\b{name}\b", message))}
     param = min(places, key=lambda name: places[name], default=default)
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def of_generation(error: Exception, names: Collection[str], *, errored: bool) -> ApiError:
-    """What is told of an error of a generation.
-
-    Args:
-        error: The error.
-        names: Parameters of the request.
-        errored: Whether the engine's last dispatch failed, so that all is its fault.
-    """
+def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str, str]) -> ApiError:
+    """What is told of an error of a generation; the names are for `refused`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, DeadlinePassed):
         return ApiError(504, f"the request was not served in its time: {error}", code="deadline_passed")
-    if isinstance(error, ValueError | TypeError) and not errored:
-        return refused(error, names)
+    if isinstance(error, ValueError | TypeError):
+        return refused(error, names, renamed=renamed)
     return internal(error)
 
 
@@ -172,8 +181,8 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
 def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
     """A place in a body, as ``messages[0].role``; without what pydantic adds for members of unions.
 
-    Such are types and classes. A first part is a field, and so is the last one where that is an extra one:
-    any text.
+    Such are types and classes. A first part is a field, and so is the last one where that is an extra one,
+    which may be any text.
     """
     name = ""
     for number, part in enumerate(place, start=1):

@@ -1,9 +1,9 @@
 """Figures for Prometheus, under vLLM's names."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.output import Completion
@@ -71,6 +71,11 @@ class Metrics:
         """All of them as text."""
         return generate_latest(self.registry)
 
+    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """Adds a figure that is looked up when it is asked for."""
+        own = Gauge(PREFIX + name, help, ("model_name",), registry=self.registry)
+        own.labels(self._model).set_function(value)
+
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP request; ``path`` is a route's, of which there are few."""
         self._http.labels(self._model, path, str(status)).inc()
@@ -78,6 +83,22 @@ class Metrics:
     def prompt(self, tokens: int) -> None:
         """Counts a prompt whose answer begins."""
         self._prompt.inc(tokens)
+
+    def generated(self, count: int, seconds: float, *, first: bool) -> None:
+        """Counts tokens of a completion that came at once.
+
+        Args:
+            count: How many.
+            seconds: Since the request came, or since the tokens before. Then they count as if they had come
+                evenly.
+            first: Whether they are its first.
+        """
+        self._generated.inc(count)
+        if first:
+            self._first.observe(seconds)
+            return
+        for _ in range(count):
+            self._between.observe(seconds / count)
 
     def ended(self, completion: Completion, seconds: float) -> None:
         """Notes a completion that has ended, so many seconds after it came."""
@@ -100,16 +121,12 @@ class Following:
         self._last: dict[int, float] = {}
 
     def saw(self, delta: Delta) -> None:
-        """Takes a piece: all its tokens came at once, and are counted as if they had come evenly."""
-        now, count, metrics = time.monotonic(), len(delta.token_ids), self._metrics
+        """Takes a piece, whose tokens all came at once."""
+        now, count = time.monotonic(), len(delta.token_ids)
         if count:
-            metrics._generated.inc(count)
             last = self._last.get(delta.index)
-            if last is None:
-                metrics._first.observe(now - self._start)
-            else:
-                for _ in range(count):
-                    metrics._between.observe((now - last) / count)
+            since = self._start if last is None else last
+            self._metrics.generated(count, now - since, first=last is None)
             self._last[delta.index] = now
         if delta.completion is not None:
-            metrics.ended(delta.completion, now - self._start)
+            self._metrics.ended(delta.completion, now - self._start)

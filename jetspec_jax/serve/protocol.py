@@ -23,11 +23,18 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             """Waits for headers so long."""
             super().connection_made(transport)
-            self._silent = self.loop.call_later(settings.body_timeout, self._drop_silent)
+            self._silent = self.loop.call_later(settings.body_timeout, self.transport.abort)
 
-        def _drop_silent(self) -> None:
-            if cast(object, self.cycle) is None:
-                self.transport.abort()
+        def handle_events(self) -> None:
+            """Waits as long for what is missing of a later request, from its first bytes on."""
+            super().handle_events()
+            theirs, ours = self.conn.their_state, self.conn.our_state
+            # A body that is read is the app's to wait for; one that has its answer already is nobody's.
+            unread = theirs is h11.SEND_BODY and ours is h11.DONE
+            if theirs is not h11.IDLE and not unread:
+                self._hear()
+            elif self._silent is None and (unread or self.conn.trailing_data[0]):
+                self._silent = self.loop.call_later(settings.body_timeout, self.transport.abort)
 
         def pause_writing(self) -> None:
             """Waits so long for the client to read."""
@@ -42,9 +49,13 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             """Waits for nothing any more."""
             self._release()
+            self._hear()
+            super().connection_lost(exc)
+
+        def _hear(self) -> None:
             if self._silent is not None:
                 self._silent.cancel()
-            super().connection_lost(exc)
+                self._silent = None
 
         def _release(self) -> None:
             if self._stuck is not None:

@@ -13,20 +13,11 @@ import uvicorn
 
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.llm import PLAIN_NOTICE
-from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.sampling.structured import StructuredOutputsParams
-from jetspec_jax.serve.app import make_app
+from jetspec_jax.serve.app import make_app, warm_up
 from jetspec_jax.serve.logs import log, show_logs
 from jetspec_jax.serve.protocol import protocol_for
 from jetspec_jax.serve.settings import ServeSettings
 
-#: What programs exist for beside the usual ones.
-MORE = (
-    SamplingParams(presence_penalty=0.5),
-    SamplingParams(logprobs=1),
-    SamplingParams(presence_penalty=0.5, logprobs=1),
-    SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)),
-)
 # Seconds between two looks at what still runs.
 _LOOK = 0.05
 
@@ -34,11 +25,13 @@ _LOOK = 0.05
 class Stopping:
     """What a process does on signals: the first one lets the server drain, a second one ends it at once.
 
-    Before the server listens, the first one ends it.
+    Before the server listens, the first one ends it. In a process that follows another, which may be told too
+    and drain, the first one does nothing.
     """
 
-    def __init__(self) -> None:
-        """Nobody has asked yet."""
+    def __init__(self, *, follows: bool = False) -> None:
+        """Nobody has asked yet; ``follows`` says that this process ends when the first process does."""
+        self._follows = follows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._count = 0
@@ -46,11 +39,12 @@ class Stopping:
     def __call__(self, signal: int) -> None:
         """Called with a signal's number, in any thread."""
         self._count += 1
-        if self._loop is None or self._count > 1:
+        if self._count > 1 or (self._loop is None and not self._follows):
             with contextlib.suppress(OSError):
                 os.write(2, b"jetspec-jax: ended at once\n")
             os._exit(128 + signal)
-        self._loop.call_soon_threadsafe(self._asked.set)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._asked.set)
 
     async def wait(self) -> None:
         """Waits for the first signal."""
@@ -114,11 +108,13 @@ def bind(host: str, port: int) -> socket.socket:
             own.close()
             raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(
-            f"cannot listen at {host}:{port}: {reason}; choose others by --host and --port"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     return own
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    reason = error.strerror or str(error)
+    return OSError(f"cannot listen at {host}:{port}: {reason}; choose others by --host and --port")
 
 
 async def serve_at(
@@ -129,10 +125,14 @@ async def serve_at(
     capacity: int | None,
     stopping: Stopping,
 ) -> None:
-    """Serves at an address until it is told to stop; the other arguments are those of `run`."""
+    """Serves at an address until it is told to stop; the other arguments are those of `run`.
+
+    Raises:
+        OSError: Another process listens there since.
+    """
     if llm.llm.draft_head is not None and llm.llm.settings.budget == 1:
         print(f"jetspec-jax: {PLAIN_NOTICE}", file=sys.stderr)
-    await _warm_up(llm, settings)
+    await warm_up(llm, settings)
     app = make_app(llm, settings, name=name, capacity=capacity)
     service = app.state.service
     config = uvicorn.Config(
@@ -151,6 +151,14 @@ async def serve_at(
     told = asyncio.create_task(stopping.wait())
     while not (server.started or serving.done()):
         await asyncio.sleep(_LOOK / 5)
+    if serving.done():
+        told.cancel()
+        await llm.close()
+        try:
+            await serving
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from error
+        return
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     log("listening", url=url, model=service.names[0])
     print(f"jetspec-jax: {service.names[0]} is served at {url}/v1", file=sys.stderr, flush=True)
@@ -168,16 +176,3 @@ async def serve_at(
     told.cancel()
     await serving
     log("ended")
-
-
-async def _warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
-    if settings.warm_up == "none":
-        return
-    started = time.monotonic()
-    print("jetspec-jax: compiling", file=sys.stderr, flush=True)
-    await llm.warm_up()
-    if settings.warm_up == "all":
-        for params in MORE:
-            if params.structured_outputs is None or llm.llm.target.tokenizer is not None:
-                await llm.warm_up(params)
-    log("compiled", seconds=round(time.monotonic() - started, 2))

@@ -114,6 +114,12 @@ class SamplingFields(Body):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """What this request calls parameters of `SamplingParams` that it has under other names."""
+        by_format = self.response_format is not None and self.structured_outputs is None
+        return {"structured_outputs": "response_format"} if by_format else {}
+
 
 def sampling_params(
     request: SamplingFields,
@@ -147,7 +153,7 @@ def sampling_params(
         form = _form(request) if form is None else form
         params = SamplingParams(**given, structured_outputs=form)
     except (TypeError, ValueError) as error:
-        raise refused(error, names) from error
+        raise refused(error, names, renamed=request.renamed) from error
     if form is not None and (size := len(form.source[1].encode())) > settings.max_grammar_bytes:
         name = "response_format" if request.response_format is not None else "structured_outputs"
         raise ApiError(
@@ -161,9 +167,16 @@ def sampling_params(
 
 def _check(request: SamplingFields, settings: ServeSettings) -> None:
     """What needs no model."""
-    if request.stream_options is not None and not request.stream:
-        message = "stream_options needs a stream: say stream=true, or leave it out"
-        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    for name, given in (
+        ("stream_options", request.stream_options is not None),
+        ("return_rounds", request.return_rounds),
+    ):
+        if given and not request.stream:
+            message = f"{name} needs a stream: say stream=true, or leave it out"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    if request.prompt_logprobs is not None and request.stream:
+        message = "prompt_logprobs are not told in a stream: leave stream out, or them"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if request.priority and settings.scheduling_policy != "priority":
         message = "priority must be 0 here; the server takes others with --scheduling-policy priority"
         raise ApiError(400, message, param="priority", code="invalid_value")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ class Asked:
         params: How all of them are sampled.
         names: Parameters of the request, which errors may name.
         param: The one that holds the prompts.
-        limit: The one that says how many tokens to generate.
+        renamed: What the request calls parameters of `SamplingParams` that it has under other names.
         priority: As for `AsyncLLM.generate`, as is the next.
         cache_salt: Pages are shared only among requests with the same.
         budget: Most nodes of its trees; None is the engine's.
@@ -45,7 +45,7 @@ class Asked:
     params: SamplingParams
     names: Collection[str]
     param: str
-    limit: str = "max_tokens"
+    renamed: Mapping[str, str] = field(default_factory=dict)
     priority: int = 0
     cache_salt: str | None = None
     budget: int | None = None
@@ -103,6 +103,13 @@ class Service:
             prompts = len(asked.prompts)
             message = f"{prompts} prompts times n={asked.params.n} are {count} completions; at most {most}"
             raise ApiError(400, message, param="n", code="invalid_value")
+        if asked.params.n > self.llm.slots:
+            message = (
+                f"n={asked.params.n} completions of one prompt are more than the {self.llm.slots} that "
+                "decode together here: ask several times with other seeds, or start the server with a larger "
+                "--max-num-seqs"
+            )
+            raise ApiError(400, message, param="n", code="invalid_value")
         self.check_budget(asked.budget)
         await asyncio.to_thread(self._check, asked)
 
@@ -125,7 +132,7 @@ class Service:
                 with naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
                     check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
             except (TypeError, ValueError) as error:
-                raise refused(error, asked.names, asked.param) from error
+                raise refused(error, asked.names, asked.param, asked.renamed) from error
             except ImportError as error:
                 raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
 
@@ -137,7 +144,7 @@ class Service:
         elif room < 1:
             message = f"{param} has {count} tokens, and the context is {self.capacity}, output included"
         elif asks is not None and asks > room:
-            param = asked.limit
+            param = asked.renamed.get("max_tokens", "max_tokens")
             message = (
                 f"{count} prompt tokens and {param}={asks} lie beyond the context of {self.capacity}; "
                 f"{param} could be at most {room}"
@@ -207,9 +214,9 @@ class Service:
                 if self.draining:
                     message = "the server has ended before the answer was complete; another one may give it"
                     raise ApiError(503, message, code="draining", headers={"Retry-After": "1"}) from error
-                raise of_generation(error, asked.names, errored=self.llm.errored) from error
+                raise of_generation(error, asked.names, asked.renamed) from error
             except Exception as error:
-                raise of_generation(error, asked.names, errored=self.llm.errored) from error
+                raise of_generation(error, asked.names, asked.renamed) from error
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

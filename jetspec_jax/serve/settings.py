@@ -43,7 +43,7 @@ class ServeSettings:
         max_completions: Of one request: its prompts times its ``n``.
         max_grammar_bytes: Of a schema, a grammar, a regular expression, or choices.
         max_requests_per_key: That run or wait at the same time; None is no bound.
-        request_timeout: Seconds that a request has from its arrival on; None is no bound.
+        request_timeout: Seconds that a request has once it is read and checked; None is no bound.
         body_timeout: Seconds that a client has to send headers, and again for the body.
         send_timeout: Seconds that a client may read nothing of what it is sent.
         drain_seconds: Seconds that requests have to end once the server is told to stop.

@@ -161,6 +161,7 @@ def test_stop_stops(page, url, trees):
         page.click("label[for=traced]")
     page.click("#run")
     page.locator("#talk .run").nth(3).wait_for(timeout=COMPILING)
+    assert running(url, "traces" if trees else "requests")
     page.click("#run")
     expect(page.locator("#run")).to_have_text("Run")
     expect(page.locator("#state")).to_have_text("stopped")
@@ -170,16 +171,15 @@ def test_stop_stops(page, url, trees):
     assert 0 < page.locator("#talk .run").count() < 900
     # The server has let go of it.
     end = time.monotonic() + 30
-    while running(url):
+    while running(url, "traces" if trees else "requests"):
         assert time.monotonic() < end
         time.sleep(0.1)
 
 
-def running(url):
+def running(url, what):
     with urllib.request.urlopen(f"{url}/metrics") as response:
-        [line] = re.findall(
-            r"^jetspec:num_requests_running\S* (\S+)$", response.read().decode(), re.MULTILINE
-        )
+        said = response.read().decode()
+    [line] = re.findall(rf"^jetspec:num_{what}_running\S* (\S+)$", said, re.MULTILINE)
     return float(line)
 
 

@@ -65,6 +65,7 @@ def feed(output, tokens, chunk, looks=1):
             output.update()
             seen.append(output.settled_text)
         request.take_round(tokens[start : start + chunk], 16)
+        request.publish()
     output.update()
     return [*seen, output.settled_text]
 
@@ -130,6 +131,7 @@ def test_nothing_is_added_after_the_end():
     output.request.take_round([5], 8)
     output.request.take_round([6, 7, 8, 9], 16)
     output.request.take_round([1], 16)
+    output.request.publish()
     output.update()
     completion = output.completion()
     assert completion.token_ids == [5, 6, 7]
@@ -143,6 +145,7 @@ def test_a_tail_that_may_become_a_stop_string_is_held_back():
 
     def take(*tokens):
         output.request.take(tokens)
+        output.request.publish()
         output.update()
         return output.settled_text
 
@@ -205,6 +208,9 @@ def test_a_completion_holds_its_prompt():
     request = Request(np.array([3, 4], np.int32), SamplingParams(max_tokens=1), text="of a text", index=2)
     output = Output(request, None)
     request.take_round([7, 8], 16)
+    output.update()
+    assert output.finish_reason is None  # who hands tokens out has not done yet
+    request.publish()
     output.update()
     completion = output.completion()
     assert (completion.prompt, completion.prompt_token_ids, completion.index) == ("of a text", [3, 4], 2)

@@ -2,12 +2,18 @@
 
 import json
 import re
+import runpy
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from jetspec_jax.cli import command
+from tests.serve.conftest import small_target
+from tests.serve.scripted import Scripted
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -46,6 +52,23 @@ def test_the_program_for_ray_is_short():
     text = (DEPLOY / "ray_serve.py").read_text("utf-8")
     compile(text, "ray_serve.py", "exec")
     assert text.count("\n") <= 60
+
+
+@pytest.mark.parametrize(("what", "count"), [("none", 0), ("usual", 1), ("all", 5)])
+def test_a_replica_of_ray_compiles_what_its_settings_say(monkeypatch, what, count):
+    ray: Any = types.ModuleType("ray")
+    made = []
+    ray.serve = types.SimpleNamespace(
+        Application=object,
+        ingress=lambda build: lambda: build,
+        deployment=lambda **_: lambda build: types.SimpleNamespace(bind=lambda: build),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("jetspec_jax.AsyncLLM", lambda **_: made.append(Scripted(small_target())) or made[0])
+    program = runpy.run_path(str(DEPLOY / "ray_serve.py"))
+    build = program["app"](program["Replicas"](settings={"warm_up": what}))
+    assert build().state.service.settings.warm_up == what
+    assert len(made[0].warmed) == count
 
 
 def test_what_compose_mounts_and_builds_is_there():

@@ -14,7 +14,7 @@ from jetspec_jax import LLM, AsyncLLM, DeviceMemoryError, SamplingParams, TreeDe
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.line import QueueFull
-from jetspec_jax.engine.request import DeadlinePassed
+from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
 from tests.marks import wide
@@ -260,6 +260,7 @@ def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected,
             patch.setattr(TreeDecoder, "decode", broken)
             ends = await asyncio.gather(*[read(llm) for _ in range(3)], return_exceptions=True)
         assert [str(end) for end in ends] == ["the device is gone"] * 3
+        assert all(isinstance(end, EngineFailed) and isinstance(end.__cause__, OSError) for end in ends)
         assert llm.errored
         deltas = await read(llm)
         assert not llm.errored
@@ -281,6 +282,25 @@ def test_an_engine_that_others_broke(llm, models, expected):
     same(asyncio.run(run()), expected)
 
 
+def test_a_request_that_no_engine_has_had_outlives_one_that_is_broken(llm, models, expected):
+    """Beside one that was cancelled, whose engine it was."""
+
+    async def run():
+        driver = llm._drivers[0]
+        stream = llm.generate(PROMPT, LONG)
+        await anext(stream)
+        with models[0].keeper.line, models[0].keeper.lock:
+            models[0].keeper.engine.close()
+            await stream.aclose()
+            waits = asyncio.create_task(read(llm))
+            while not driver._arrived:
+                await asyncio.sleep(0.001)
+        same(await waits, expected)
+        assert not llm.errored
+
+    asyncio.run(run())
+
+
 def test_a_deadline_passes(llm, expected):
     async def run():
         with pytest.raises(DeadlinePassed):
@@ -290,17 +310,27 @@ def test_a_deadline_passes(llm, expected):
     same(asyncio.run(run()), expected)
 
 
+def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
+    async def run():
+        late = pytest.raises(DeadlinePassed, match=r"had 0.050 s; after 0.\d+ s it still waits")
+        with models[0].keeper.line, models[0].keeper.lock, late:
+            await read(llm, timeout=0.05)
+
+    asyncio.run(run())
+
+
 def test_a_full_queue(models, expected):
     async def run():
         async with AsyncLLM(*models, max_slots=4, max_waiting=2, **TREE) as llm:
             ends = await asyncio.gather(*[read(llm) for _ in range(8)], return_exceptions=True)
             served = [end for end in ends if isinstance(end, list)]
             assert all(isinstance(end, QueueFull) for end in ends if not isinstance(end, list))
-            assert 2 <= len(served) < 8
+            assert len(served) == 6  # in slots, or waiting
             for deltas in served:
                 same(deltas, expected)
-            with pytest.raises(QueueFull):
-                await read(llm, params=SamplingParams(n=3, max_tokens=9))
+            # Of an idle engine's slots all may be asked for.
+            assert len(await read(llm, params=SamplingParams(n=4, max_tokens=9, ignore_eos=True))) >= 4
+            await llm.warm_up(SamplingParams(logprobs=1))  # which the bound does not refuse
 
     asyncio.run(run())
 
@@ -351,6 +381,8 @@ def test_abort(llm):
         (PROMPT, {"params": SamplingParams(n=257, max_tokens=1)}, r"n=257 .* more than the \d+ slots"),
         (PROMPT, {"priority": "high"}, "priority"),
         (PROMPT, {"timeout": "soon"}, "timeout"),
+        (PROMPT, {"timeout": -1.0}, "timeout must be at least 0 seconds, not -1.0"),
+        (PROMPT, {"timeout": float("nan")}, "timeout must be at least 0 seconds, not nan"),
         (PROMPT, {"request_id": 3}, "request_id"),
         (PROMPT, {"routing": 3}, "routing"),
     ],

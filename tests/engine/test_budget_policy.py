@@ -211,6 +211,10 @@ class TestSlices:
             assert dispatch / (dispatch + rounds * seconds) <= 0.03
             assert rounds * seconds >= 0.013
 
+    def test_it_is_never_long_for_that(self):
+        assert self.rounds(0.0101, 0.5) == 19
+        assert self.rounds(0.5, 0.5) == 1
+
     def test_a_first_token_does_not_wait_for_a_second_round(self):
         assert self.rounds(0.001, fresh=True) == 1
         assert self.rounds(0.001, 0.01, fresh=True, waiting=3) == 1

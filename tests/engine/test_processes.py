@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 
+import httpx
 import numpy as np
 import pytest
 
-from jetspec_jax import generate, logits
+from jetspec_jax import LLM, SamplingParams, generate, logits
 from jetspec_jax.cli.command import main
 from jetspec_jax.device.joining import HEARTBEAT_SECONDS
 from tests.decode.tiny import TINY, with_windows
@@ -235,6 +236,31 @@ def test_only_the_first_process_of_a_command_prints(command):
     assert len(json.loads(output)["token_ids"]) == 12
     assert "check: all 12 tokens equal plain decoding's" in errors
     assert other == ("", "")
+
+
+@pytest.mark.wide
+def test_the_first_process_of_a_server_listens_and_all_end_with_it(command):
+    own = "--port", "0", "--warm-up", "none", "--budget", "16", "--max-num-seqs", "2"
+    processes = command("serve", *own, "--dtype", "float32")
+    lines = iter(processes[0].stderr.readline, "")
+    address = next(found[1] for line in lines if (found := re.search(r"served at (http://\S+)/v1", line)))
+    asked = {"prompt": "def read_lines(path):", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with httpx.Client(base_url=address, timeout=PATIENCE) as http:
+        texts = [
+            http.post("/v1/completions", json={**asked, "budget": budget}).json()["choices"][0]["text"]
+            for budget in (16, 1)
+        ]
+        watched = http.post("/playground/rounds", json={"prompt": "a"})
+        assert (watched.status_code, watched.json()["error"]["code"]) == (400, "unsupported")
+    llm = LLM(budget=1, dtype="float32")
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    assert texts == [llm.generate([asked["prompt"]], params)[0].text] * 2
+    # As a cluster does, which tells all of them.
+    for process in processes[::-1]:
+        process.send_signal(signal.SIGTERM)
+    codes, errors = endings(processes)
+    assert codes == [0, 0], errors
+    assert errors[1] == ""
 
 
 @pytest.mark.wide

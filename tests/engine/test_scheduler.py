@@ -12,6 +12,7 @@ from jetspec_jax.engine.line import MOST_OVERTAKEN
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
+from jetspec_jax.engine.scheduler import MASKED_ROUNDS
 from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.tree import Routing
 from tests.engine.fake_device import expected_tokens
@@ -206,6 +207,26 @@ def test_live_slots_are_as_many_as_a_program_has(made):
         seen.append(step(scheduler, device, 1).live)
     assert seen == [tuple(range(7)), tuple(range(7)), (2, 3, 4, 5), (0, 3, 4, 5), (4, 5), (5,)]
     assert_served(*requests)
+
+
+def test_dispatches_with_a_grammar_are_short(made):
+    """Their rounds wait for the host, which the policy knows nothing of."""
+
+    class AsItLikes:
+        count, problem = 0, None
+
+        def advance(self, tokens):
+            self.count += len(tokens)
+
+    scheduler, device = made(slots=2, pages=8)
+    free, bound = request(5, 60), request(5, 60, start=1)
+    add(scheduler, free)
+    assert step(scheduler, device).rounds > MASKED_ROUNDS
+    bound.matcher = AsItLikes()
+    add(scheduler, bound)
+    assert step(scheduler, device).rounds == MASKED_ROUNDS
+    finish(scheduler, device)
+    assert_served(free, bound)
 
 
 class TestLeaving:

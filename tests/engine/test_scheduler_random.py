@@ -75,7 +75,7 @@ class World:
         if self.most_waiting is not None:
             try:
                 waiting = sum(own.state is State.WAITING for own in self.scheduler.requests)
-                check_room(waiting, self.most_waiting)
+                check_room(waiting, 1, self.most_waiting)
             except QueueFull:
                 self.refused += 1
                 return

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -23,7 +25,14 @@ from tests.decode.tiny import TINY, random_head, random_target, with_windows, wo
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
-WANTS = SamplingParams(max_tokens=12, presence_penalty=1.0, logprobs=1, ignore_eos=True)
+WANTS = SamplingParams(max_tokens=12, presence_penalty=1.0, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+# Each wants a part of it.
+PARTS = (
+    WANTS,
+    replace(WANTS, logprobs=None, prompt_logprobs=None),
+    replace(WANTS, presence_penalty=0.0),
+    replace(WANTS, bad_words=["abc", "gh", "dd"]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +76,11 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 64, int(size)).tolist() for size in rng.integers(1, 150, 10)]
     params = [
-        WANTS if number % 4 == 3 else SamplingParams(max_tokens=12, temperature=1.0, seed=number)
+        PARTS[number // 2 % 4] if number % 2 else SamplingParams(max_tokens=12, temperature=1.0, seed=number)
         for number in range(10)
     ]
     expected = generate(models[0], prompts, params)
+    jax.clear_caches()  # of what tells of prompts, too
     batches = batches_of(monkeypatch)
 
     async def run():
@@ -88,6 +98,7 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
     assert alone.token_ids == expected[0].token_ids
     for mine, plain in zip(got, expected, strict=True):
         assert (mine.token_ids, mine.text) == (plain.token_ids, plain.text)
+        assert (mine.prompt_logprobs is None) == (plain.prompt_logprobs is None)
     assert {len(batch.live) for batch in batches} >= {1, 4}
     figures = [one.metrics for one in [alone, *got]]
     assert after.compilations == 1  # of `compilations` itself

@@ -14,6 +14,10 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "a"}]
 
 
+def schema(own):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": own}}
+
+
 def refused(response, status, param, *words):
     """Checks an error's form, its parameter and what it says."""
     assert response.status_code == status, response.text
@@ -77,6 +81,7 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "top_k": -2}, 400, "top_k", ["at least -1"]),
         ({"prompt": "a", "min_p": 2}, 400, "min_p", ["[0, 1]"]),
         ({"prompt": "a", "n": 0}, 400, "n", ["1..16384"]),
+        ({"prompt": "a", "n": 5}, 400, "n", ["4 that decode together", "--max-num-seqs"]),
         ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
         ({"prompt": "a", "seed": -1}, 400, "seed", ["0..18446744073709551615"]),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
@@ -90,6 +95,8 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "stop": ["a", "b" * 1025]}, 400, "stop", ["1024 characters", "one of 1025"]),
         ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens", ["at most max_tokens"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", ["stream=true"]),
+        ({"prompt": "a", "return_rounds": True}, 400, "return_rounds", ["stream=true"]),
+        ({"prompt": "a", "stream": True, "prompt_logprobs": 0}, 400, "prompt_logprobs", ["leave stream out"]),
         (
             {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
             400,
@@ -155,6 +162,38 @@ def test_completions(http, llm, body, status, param, words):
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens", ["max_tokens must"]),
+        (
+            {"messages": USER, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            ["max_completion_tokens must"],
+        ),
+        ({"messages": USER, "logprobs": True, "top_logprobs": 50}, "top_logprobs", ["top_logprobs must"]),
+        (
+            {"messages": USER, "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "response_format",
+            ["response_format and ignore_eos"],
+        ),
+        (
+            {"messages": USER, "response_format": schema({"type": "nothing"})},
+            "response_format",
+            ["response_format: ", "does not compile"],
+        ),
+        (
+            {"messages": USER, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice",
+            ["tool_choice.function.name is missing"],
+        ),
+        (
+            {
+                "messages": USER,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "response_format",
+            ["response_format and structured_outputs"],
+        ),
+        ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is no parameter"]),
     ],
 )
 def test_chats(http, body, param, words):
@@ -184,6 +223,10 @@ def test_tools_need_a_parser():
             },
         )
         refused(got, 400, "tool_choice", "'b'")
+        function = {"name": "a", "parameters": {"type": "nothing"}}
+        given = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+        got = http.post(CHAT, json={"messages": USER, **given})
+        refused(got, 400, "tools", "tools: ", "does not compile")
 
 
 def test_without_a_chat_template_completions_are_served():

@@ -79,6 +79,11 @@ def test_an_answer_is_what_plain_decoding_gives(client, alone):
     made = streamed(client, **given)
     assert (made["content"], made["reason"]) == (whole.text, whole.finish_reason)
     assert made["chunks"] >= 3
+    pieces = client.chat.completions.create(
+        model=MODEL, stream=True, extra_body={"return_token_ids": True}, **given
+    )
+    told = [getattr(piece, "prompt_token_ids", None) for piece in pieces]
+    assert told == [whole.prompt_token_ids] + [None] * (len(told) - 1)
     # What came back may be sent again, and parts are texts.
     again = [
         *MESSAGES,

@@ -1,5 +1,6 @@
 """``jetspec-jax serve`` as a process, and what its command line refuses."""
 
+import asyncio
 import json
 import signal
 import sys
@@ -12,10 +13,11 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
 from jetspec_jax.cli.options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
-from jetspec_jax.serve.running import bind
+from jetspec_jax.serve.running import Stopping, bind, serve_at
 from jetspec_jax.serve.settings import SETTINGS, ServeSettings
 from tests.decode.tiny import random_weights
-from tests.serve.conftest import SMALL
+from tests.serve.conftest import SMALL, small_target
+from tests.serve.scripted import Scripted
 from tests.serve.servers import Command, until
 
 #: `SMALL` as a config.json.
@@ -137,6 +139,19 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(capsys, monkeypatch):
     assert "--port" in said
     code, said = run(capsys, "--host", "no.such.host.invalid")
     assert (code, said.count("\n")) == (2, 1)
+
+
+def test_a_port_that_another_took_since(capsys):
+    """Two sockets may have one address, until one of them listens."""
+    with bind("127.0.0.1", 0) as own, bind("127.0.0.1", own.getsockname()[1]) as other:
+        other.listen()
+        port = own.getsockname()[1]
+        serving = serve_at(
+            Scripted(small_target()), own, ServeSettings(warm_up="none"), "demo", None, Stopping()
+        )
+        with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1:{port}: .* --port"):
+            asyncio.run(serving)
+    assert "is served" not in capsys.readouterr().err
 
 
 def test_the_extra_that_is_not_installed(capsys, monkeypatch):

@@ -89,6 +89,13 @@ def test_token_ids_are_prompts_too(client, alone):
         assert got.choices[0].text == PROMPT + whole.text
         assert got.choices[0].token_ids == whole.token_ids
         assert got.choices[0].prompt_token_ids == ids
+    # In a stream they come with the first piece of each choice.
+    given = {"max_tokens": 8, "stream": True, "n": 2, "extra_body": {"return_token_ids": True}}
+    told: dict[int, list] = {0: [], 1: [], 2: [], 3: []}
+    for chunk in client.completions.create(model=MODEL, prompt=[ids, ids[:1]], **given):
+        told[chunk.choices[0].index].append(getattr(chunk.choices[0], "prompt_token_ids", None))
+    for choice, prompt in ((0, ids), (1, ids), (2, ids[:1]), (3, ids[:1])):
+        assert told[choice] == [prompt] + [None] * (len(told[choice]) - 1)
 
 
 def test_a_prompt_of_before_is_cached(client):

@@ -211,6 +211,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
         lines = [stack.enter_context(own).iter_lines() for own in streams]
         for own in lines:
             next(own)
+        assert running(http) == 2
         refused = http.post("/playground/rounds", json=ASKED)
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
@@ -220,6 +221,20 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
         assert all(next(own) is not None for own in lines)
     until(lambda: http.post("/playground/rounds", json={**ASKED, "max_tokens": 2}).status_code == 200)
     assert keeper.engine is engine
+    until(lambda: running(http) == 0)
+
+
+def running(http):
+    """Requests that are watched, as the metrics say."""
+    [count] = re.findall(r"^jetspec:num_traces_running\S* (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return float(count)
+
+
+def test_what_is_watched_has_its_time_too(llm):
+    with served(llm, request_timeout=0.001) as own, own.client() as http:
+        *rounds, last = watched(http, max_tokens=900)
+        assert 0 < len(rounds) < 900
+        assert (last["error"]["code"], last["error"]["type"]) == ("deadline_passed", "timeout_error")
 
 
 def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, ClassVar
 
@@ -13,11 +14,13 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_text
+from jetspec_jax.engine.request import DeadlinePassed
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import DONE, event
 from jetspec_jax.serve.bodies import Body, Listed, read_body
-from jetspec_jax.serve.errors import ApiError, internal, refused
+from jetspec_jax.serve.errors import ApiError, internal, of_generation, refused
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.messages import Message, encode_messages
 from jetspec_jax.serve.playground.page import playground_page, policy_of
@@ -63,7 +66,8 @@ def playground_routes(service: Service) -> APIRouter:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    router, traces = APIRouter(), Traces(llm, MOST_TRACES)
+    router, traces, timeout = APIRouter(), Traces(llm, MOST_TRACES), service.settings.request_timeout
+    service.metrics.gauge("num_traces_running", "Requests that are watched.", lambda: traces.running)
 
     @router.get("/playground")
     async def show() -> HTMLResponse:
@@ -72,11 +76,17 @@ def playground_routes(service: Service) -> APIRouter:
     @router.post("/playground/rounds")
     async def rounds(request: Request) -> Response:
         body = await read_body(request, RoundsRequest, service.settings)
+        if spans(llm.target.mesh):
+            message = (
+                "several processes share this model, and no request can be watched: send it without trees"
+            )
+            raise ApiError(400, message, code="unsupported")
         prompt, params = await asyncio.to_thread(_read, service, body)
         names, param = RoundsRequest.model_fields, "prompt" if body.messages is None else "messages"
         await service.check(Asked([prompt], params, names, param, budget=body.budget))
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget))
+            return _Rounds(await asyncio.to_thread(traces.begin, prompt, params, body.budget, deadline))
         except TooManyTraces as error:
             raise ApiError(429, str(error), code="too_many_traces", headers={"Retry-After": "5"}) from error
         except DeviceMemoryError as error:
@@ -129,6 +139,8 @@ async def _events(rounds: Generator[dict[str, Any]]) -> AsyncGenerator[bytes]:
         try:
             async for one in iterate_in_threadpool(rounds):
                 yield event(one)
+        except DeadlinePassed as error:
+            yield event(of_generation(error, (), {}).body)
         except Exception as error:
             log("request failed", logging.ERROR, error=error)
             yield event(internal(error).body)

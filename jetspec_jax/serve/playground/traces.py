@@ -1,11 +1,13 @@
 """Rounds with their trees for the playground: few at a time, beside the engine that serves the others."""
 
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.engine.prompts import EncodedPrompt
+from jetspec_jax.engine.request import DeadlinePassed
 from jetspec_jax.inspect.trace import Trace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
@@ -20,7 +22,11 @@ class TooManyTraces(Exception):
 
 
 class Traces:
-    """Traces of one `LLM`, at most so many at a time; from any thread."""
+    """Traces of one `LLM`, at most so many at a time; from any thread.
+
+    Attributes:
+        running: How many there are.
+    """
 
     def __init__(self, llm: LLM, most: int):
         """Holds nothing yet.
@@ -29,15 +35,23 @@ class Traces:
             llm: The models, and the largest trees.
             most: Traces at a time.
         """
-        self._llm, self._left, self._most = llm, threading.Semaphore(most), most
+        self._llm, self._most, self.running = llm, most, 0
+        self._mutex = threading.Lock()
 
-    def begin(self, prompt: EncodedPrompt, params: SamplingParams, budget: int | None) -> "TracedRequest":
+    def begin(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        budget: int | None,
+        deadline: float | None = None,
+    ) -> "TracedRequest":
         """Starts one; nothing is decoded yet.
 
         Args:
             prompt: The prompt.
             params: How it is sampled.
             budget: Most nodes of a tree; None is the LLM's.
+            deadline: When it is given up, by `time.monotonic`; None is never.
 
         Raises:
             TypeError: Something is of a wrong type.
@@ -45,35 +59,49 @@ class Traces:
             DeviceMemoryError: The device has no room for it beside what it holds.
             TooManyTraces: It must wait.
         """
-        if not self._left.acquire(blocking=False):
-            raise TooManyTraces(f"{self._most} requests are watched already; try again when one has ended")
+        with self._mutex:
+            if self.running == self._most:
+                raise TooManyTraces(
+                    f"{self._most} requests are watched already; try again when one has ended"
+                )
+            self.running += 1
         try:
             llm, settings = self._llm, self._llm.settings
             if budget is not None:
                 settings = replace(settings, budget=min(budget, settings.budget))
             trace = trace_rounds(llm.target, llm.draft_head, prompt, params, settings)
         except BaseException:
-            self._left.release()
+            self._release()
             raise
-        return TracedRequest(trace, llm.target.tokenizer, self._left)
+        return TracedRequest(trace, llm.target.tokenizer, deadline, self._release)
+
+    def _release(self) -> None:
+        with self._mutex:
+            self.running -= 1
 
 
 class TracedRequest:
     """One request that is traced."""
 
-    def __init__(self, trace: Trace, tokenizer: Any, place: threading.Semaphore):
+    def __init__(self, trace: Trace, tokenizer: Any, deadline: float | None, release: Callable[[], None]):
         """Takes over a trace.
 
         Args:
             trace: The trace.
             tokenizer: The target's.
-            place: What is released at its end.
+            deadline: When it is given up, by `time.monotonic`; None is never.
+            release: Called at its end.
         """
-        self._trace, self._tokenizer, self._place = trace, tokenizer, place
+        self._trace, self._tokenizer = trace, tokenizer
+        self._deadline, self._release = deadline, release
         self._ended = False
 
     def events(self) -> Generator[dict[str, Any]]:
-        """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end."""
+        """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end.
+
+        Raises:
+            DeadlinePassed: It has not ended in its time.
+        """
         chars = tokens = 0
         for one in self._trace:
             completion, text = self._trace.completion, self._trace.text
@@ -84,10 +112,12 @@ class TracedRequest:
             reason = None if completion is None else completion.finish_reason
             labels = labels_of([one], self._tokenizer)
             yield {"rounds": [shown], "labels": labels, "finish_reason": reason}
+            if completion is None and self._deadline is not None and time.monotonic() > self._deadline:
+                raise DeadlinePassed(f"{tokens} tokens had come by then")
 
     def close(self) -> None:
         """Ends it, whether it has run to its end or not; its stores are free again."""
         if not self._ended:
             self._ended = True
             self._trace.close()
-            self._place.release()
+            self._release()
