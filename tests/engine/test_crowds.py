@@ -81,6 +81,7 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     crowd = make_crowd(target, 24, rng, lengths=(1, 12, 50, 65), without=("logprobs",))
     told = serve_and_check(monkeypatch, target, None, crowd, rng, slots=4, num_pages=6, live=())
     assert told.preemptions >= 1
+    assert told.prefix_hits >= 1  # of windows and recurrent states too
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
 
