@@ -21,7 +21,7 @@ from bench.common.options import check_known, check_least
 from bench.common.report import add_report_arguments, check_report, opening_of, show
 from bench.load.arrivals import Lengths
 from bench.serve.clients import Clients
-from bench.serve.figures import notes_of, parse_bounds, summed_up, table_of
+from bench.serve.figures import notes_of, parse_bounds, summed_up, tables_of
 from bench.serve.replaying import add_replay_arguments
 from bench.serve.servers import Server, options_of
 from bench.serve.sets import ENDPOINTS, SETS, Asking, conversations
@@ -96,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
             report["notes"] = notes_of(rows, replays=arguments.replay)
             write_json(arguments.json, report)
     print(f"wrote {arguments.json}")
-    show("a server, as its clients see it; times in ms", table_of(rows), report["notes"])
+    (heading, answered), (also, times) = tables_of(rows)
+    show(heading, answered)
+    show(also, times, report["notes"])
     from bench.common.picture import write_picture
     from bench.serve.plot import draw_serve
 

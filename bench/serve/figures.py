@@ -97,27 +97,30 @@ def quantiles(milliseconds: Sequence[float]) -> dict[str, float]:
     return dict(zip(("p50_ms", "p90_ms", "p99_ms", "max_ms"), values, strict=True))
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows as they are printed; times in milliseconds."""
-    return [
-        {
-            "method": row["method"],
-            "set": row["set"],
-            "at a time": row["concurrency"],
-            "a second": row["rate"],
-            "answered": row["answered"],
-            "429": row["refused"],
-            "failed": row["failed"],
-            "tokens/s": row["tokens_per_second"],
-            "good/s": row["goodput_requests_per_second"],
-            **{
-                f"{name} {part}": row[name][f"{part}_ms"] for name in BOUNDS for part in ("p50", "p90", "p99")
-            },
-            "cached": row["cached_share"],
-            "cpu ms/event": row["server_ms_per_event"],
-        }
-        for row in rows
-    ]
+def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Two tables: what was answered, and how long it took."""
+    answered, times = [], []
+    for row in rows:
+        together, rate = row["concurrency"], row["rate"]
+        comes = f"{rate:.1f}/s" if together is None else f"{together} at a time"
+        scene = {"method": row["method"], "set": row["set"], "requests": comes}
+        answered.append(
+            {
+                **scene,
+                "answered": row["answered"],
+                "429": row["refused"],
+                "failed": row["failed"],
+                "tokens/s": row["tokens_per_second"],
+                "good/s": row["goodput_requests_per_second"],
+                "cached": row["cached_share"],
+                "cpu ms/event": row["server_ms_per_event"],
+            }
+        )
+        parts = ("p50", "p90", "p99")
+        times.append(
+            {**scene, **{f"{name} {part}": row[name][f"{part}_ms"] for name in BOUNDS for part in parts}}
+        )
+    return [("a server, as its clients see it", answered), ("times in ms", times)]
 
 
 def notes_of(rows: Sequence[Mapping[str, Any]], *, replays: bool) -> list[str]:
