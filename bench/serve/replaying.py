@@ -16,7 +16,7 @@ from bench.common.options import check_known
 from bench.load.published import TAU
 from bench.serve.replayed import RECORDED, ReplayedEngine, replay
 from jetspec_jax import AsyncLLM
-from jetspec_jax.cli.options import ENGINE, SERVER
+from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.cli.serving import add_serve_command
 from jetspec_jax.cli.settings import model_arguments
 from jetspec_jax.serve.running import Stopping, run

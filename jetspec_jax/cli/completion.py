@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jetspec_jax.cli.options import GROUPS, SERVING
+from jetspec_jax.cli.options import GROUPS
+from jetspec_jax.cli.server_options import SERVING
 
 # What stands for a value in the help says what a shell offers for it.
 _FILES, _FOLDERS = ("FILE",), ("PATH_OR_ID", "MODEL", "DIR|auto|off")

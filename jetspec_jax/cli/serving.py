@@ -4,8 +4,9 @@ import argparse
 from typing import Any
 
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.cli.options import ALGORITHM, ENGINE, MODELS, PROCESSES, SERVER
+from jetspec_jax.cli.options import ALGORITHM, MODELS, PROCESSES
 from jetspec_jax.cli.process import hear
+from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.cli.settings import model_arguments
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.serve.settings import ServeSettings

@@ -11,7 +11,7 @@ import pytest
 
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
-from jetspec_jax.cli.options import ENGINE, SERVER
+from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.serve.running import Stopping, bind, serve_at
 from jetspec_jax.serve.settings import SETTINGS, ServeSettings
