@@ -10,7 +10,9 @@ from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord, Sl
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.output import Completion
+from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from jetspec_jax.generate import generate, generate_tree
 from jetspec_jax.inspect.forward import draft_logits, logits, tree_logits
 from jetspec_jax.llm import LLM
@@ -22,13 +24,16 @@ __all__ = [
     "AsyncLLM",
     "CheckpointError",
     "Completion",
+    "DeadlinePassed",
     "DecodeState",
     "DecodeWeights",
     "Delta",
     "DeviceMemoryError",
     "DraftHeadProposer",
+    "EngineFailed",
     "Head",
     "Proposer",
+    "QueueFull",
     "RoundRecord",
     "SamplingParams",
     "SlotSettings",

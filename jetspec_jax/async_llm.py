@@ -260,16 +260,21 @@ class AsyncLLM:
         for driver in self._drivers:
             await asyncio.to_thread(driver.compile, Kind.of(params).parts, scores=scores)
         # What else a request needs, with all the room that it needs there by now.
-        prompt, requests = [0] * min(2, self._capacity - 1), []
+        prompt = [0] * min(2, self._capacity - 1)
         for own in short:
-            for driver in self._drivers:
-                requests += (made := self._read(prompt, own, None))
-                driver.submit(made, guests=True)  # whatever the queue's bound
-        while any(request.open for request in requests):
-            await asyncio.sleep(0.01)
-        for request in requests:
-            if request.error is not None:
-                raise request.error
+            requests: list[Request] = []
+            try:
+                for driver in self._drivers:
+                    requests += (made := self._read(prompt, own, None))
+                    driver.submit(made)
+                while any(request.open for request in requests):
+                    await asyncio.sleep(0.01)
+            finally:
+                for request in requests:
+                    request.abandoned = True
+            for request in requests:
+                if request.error is not None:
+                    raise request.error
         self._compilations.restart()
 
     def stats(self) -> EngineStats:

@@ -25,18 +25,19 @@ class Keeper:
 
     @property
     def engine(self) -> Any:
-        """The engine; None if there is none."""
+        """The engine; None if there is none, or the next one is being made."""
         return self._kept.get("engine")
 
     @engine.setter
     def engine(self, engine: Any) -> None:
-        if engine is None:
-            self._kept.clear()
-        else:
-            self._kept["engine"] = engine
+        self._kept["engine"] = engine
+
+    def take(self) -> None:
+        """Keeps the engine no more: another one may be offered."""
+        self._kept.pop("engine", None)
 
     def offer(self, engine: Any) -> bool:
-        """Keeps an engine if there is none; whether it is kept.
+        """Keeps an engine if there is none, and none is being made; whether it is kept.
 
         Needs no lock, so that a finaliser can call it, and is one step of the interpreter, so that no
         interrupt leaves it half done.

@@ -80,9 +80,8 @@ class Driver:
         with self._mutex:
             if guests:
                 self._guests |= set(requests)
-            elif self._closed:
-                raise RuntimeError("this AsyncLLM is closed")
             else:
+                self._check_open()
                 served = sum(request.open for request in self._requests)
                 check_room(served - self.slots, len(requests), self._max_waiting)
             now = time.monotonic()
@@ -95,8 +94,13 @@ class Driver:
                 self._thread.start()
 
     def compile(self, kinds: Sequence[Kind], *, scores: bool) -> None:
-        """Makes the engine, and compiles all its programs as `Engine.compile` does."""
+        """Makes the engine, and compiles all its programs as `Engine.compile` does.
+
+        Raises:
+            RuntimeError: The driver is closed.
+        """
         with self._group.target.keeper.turn():
+            self._check_open()
             self._group.engine(self._plan).compile(kinds, scores=scores)
 
     def stats(self) -> EngineStats:
@@ -173,6 +177,10 @@ class Driver:
         with self._mutex:
             return sum(one.open for one in self._requests) > sum(one.open for one in self._arrived)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this AsyncLLM is closed")
+
     def _let_go(self, words: str | None) -> None:
         """Ends those that follow, with an error or without; without them nobody is served any more."""
         if self._leads:
@@ -182,10 +190,13 @@ class Driver:
 
     def _fail(self, error: Exception) -> None:
         # Told apart from what is wrong with a request, whatever the type. A lack of memory has its own.
-        if not isinstance(error, DeviceMemoryError):
+        ends = not isinstance(error, DeviceMemoryError)
+        if ends:
             own, error = error, EngineFailed(str(error) or type(error).__name__)
             error.__cause__ = own
         with self._mutex:
+            # Those that follow are about to end: nobody may come in between.
+            self._closed = self._closed or (self._leads and ends)
             self._arrived = []
             for request in self._requests:
                 request.fail(error)

@@ -132,8 +132,6 @@ class Output:
             DeadlinePassed: The request was not served in its time.
             Exception: Whatever else the request ended with.
         """
-        if self.request.error is not None:
-            raise self.request.error
         if not self._whole:
             self._begin()
         self._whole = False
@@ -159,6 +157,8 @@ class Output:
     def _take(self, count: int | None) -> None:
         request = self.request
         there, reason = request.readable
+        if request.error is not None:  # another thread may have failed it just now
+            raise request.error
         for token in request.tokens[len(self.token_ids) : there if count is None else min(count, there)]:
             if self.finish_reason is not None:
                 return

@@ -298,7 +298,7 @@ def take_engine(target: Target, plan: EnginePlan, proposer_weights: Any = None) 
     if kept is not None and not kept.broken and (kept.busy or kept.plan.stands):
         return Engine(plan, DecodeWeights(target.weights, proposer_weights))
     engine = engine_for(target, plan, proposer_weights)
-    target.keeper.engine = None
+    target.keeper.take()
     return engine
 
 

@@ -133,13 +133,23 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+def check_levels(value: Any) -> None:
+    """Checks a JSON value that came as text in a body: it may not be nested more deeply than bodies may.
+
+    Raises:
+        ApiError: It is.
+    """
+    for _ in _texts(value):
+        pass
+
+
 def _texts(value: Any) -> Iterable[str]:
     """All texts in a JSON value, names of fields too.
 
     Raises:
         ApiError: It is nested too deeply.
     """
-    left = [(value, 1)]
+    left = [(value, 2)]  # the body is the first
     while left:
         own, level = left.pop()
         if isinstance(own, str):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
-from jetspec_jax.serve.bodies import Body, Listed
+from jetspec_jax.serve.bodies import Body, Listed, check_levels
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
@@ -129,4 +129,5 @@ def _object(text: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"arguments of a call in messages must be a JSON object, not {text[:80]!r}")
+    check_levels(value)
     return value

@@ -172,8 +172,10 @@ def test_a_long_stop_string_is_not_tried_in_all_its_lengths(stop):
     Sliced.slices = 0
     for letter in b"a" * 60 + b"ca" * 30:
         output.request.take([letter + 1])
+        output.request.publish()
         output.update()
         assert output.text.startswith(output.settled_text)
+    assert len(output.text) == 120
     assert Sliced.slices <= 3 * 120
 
 

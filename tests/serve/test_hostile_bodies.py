@@ -108,9 +108,15 @@ def test_what_is_nested_deeply(http, body, depth):
 
 
 def test_what_is_nested_deeply_in_a_text(http):
-    arguments = {"name": "a", "arguments": nested(900)}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": arguments}]}
-    for own in ({"messages": [USER, call]}, {"structured_outputs": {"json": nested(900)}}):
+    def calls(depth):
+        arguments = {"name": "a", "arguments": nested(depth)}
+        return {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": arguments}]}
+
+    for own in (
+        {"messages": [USER, calls(101)]},
+        {"messages": [USER, calls(900)]},
+        {"structured_outputs": {"json": nested(900)}},
+    ):
         got = http.post("/v1/chat/completions", json={"messages": [USER], **own})
         assert got.status_code == 400, got.text
 
