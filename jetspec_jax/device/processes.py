@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -210,8 +211,16 @@ def environment() -> dict[str, str]:
         "the version of jetspec_jax": jetspec_jax.__version__,
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
+        "the version of llguidance": _version("llguidance"),  # each makes the masks of grammars itself
         "the kind of device": jax.local_devices()[0].device_kind,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import Any
 from jetspec_jax.decode.state import DecodeWeights
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.engine import Engine
+from jetspec_jax.engine.grammars import FollowedMatchers
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.serving import Group
 from jetspec_jax.engine.wire import hear
@@ -14,7 +15,8 @@ from jetspec_jax.engine.wire import hear
 def follow(group: Group, plan: EnginePlan) -> None:
     """Does what the first process decides, until that closes.
 
-    It waits for nothing that the devices do: the first process does, before it decides again.
+    It waits for nothing that the devices do, but where a grammar has a say: the first process does, before it
+    decides again.
 
     Args:
         group: The models.
@@ -24,7 +26,7 @@ def follow(group: Group, plan: EnginePlan) -> None:
         RuntimeError: An error has ended the work of the first process.
         OutOfStep: That process does something else.
     """
-    keeper, head = group.target.keeper, group.head
+    keeper, head, grammars = group.target.keeper, group.head, FollowedMatchers(group.target)
     engine: Any = None
     with keeper.line, keeper.lock:
         while True:
@@ -43,7 +45,10 @@ def follow(group: Group, plan: EnginePlan) -> None:
                     weights = DecodeWeights(group.target.weights, None if head is None else head.weights)
                     keeper.engine = engine = Engine(plan, weights)
                 elif what == "batch":
-                    engine.runner.launch(*values, timed=False)
+                    [batch] = values
+                    engine.runner.launch(batch, timed=False, matchers=grammars.begin(batch))
+                    if batch.masked:
+                        grammars.end(batch, engine.runner.collect().tokens)
                     engine.runner.forget()
                 elif what == "compile":
                     kinds, scores = values

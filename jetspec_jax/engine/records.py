@@ -47,6 +47,7 @@ class Admission(NamedTuple):
         routing: What is known of it, for algorithms that look at that: two numbers.
         adjusting: What it wants of the logits; None is nothing.
         scored: Its prompt, where log-probabilities of that are asked for and not known yet.
+        output: What it has got so far, where a grammar says how that goes on.
     """
 
     slot: int
@@ -62,6 +63,7 @@ class Admission(NamedTuple):
     routing: Routing
     adjusting: Adjusting | None = None
     scored: Int32[np.ndarray, "T"] | None = None
+    output: tuple[int, ...] = ()
 
 
 class Growth(NamedTuple):
@@ -122,6 +124,7 @@ class Batch(NamedTuple):
         adjusts: Whether a slot that decodes wants anything of the logits.
         logprobs: Whether one wants log-probabilities.
         copies: To snapshots and back, in order, each between forwards of prompts.
+        masked: Slots that decode and whose outputs follow grammars.
     """
 
     releases: tuple[int, ...]
@@ -134,6 +137,7 @@ class Batch(NamedTuple):
     adjusts: bool = False
     logprobs: bool = False
     copies: tuple[SlotCopy, ...] = ()
+    masked: tuple[int, ...] = ()
 
 
 class DispatchRecord(NamedTuple):

@@ -139,6 +139,7 @@ class Scheduler:
             any(request.params.adjusts for request in members),
             any(request.params.logprobs is not None for request in members),
             tuple(copies),
+            tuple(sorted(self.matchers)),
         )
 
     def take(self, record: DispatchRecord, now: float | None = None) -> list[Request]:
@@ -290,6 +291,7 @@ class Scheduler:
             routing=Routing.of_one(None) if request.routing is None else request.routing,
             adjusting=request.adjusting,
             scored=request.scored,
+            output=() if request.matcher is None else tuple(request.tokens),
         )
 
 

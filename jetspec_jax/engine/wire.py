@@ -11,11 +11,24 @@ from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth, SlotCopy
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.tree.routing import Routing
 
 _RECORDS: dict[str, Any] = {
     own.__name__: own
-    for own in (Adjusting, Admission, Batch, Chunk, Extras, Growth, Kind, Routing, SamplingParams, SlotCopy)
+    for own in (
+        Adjusting,
+        Admission,
+        Batch,
+        Chunk,
+        Extras,
+        Growth,
+        Kind,
+        Routing,
+        SamplingParams,
+        SlotCopy,
+        StructuredOutputsParams,
+    )
 }
 _ABOUT = "what process 0 decides"
 

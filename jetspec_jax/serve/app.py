@@ -16,7 +16,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import jetspec_jax
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.device.processes import spans
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.serve.chat import chat_routes
@@ -111,8 +110,7 @@ async def warm_up(llm: AsyncLLM, settings: ServeSettings) -> None:
     await llm.warm_up()
     if settings.warm_up == "all":
         target = llm.llm.target
-        has_forms = target.tokenizer is not None and not spans(target.mesh)
-        await llm.warm_up(MORE if has_forms else replace(MORE, structured_outputs=None))
+        await llm.warm_up(MORE if target.tokenizer else replace(MORE, structured_outputs=None))
     log("compiled", seconds=round(time.monotonic() - started, 2))
 
 

@@ -22,6 +22,7 @@ import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax import (
     LLM,
     AsyncLLM,
+    EngineFailed,
     Head,
     SamplingParams,
     StructuredOutputsParams,
@@ -43,6 +44,7 @@ from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.sampling.byte_tokenizer import byte_tokenizer
 
 PROMPT = [3, 1, 4]
 #: The seed that process 0 draws, and the others do not.
@@ -54,6 +56,11 @@ TREES = {"budget": 16, "width": 3}
 
 def pair(mesh=None, config=TINY):
     target, head = random_target(config, 0, tokenizer=word_tokenizer(64)), random_head(config, 0)
+    return placed(target, head, mesh)
+
+
+def placed(target, head, mesh):
+    """The pair on a mesh, if there is one."""
     if mesh is None:
         return target, head
     weights = place(target.weights, target.config, mesh), place(head.weights, head.config, mesh)
@@ -259,19 +266,57 @@ def led(mesh):
 
     async def run():
         await asyncio.sleep(1.5)  # the other waits longer than it does at a time
-        try:
-            await anext(llm.generate(PROMPT, SamplingParams(max_tokens=4, structured_outputs=form)))
-        except ValueError as error:
-            form_refused = str(error)
         got = await asyncio.gather(*[one(number, *own) for number, own in enumerate(asked())])
         figures = llm.stats()
         await llm.close()
-        return form_refused, got, figures.prefix_hits
+        return got, figures.prefix_hits
 
-    form = StructuredOutputsParams(regex="a*")
-    form_refused, got, hits = asyncio.run(run())
+    got, hits = asyncio.run(run())
     again = decoded(target, head, GREEDY)
-    return {"form": form_refused, "got": got, "hits": hits, "before": before, "again": again}
+    return {"got": got, "hits": hits, "before": before, "again": again}
+
+
+def of_forms(mesh=None):
+    """A pair whose tokens are bytes, prompts, and how they go on: with grammars and without."""
+    tokenizer = byte_tokenizer("")
+    config = dataclasses.replace(with_windows(TINY, None), vocab_size=len(tokenizer) + 6)
+    target = random_target(config, 3, eos=(len(tokenizer) - 1,), tokenizer=tokenizer)
+    forms = [{"regex": "(ab|é){2,9}!"}, None, {"choice": ["yes", "no"]}, {"regex": "[a-z ]{60}"}, None]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=number,
+            max_tokens=40,
+            structured_outputs=None if form is None else StructuredOutputsParams(**form),
+        )
+        for number, form in enumerate(forms)
+    ]
+    prompts = [[5, 9, number] * (1 + 9 * number) for number in range(len(forms))]
+    return placed(target, random_head(config, 4), mesh), prompts, params
+
+
+def forms(mesh):
+    """Calls of both processes, and then the first serves."""
+    (target, head), prompts, params = of_forms(mesh)
+    made = generate_tree(target, head, prompts, params, **TREES)
+    together = [completion.token_ids for completion in made]
+    round_costs.REPEATS, round_costs.DISPATCH_SECONDS = 1, 0.0
+    llm = AsyncLLM(target, head, max_slots=4, algorithm="top_nodes", **TREES)
+    if not is_first():
+        llm.follow()
+        return {"together": together}
+
+    async def one(prompt, own):
+        async for delta in llm.generate(prompt, own):
+            last = delta
+        return last.completion.token_ids
+
+    async def run():
+        got = await asyncio.gather(*[one(*own) for own in zip(prompts, params, strict=True)])
+        await llm.close()
+        return got
+
+    return {"together": together, "got": asyncio.run(run())}
 
 
 def led_astray(mesh):
@@ -291,7 +336,7 @@ def led_astray(mesh):
         try:
             async for _ in stream:
                 pass
-        except ZeroDivisionError:
+        except EngineFailed:
             await asyncio.sleep(600)
 
     asyncio.run(run())

@@ -24,6 +24,7 @@ from tests.engine.processes_worker import (
     SAMPLED,
     asked,
     decoded,
+    of_forms,
     pair,
     stopping,
     traced,
@@ -134,12 +135,23 @@ def test_the_first_process_serves_what_comes(run, tmp_path):
     alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
     first, other = results(processes, tmp_path, 3 * PATIENCE)  # it compiles much
     assert other["refused"].startswith("requests go to process 0")
-    assert "needs a target that one process holds" in first["form"]
     assert first["before"] == first["again"] == other["before"] == other["again"]
     assert first["hits"] > 0
     for tokens, expected, (_, _, leaves) in zip(first["got"], alone, asked(), strict=True):
         assert tokens == (expected[: len(tokens)] if leaves else expected)
         assert tokens
+
+
+@pytest.mark.wide
+def test_grammars_are_followed_by_all(run, tmp_path):
+    """In calls of both processes, and in requests that the first serves beside others."""
+    processes = run("forms")
+    (target, _), prompts, params = of_forms()
+    alone = [
+        generate(target, [prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
+    ]
+    first, other = results(processes, tmp_path, 3 * PATIENCE)
+    assert first["together"] == other["together"] == first["got"] == alone
 
 
 @pytest.mark.wide
