@@ -14,6 +14,7 @@ from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import DeadlinePassed, Request, State
 from jetspec_jax.engine.scheduler import MASKED_ROUNDS
 from jetspec_jax.sampling.choice import NO_CHOICE
+from jetspec_jax.sampling.grammar import Matcher
 from jetspec_jax.tree import Routing
 from tests.engine.fake_device import expected_tokens
 from tests.engine.scheduling import (
@@ -212,8 +213,9 @@ def test_live_slots_are_as_many_as_a_program_has(made):
 def test_dispatches_with_a_grammar_are_short(made):
     """Their rounds wait for the host, which the policy knows nothing of."""
 
-    class AsItLikes:
-        count, problem = 0, None
+    class AsItLikes(Matcher):
+        def __init__(self):
+            self.count, self.problem = 0, None
 
         def advance(self, tokens):
             self.count += len(tokens)
