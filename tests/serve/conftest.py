@@ -1,4 +1,5 @@
 import asyncio
+import logging
 
 import openai
 import pytest
@@ -7,6 +8,7 @@ from jetspec_jax import LLM, AsyncLLM
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.config import ModelConfig, Rope
 from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.serve.logs import LOG
 from tests.decode.tiny import random_head, random_target
 from tests.serve.servers import Kept, served
 
@@ -33,6 +35,17 @@ def small_target(template=None):
     if template is not None:
         tokenizer.chat_template = template
     return random_target(SMALL, 0, tokenizer=tokenizer, eos=(0,))
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before():
+    """A command that runs in this process writes its log where the test has it captured, and no longer."""
+    loggers = LOG, logging.getLogger("uvicorn")
+    before = [(own, own.handlers, own.level, own.propagate) for own in loggers]
+    yield
+    for own, handlers, level, propagate in before:
+        own.handlers, own.propagate = handlers, propagate
+        own.setLevel(level)
 
 
 @pytest.fixture(scope="session")

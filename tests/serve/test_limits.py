@@ -331,7 +331,6 @@ def test_lines_of_the_log_hold_no_texts(target):
     keeper = Keeper()
     keeper.setFormatter(JsonLines())
     LOG.addHandler(keeper)
-    before = LOG.level
     LOG.setLevel(logging.INFO)
     try:
         llm = Scripted(target, "an answer")
@@ -340,7 +339,6 @@ def test_lines_of_the_log_hold_no_texts(target):
             http.post(COMPLETION, json={"prompt": "my secret", "my secret": 1})
     finally:
         LOG.removeHandler(keeper)
-        LOG.setLevel(before)
     assert "secret" not in "".join(lines)
     assert "an answer" not in "".join(lines)
     [line] = [json.loads(line) for line in lines if '"me"' in line]
