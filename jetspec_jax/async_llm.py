@@ -215,8 +215,9 @@ class AsyncLLM:
                 if heard == _LATE:
                     raise next(iter(going_on.values())).request.too_late(time.monotonic())
                 if isinstance(heard, str):
-                    for output in going_on.values():
-                        yield Delta("", [], output.request.index, ABORT)
+                    for number, output in going_on.items():
+                        output.end(ABORT)
+                        yield Delta(output.text[sent[number] :], [], output.request.index, ABORT)
                     return
                 number, count = heard
                 if number not in going_on:

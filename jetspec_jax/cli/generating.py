@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jetspec_jax.cli.figures import figures, token_count
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
+from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
@@ -141,12 +142,12 @@ def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str 
     if difference is None:
         print(f"check: all {len(plain.token_ids)} tokens equal plain decoding's", file=sys.stderr)
         return 0
-    tokenizer = llm.target.tokenizer
+    detokenizer = detokenizer_of(llm.target.tokenizer)
 
     def name(token: int | None) -> str:
         if token is None:
             return "nothing"
-        return f"{token} ({tokenizer.decode([token])!r})" if tokenizer else str(token)
+        return f"{token} ({detokenizer.token_text(token)!r})" if detokenizer else str(token)
 
     print(
         f"check failed: token {difference.position} is {name(difference.token)}, plain decoding's is "

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jetspec_jax.engine.detokenizer import Detokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -51,7 +53,7 @@ def by_round(told: Any, rounds: np.ndarray, place: int) -> Iterator[Any]:
 
 
 def describe(
-    tokens: Sequence[int], rows: Sequence[TokenLogprobs], count: int, tokenizer: Any
+    tokens: Sequence[int], rows: Sequence[TokenLogprobs], count: int, detokenizer: Detokenizer | None
 ) -> list[dict[int, Logprob]]:
     """What is told of each token, and of the likeliest ones at its place: mappings by token.
 
@@ -59,16 +61,11 @@ def describe(
         tokens: The tokens.
         rows: What the device told of each.
         count: How many of the likeliest; the token itself is there anyway, and first.
-        tokenizer: Of the tokenizers library, or None.
+        detokenizer: The tokenizer's, or None.
     """
-    texts: dict[int, str] = {}
 
     def text_of(token: int) -> str | None:
-        if tokenizer is None:
-            return None
-        if token not in texts:
-            texts[token] = tokenizer.decode([token], skip_special_tokens=False)
-        return texts[token]
+        return None if detokenizer is None else detokenizer.token_text(token)
 
     described = []
     for token, row in zip(tokens, rows, strict=True):

@@ -5,9 +5,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tokenizers.decoders import DecodeStream
-
 from jetspec_jax.arguments import shown
+from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob, describe
 from jetspec_jax.engine.metrics import RequestMetrics
 from jetspec_jax.engine.request import Request
@@ -106,8 +105,7 @@ class Output:
         self._stop = tuple(params.stop or ())
         self._keep_stop, self._skip_special = params.include_stop_str_in_output, params.skip_special_tokens
         self._min_tokens = params.min_tokens
-        # The library's own tokenizer decodes token by token, holding back incomplete characters.
-        self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
+        self._detokenizer = detokenizer_of(tokenizer)
         self._begin()
 
     def _begin(self) -> None:
@@ -115,11 +113,12 @@ class Output:
         self.finish_reason: str | None = None
         self.text = ""
         self._rounds = self._reached = 0
-        # As long is the text in which no stop string may end.
-        self._unstoppable = 0
+        # No stop string ends in so many first characters of the text, the held back ones included.
+        self._searched = 0
         # Of each stop string, how many characters at the text's end may be its first ones.
         self._begun = [0] * len(self._stop)
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+        detokenizer, skip = self._detokenizer, self._skip_special
+        self._stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip)
         self._whole = True
 
     def update(self, count: int | None = None) -> None:
@@ -171,7 +170,7 @@ class Output:
                 if request.ended is None:  # a stop string is nothing that an engine knows of
                     request.ended = time.monotonic()
             elif self.finish_reason is not None:
-                self._flush(self.token_ids[:-1] if hidden else self.token_ids)
+                self._flush()
 
     @property
     def settled_text(self) -> str:
@@ -180,10 +179,15 @@ class Output:
             return self.text
         return self.text[: len(self.text) - max(self._begun, default=0)]
 
+    def end(self, reason: str) -> None:
+        """Ends it before its request does: no token follows, so no text is held back."""
+        self.finish_reason = reason
+        self._flush()
+
     def completion(self) -> Completion:
         """The finished completion."""
         assert self.finish_reason is not None, "the request still runs"
-        text = None if self._tokenizer is None else self.text
+        text = None if self._stream is None else self.text
         request, rounds, reached = self.request, 0, 0
         # A stop string ends an output before the request's last rounds.
         while reached < len(self.token_ids):
@@ -207,44 +211,45 @@ class Output:
     def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:
         """What is told of the tokens from number ``start`` on; None unless it was asked for."""
         count, rows = self.request.params.logprobs, self.request.logprobs[start : len(self.token_ids)]
-        return None if count is None else describe(self.token_ids[start:], rows, count, self._tokenizer)
+        return None if count is None else describe(self.token_ids[start:], rows, count, self._detokenizer)
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         request, count = self.request, self.request.params.prompt_logprobs
         if count is None:
             return None
-        return [None, *describe(request.prompt.tolist()[1:], request.prompt_logprobs, count, self._tokenizer)]
+        return [
+            None,
+            *describe(request.prompt.tolist()[1:], request.prompt_logprobs, count, self._detokenizer),
+        ]
 
     def _decode(self, token: int) -> bool:
         """Adds a token's text; True if a stop string ends it there."""
-        if self._tokenizer is None:
-            return False
-        piece = self._stream.step(self._tokenizer, token)
-        return piece is not None and self._extend(piece)
+        return self._stream is not None and self._extend(self._stream.feed(token), self._stream.held)
 
-    def _flush(self, tokens: list[int]) -> None:
-        """Adds what the decoder held back of a character that will not be completed."""
-        if self._tokenizer is not None:
-            whole = self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
-            if whole.startswith(self.text):
-                self.text = whole
+    def _flush(self) -> None:
+        """Adds the text that the decoder has held back, as no token follows."""
+        if self._stream is not None:
+            self.text += self._stream.end()
 
-    def _extend(self, piece: str) -> bool:
+    def _extend(self, piece: str, held: str) -> bool:
+        """Adds settled text; True if a stop string is in it, or in the text that is held back behind it."""
         self.text += piece
         # No more can have joined than the piece has: to try all beginnings of a long stop string takes long.
         self._begun = [
             self._beginning(stop, begun + len(piece))
             for stop, begun in zip(self._stop, self._begun, strict=True)
         ]
-        if len(self.token_ids) <= self._min_tokens:
-            self._unstoppable = len(self.text)
+        searched, settled = self._searched, len(self.text)
+        self._searched = settled + len(held)
+        if not self._stop or len(self.token_ids) <= self._min_tokens:
             return False
-        starts = [self.text.find(stop, max(self._unstoppable - len(stop) + 1, 0)) for stop in self._stop]
+        begin = max(searched - max(map(len, self._stop)) + 1, 0)
+        tail = self.text[begin:] + held[max(begin - settled, 0) :]
+        starts = [tail.find(stop, max(searched - len(stop) + 1 - begin, 0)) for stop in self._stop]
         found = [(start, len(stop)) for start, stop in zip(starts, self._stop, strict=True) if start >= 0]
         if found:
             start, length = min(found)
-            self.text = self.text[: start + length * self._keep_stop]
-        self._unstoppable = len(self.text)
+            self.text = (self.text + held)[: begin + start + length * self._keep_stop]
         return bool(found)
 
     def _beginning(self, stop: str, most: int) -> int:

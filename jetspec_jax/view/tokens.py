@@ -5,6 +5,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from jetspec_jax.engine.detokenizer import detokenizer_of, whole_text
+
 # From this many equal white-space characters on they are counted: four and five dots look alike.
 _COUNTED = 4
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
@@ -19,9 +21,9 @@ def token_label(tokenizer: Any, token: int, *, ascii_only: bool = False) -> str:
         token: The token's id.
         ascii_only: For places that can print no more than ASCII: a quoted literal.
     """
-    text = "" if tokenizer is None else tokenizer.decode([token])
-    # A replacement character stands for bytes that are a part of a character only.
-    if not text or "\N{REPLACEMENT CHARACTER}" in text:
+    detokenizer = detokenizer_of(tokenizer)
+    text = None if detokenizer is None else whole_text(detokenizer.token_bytes(token))
+    if not text:
         return f"<{token}>" if ascii_only else f"⟨{token}⟩"
     return visible(text, ascii_only=ascii_only)
 
@@ -46,15 +48,15 @@ def _run(match: re.Match[str]) -> str:
 def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """The text that each token of a sequence adds; joined, they are the sequence's text.
 
-    A token that ends within a character adds nothing, and the one that completes it the whole character.
-    Without a tokenizer the tokens are their ids.
+    A token adds what it settles: one that ends within a character adds nothing of it, and the token that
+    completes the character all of it. Without a tokenizer the tokens are their ids.
     """
-    if tokenizer is None:
+    detokenizer = detokenizer_of(tokenizer)
+    if detokenizer is None:
         return [f"{token} " for token in tokens]
-    from tokenizers.decoders import DecodeStream
-
-    stream, backend = DecodeStream(skip_special_tokens=False), tokenizer.backend_tokenizer
-    return [stream.step(backend, int(token)) or "" for token in tokens]
+    stream = detokenizer.stream()
+    added = [stream.feed(int(token)) for token in tokens]
+    return [*added[:-1], added[-1] + stream.end()] if added else []
 
 
 def columns(text: str) -> int:

@@ -1,5 +1,6 @@
 """Trees for people: the drawing, the JSON object, and the command that makes them."""
 
+import functools
 import io
 import json
 import re
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+import transformers
 
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import command as cli
@@ -17,6 +20,7 @@ from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.view.data import trace_data
 from jetspec_jax.view.terminal import ASCII, draw_round, headline
 from jetspec_jax.view.tokens import columns, cut, pieces, token_label, visible
+from tests.vocabularies import byte_fallback, byte_level
 
 PROMPT = "def read_lines(path):"
 RUN = ("--budget", "16", "--width", "3", "--max-tokens", "12")
@@ -51,18 +55,17 @@ DRAWING = """\
                               └─◆ pass  (bonus)"""
 
 
-class Words:
-    """A tokenizer of a few words, as far as labels need one."""
-
-    def __init__(self, words):
-        self.words = words
-
-    def decode(self, tokens):
-        return "".join(self.words[token] for token in tokens)
+@functools.cache
+def words():
+    """A tokenizer of a few words."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: token for token, word in WORDS.items()}, unk_token=":")
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def label(token):
-    return token_label(Words(WORDS), token)
+    return token_label(words(), token)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,7 @@ def test_a_round_as_lines_of_text():
 
 
 def test_the_drawing_in_ascii():
-    lines = draw_round(hand_made(), lambda t: token_label(Words(WORDS), t, ascii_only=True), signs=ASCII)
+    lines = draw_round(hand_made(), lambda t: token_label(words(), t, ascii_only=True), signs=ASCII)
     assert "\n".join(lines).isascii()
     assert lines[2:5] == [
         "   -0.50   60.7%   13.5%  |-o '\\n'",
@@ -117,9 +120,12 @@ def test_tokens_are_visible_and_harmless():
     assert visible(" " * 12 + "x   ") == "·×12x···"
     assert visible("\x1b[2J\u202e\x00") == "\\x1b[2J\\u202e\\x00"
     assert visible("é\n", ascii_only=True) == r"'\xe9\n'"
-    assert token_label(Words({3: "\N{REPLACEMENT CHARACTER}"}), 3) == "⟨3⟩"
-    assert token_label(Words({3: ""}), 3, ascii_only=True) == "<3>"
     assert token_label(None, 3) == "⟨3⟩"
+    assert token_label(words(), 3, ascii_only=True) == "<3>"  # it has no text
+    for tokenizer in (byte_level(), byte_fallback()):
+        assert token_label(tokenizer, 0xC3 + 1) == f"⟨{0xC3 + 1}⟩"  # a part of a character
+        assert token_label(tokenizer, 0x0A + 1) == "↵"
+    assert token_label(byte_fallback(strip=True), 257) == "·the"
     assert cut("abcdef", 4) == "abc…"
     assert cut("行行行", 4) == "行…"
 
@@ -131,6 +137,13 @@ def test_pieces_join_to_the_text_also_where_tokens_split_characters(llm):
     assert len(made) == len(ids)
     assert "" in made
     assert "".join(made) == text
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback], ids=lambda make: make.__name__)
+def test_pieces_end_with_what_was_held_back(tokenizer):
+    assert pieces(tokenizer(), []) == []
+    for tokens in ([0x61 + 1, 0xC3 + 1], [0x0A + 1, 0xC3 + 1, 0x61 + 1, 258], [0x0A + 1, 0x0A + 1]):
+        assert "".join(pieces(tokenizer(), tokens)) == tokenizer().decode(tokens)
 
 
 # The object

@@ -1,53 +1,22 @@
 """The output of a request, fed by hand: text that streams, characters that span tokens, and its end."""
 
-import functools
 import itertools
 
 import numpy as np
 import pytest
-import tokenizers
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.engine.output import Output
 from jetspec_jax.engine.request import Request
-
-EOS = 0
-
-
-@functools.cache
-def byte_level():
-    """Byte-level BPE without merges: token b + 1 is byte b, as in most current models."""
-    # The printable stand-ins for bytes, in the order of the bytes.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    stand_ins = {b: chr(b) for b in printable}
-    stand_ins |= {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(printable)))}
-    vocab = {"<eos>": EOS} | {stand_ins[b]: b + 1 for b in range(256)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-
-
-@functools.cache
-def byte_fallback():
-    """Tokens for bytes beside others, decoded as in models that descend from SentencePiece."""
-    words = ["<eos>", *(f"<0x{b:02X}>" for b in range(256)), "▁the", "é", "▁"]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    )
-    steps = tokenizers.decoders
-    backend.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse()])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
-
+from tests.vocabularies import EOS, HIGH, LATE, byte_fallback, byte_level
 
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback], ids=lambda make: make.__name__)
 
-# Much text, some broken characters, and now and then an end.
+# Much text, some broken characters, some tokens of more than a byte, and now and then an end.
 tokens_of_text = st.text("ab é€😀\n", max_size=8).map(lambda text: [b + 1 for b in text.encode()])
-broken = st.lists(st.integers(1, 256), max_size=3)
+broken = st.lists(st.integers(1, LATE), max_size=3)
 streams = st.lists(st.one_of(tokens_of_text, tokens_of_text, broken), max_size=6).map(
     lambda parts: [*itertools.chain(*parts)]
 )
@@ -76,11 +45,6 @@ def check_stream(output, seen):
     assert seen[-1] == output.text
 
 
-def is_exact(tokenizer, whole):
-    """Byte fallback gives up on a whole run of bytes if its last character breaks off: no stream can know."""
-    return tokenizer is byte_level or "\N{REPLACEMENT CHARACTER}" not in whole
-
-
 @TOKENIZERS
 @settings(max_examples=150)
 @given(tokens=streams.filter(len), chunk=st.integers(1, 9))
@@ -90,9 +54,7 @@ def test_text_is_the_whole_decoded(tokenizer, tokens, chunk):
     assert output.finish_reason == "length"
     assert output.token_ids == tokens
     check_stream(output, seen)
-    whole = tokenizer().decode(tokens)
-    if is_exact(tokenizer, whole):
-        assert output.text == whole
+    assert output.text == tokenizer().decode(tokens)
 
 
 @TOKENIZERS
@@ -117,8 +79,6 @@ def test_ends(tokenizer, tokens, more, chunk, looks, stop):
     completion = output.completion()
     assert len(completion.accept_lengths) == len(completion.tree_sizes) == -(-length // chunk)
     whole = tokenizer().decode(tokens[:length], skip_special_tokens=True)
-    if not is_exact(tokenizer, whole):
-        return
     if output.token_ids[-1] == EOS:
         assert output.text == whole
     else:
@@ -177,6 +137,47 @@ def test_a_long_stop_string_is_not_tried_in_all_its_lengths(stop):
         assert output.text.startswith(output.settled_text)
     assert len(output.text) == 120
     assert Sliced.slices <= 3 * 120
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "stop", "text"),
+    [
+        # A token ends the stop string and begins another character.
+        (byte_level, [ord("a") + 1, HIGH, LATE], "b", "a"),
+        (byte_level, [ord("a") + 1, HIGH, LATE], "ab", ""),
+        # A line break is a byte, and held back: a byte behind it may turn both into replacement characters.
+        (byte_fallback, [ord("a") + 1, 0x0A + 1, 0xC3 + 1], "\n", "a"),
+        (byte_fallback, [257, 0x0A + 1, 0x0A + 1, 258], "\n\n", " the"),
+        (byte_fallback, [257, 0xC3 + 1, 0xA9 + 1, 0xC3 + 1], "eé", " th"),
+        (byte_fallback, [*(0xC3 + 1, 0xA9 + 1) * 3, ord("a") + 1], ["éé", "é\n"], ""),
+    ],
+)
+def test_stop_strings_are_found_where_characters_are_incomplete(tokenizer, tokens, stop, text, keeps):
+    params = SamplingParams(max_tokens=9, stop=stop, include_stop_str_in_output=keeps)
+    output = output_of(params, tokenizer())
+    check_stream(output, feed(output, tokens, 1))
+    kept = stop if isinstance(stop, str) else stop[0]
+    assert (output.finish_reason, output.text) == ("stop", text + kept * keeps)
+    # It ends with the token that completes the stop string.
+    shorter = tokenizer().decode(output.token_ids[:-1])
+    assert kept in tokenizer().decode(output.token_ids)
+    assert kept not in shorter
+
+
+def test_a_stop_string_is_found_in_replacement_characters():
+    output = output_of(SamplingParams(max_tokens=9, stop="\N{REPLACEMENT CHARACTER} the"), byte_fallback())
+    check_stream(output, feed(output, [257, 0x0A + 1, 0xC3 + 1, 257], 1))
+    assert (output.finish_reason, output.text) == ("stop", " the\N{REPLACEMENT CHARACTER}")
+
+
+@TOKENIZERS
+def test_what_is_held_back_is_text_at_an_early_end(tokenizer):
+    output = output_of(SamplingParams(max_tokens=99, stop="aab"), tokenizer())
+    tokens = [ord("a") + 1, ord("a") + 1, 0xC3 + 1]
+    assert feed(output, tokens, 1)[-1] == ""
+    output.end("abort")
+    assert (output.settled_text, output.finish_reason) == (tokenizer().decode(tokens), "abort")
 
 
 def text_of(letters, stop_ids=(), **params):
