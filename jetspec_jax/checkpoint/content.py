@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.config import parse_eos_token_ids, read_json
+from jetspec_jax.config import read_json
 
 
 class CheckpointError(ValueError):
@@ -52,18 +52,3 @@ def check_regular(path: Path) -> None:
     """
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}, not a file")
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of a checkpoint's folder: see `parse_eos_token_ids`.
-
-    Raises:
-        CheckpointError: An id is no token id, or a file is not readable.
-    """
-    generation = folder / "generation_config.json"
-    with content_of(folder):
-        return parse_eos_token_ids(
-            read_object(folder / "config.json"),
-            read_object(generation) if generation.exists() else None,
-            folder=folder,
-        )

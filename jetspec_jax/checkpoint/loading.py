@@ -9,11 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jetspec_jax.checkpoint.content import CheckpointError, read_eos_token_ids
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.checkpoint.tokenizer import load_tokenizer
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.keeper import Keeper
@@ -194,12 +193,9 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
             others=lambda own=own: with_more_devices(config, own, needs),
         )
     folder = source.folder
-    eos = read_eos_token_ids(folder)
-    if beyond := [token for token in eos if token >= config.vocab_size]:
-        raise CheckpointError(
-            f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
-        )
-    target = Target(config, _read(source, config, mesh), eos, load_tokenizer(folder), mesh)
+    tokenizer = load_tokenizer(folder)
+    eos = read_eos_token_ids(folder, tokenizer, config.vocab_size)
+    target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
     copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)
     return replace(target, copies=copies)
 

@@ -1,9 +1,10 @@
-"""A checkpoint's tokenizer."""
+"""A checkpoint's tokenizer, and the tokens that end a text."""
 
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
 
 # Files of which one is enough for there to be a tokenizer.
@@ -48,3 +49,34 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: {type(tokenizer).__name__} has no fast form; a tokenizer.json is needed"
         )
     return tokenizer
+
+
+def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of a target: those of its configs, and the ``eos_token`` of its tokenizer.
+
+    An ``eos_token`` outside the vocabulary, of a tokenizer that grew after the model was trained, is left
+    out: the target cannot emit it.
+
+    Args:
+        folder: The checkpoint.
+        tokenizer: Its transformers tokenizer, or None.
+        vocab_size: Of the target.
+
+    Raises:
+        CheckpointError: An id of a config is no token id, or lies outside the vocabulary; or a file is not
+            readable.
+    """
+    generation = folder / "generation_config.json"
+    with content_of(folder):
+        ids = parse_eos_token_ids(
+            read_object(folder / "config.json"),
+            read_object(generation) if generation.exists() else None,
+            folder=folder,
+        )
+    if beyond := [token for token in ids if token >= vocab_size]:
+        raise CheckpointError(f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {vocab_size}")
+    if tokenizer is None or tokenizer.eos_token is None:
+        return ids
+    # `tokenizer.eos_token_id` may be the id of unknown words.
+    own = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token)
+    return ids if own is None or own in ids or own >= vocab_size else (*ids, own)

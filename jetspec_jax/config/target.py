@@ -119,9 +119,10 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
 def parse_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, folder: str | Path = ""
 ) -> tuple[int, ...]:
-    """End-of-sequence ids: those of ``generation_config.json`` where it has any, else those of the config.
+    """End-of-sequence ids of a checkpoint's configs: those of both files, in their order.
 
-    A model of several modalities has them in its own config, or in that of its text model.
+    The files often differ: one names the end of a document, the other the end of a turn. A model of several
+    modalities has ids in its own config, in that of its text model, or in both.
 
     Args:
         config: The ``config.json``.
@@ -131,19 +132,18 @@ def parse_eos_token_ids(
     Raises:
         ValueError: An id is no token id.
     """
-    text = config.get("text_config")
+    text, found = config.get("text_config"), []
     for name, raw in (
         ("generation_config.json", generation_config or {}),
         ("config.json", config),
         ("config.json: text_config", text if isinstance(text, Mapping) else {}),
     ):
         eos = raw.get("eos_token_id")
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            if not all(is_int(token) and token >= 0 for token in ids):
-                where = Path(folder) / name
-                raise ValueError(
-                    f"{where}: eos_token_id must be a token id or a list of them, not {shown(eos)}"
-                )
-            return tuple(ids)
-    return ()
+        if eos is None:
+            continue
+        ids = eos if isinstance(eos, list) else [eos]
+        if not all(is_int(token) and token >= 0 for token in ids):
+            where = Path(folder) / name
+            raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, not {shown(eos)}")
+        found += ids
+    return tuple(dict.fromkeys(found))

@@ -13,8 +13,10 @@ from safetensors.numpy import load_file, save_file
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.checkpoint import reading, writing
 from jetspec_jax.checkpoint.tensor_file import TensorFile
+from jetspec_jax.checkpoint.tokenizer import read_eos_token_ids
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.inspect.describe import describe
+from tests.decode.tiny import word_tokenizer
 from tests.loading.published import (
     HEAD,
     V4,
@@ -409,6 +411,26 @@ class TestFiles:
             load_target(folder)
         own = write(tmp_path / "own", {**V4, "eos_token_id": 7}, tensors)
         assert load_target(own).eos_token_ids == (7,)
+
+    def test_the_tokenizer_s_end(self, folder):
+        """Of a document or of a turn: either file may name the one that the others lack."""
+        vocab_size = V4["vocab_size"]
+        tokenizer = word_tokenizer(vocab_size)
+        for word, expected in (("d", (5, 3)), ("f", (5,)), (None, (5,))):
+            tokenizer.eos_token = word
+            tokenizer.save_pretrained(folder)
+            (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+            assert load_target(folder).eos_token_ids == expected
+        # One that was added later has no logit, and no word makes an end of unknown words.
+        tokenizer.add_tokens(["<end>"], special_tokens=True)
+        tokenizer.eos_token = "<end>"
+        assert tokenizer.eos_token_id >= vocab_size
+        assert read_eos_token_ids(folder, tokenizer, vocab_size) == (5,)
+        assert read_eos_token_ids(folder, tokenizer, vocab_size + 1) == (5, vocab_size)
+        tokenizer = word_tokenizer(vocab_size)
+        tokenizer.unk_token, tokenizer.eos_token = "a", "nowhere"
+        assert tokenizer.eos_token_id == 0
+        assert read_eos_token_ids(folder, tokenizer, vocab_size) == (5,)
 
     def test_without_tokenizer(self, folder):
         assert load_target(folder).tokenizer is None

@@ -256,12 +256,12 @@ class TestWindows:
         ({"eos_token_id": [2, 0]}, None, (2, 0)),
         ({"eos_token_id": 2}, {}, (2,)),
         ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
-        ({"eos_token_id": 2}, {"eos_token_id": 0}, (0,)),
-        ({"eos_token_id": 2}, {"eos_token_id": [5, 7]}, (5, 7)),
+        ({"eos_token_id": 2}, {"eos_token_id": 0}, (0, 2)),
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 2, 7]}, (5, 2, 7)),
         ({"eos_token_id": None}, {"eos_token_id": [5]}, (5,)),
         ({"text_config": {"eos_token_id": 3}}, None, (3,)),
-        ({"text_config": {"eos_token_id": 3}, "eos_token_id": [1, 6]}, {}, (1, 6)),
-        ({"text_config": {"eos_token_id": 3}}, {"eos_token_id": 5}, (5,)),
+        ({"text_config": {"eos_token_id": 3}, "eos_token_id": [1, 6]}, {}, (1, 6, 3)),
+        ({"text_config": {"eos_token_id": 3}}, {"eos_token_id": 5}, (5, 3)),
     ],
 )
 def test_eos(config, generation, expected):

@@ -10,11 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.content import read_eos_token_ids
 from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.checkpoint.tokenizer import load_tokenizer
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
@@ -199,8 +198,9 @@ def name_of(target: str | Path) -> str:
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
     folder = resolve(source.path_or_id, TOKENIZER_PATTERNS)
-    end_ids = read_eos_token_ids(folder)
-    return Encoder(load_tokenizer(folder), end_ids, template_arguments)
+    tokenizer = load_tokenizer(folder)
+    end_ids = read_eos_token_ids(folder, tokenizer, source.target_config.vocab_size)
+    return Encoder(tokenizer, end_ids, template_arguments)
 
 
 def _prompts(
