@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
+from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
@@ -107,6 +108,8 @@ def chat_routes(service: Service) -> APIRouter:
         markers = None if params.structured_outputs is not None else markers
         begun = markers is not None and (prompt.text or "").rstrip().endswith(markers.start.rstrip())
 
+        tokenizer = service.llm.llm.target.tokenizer
+
         def choice_text() -> ChoiceText:
             calls = (
                 None if forced is not None or _choice(body) == "none" else service.settings.tool_call_parser
@@ -120,7 +123,7 @@ def chat_routes(service: Service) -> APIRouter:
                 several=body.parallel_tool_calls,
             )
 
-        writer = ChatWriter(request.state.record["request_id"], model, body, asked, choice_text)
+        writer = ChatWriter(request.state.record["request_id"], model, body, asked, choice_text, tokenizer)
         return await answer(service, request, asked, writer, stream=body.stream)
 
     return router
@@ -186,10 +189,19 @@ def _check(body: ChatRequest, service: Service) -> None:
 class ChatWriter:
     """Responses in OpenAI's form for chats."""
 
-    def __init__(self, request_id: str, model: str, body: ChatRequest, asked: Asked, choice_text: Any):
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: ChatRequest,
+        asked: Asked,
+        choice_text: Any,
+        tokenizer: Any,
+    ):
         """Takes what all chunks have, what was asked for, and what makes a `ChoiceText`."""
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._body, self._asked = body, asked
+        self._logprob_form = asked.params.logprobs, detokenizer_of(tokenizer)
         self._texts: list[ChoiceText] = [choice_text() for _ in range(asked.params.n)]
 
     def begin(self) -> Iterable[dict[str, Any]]:
@@ -209,7 +221,7 @@ class ChatWriter:
             told["tool_calls"] = [
                 {"index": start + place, **call} for place, call in enumerate(told["tool_calls"])
             ]
-        logprobs = _logprobs(delta.token_ids, delta.logprobs, self._asked.params.logprobs)
+        logprobs = _logprobs(delta.token_ids, delta.logprobs, *self._logprob_form)
         ids, by_round = (
             wanted and bool(delta.token_ids)
             for wanted in (self._body.return_token_ids, self._body.return_rounds)
@@ -240,7 +252,7 @@ class ChatWriter:
             made = {
                 "index": choice,
                 "message": message,
-                "logprobs": _logprobs(own.token_ids, own.logprobs, self._asked.params.logprobs),
+                "logprobs": _logprobs(own.token_ids, own.logprobs, *self._logprob_form),
                 "finish_reason": text.reason(own.finish_reason),
             }
             choices.append(made | {"token_ids": own.token_ids} if self._body.return_token_ids else made)
@@ -265,18 +277,21 @@ class ChatWriter:
 
 
 def _logprobs(
-    tokens: Sequence[int], rows: list[dict[int, Logprob]] | None, most: int | None
+    tokens: Sequence[int],
+    rows: list[dict[int, Logprob]] | None,
+    most: int | None,
+    detokenizer: Detokenizer | None,
 ) -> dict[str, Any] | None:
     if rows is None or most is None:
         return None
+
+    def described(token: int, own: Logprob) -> dict[str, Any]:
+        data = None if detokenizer is None else list(detokenizer.token_bytes(token))
+        return {"token": own.decoded_token or "", "logprob": value_of(own), "bytes": data}
+
     content = []
     for token, row in zip(tokens, rows, strict=True):
         # A row has the token itself too, which may be none of the likeliest.
-        best = sorted((own for own in row.values() if own.rank <= most), key=lambda own: own.rank)
-        content.append(_token(row[token]) | {"top_logprobs": [_token(own) for own in best]})
+        best = sorted((pair for pair in row.items() if pair[1].rank <= most), key=lambda pair: pair[1].rank)
+        content.append(described(token, row[token]) | {"top_logprobs": [described(*pair) for pair in best]})
     return {"content": content, "refusal": None}
-
-
-def _token(own: Logprob) -> dict[str, Any]:
-    text = own.decoded_token or ""
-    return {"token": text, "logprob": value_of(own), "bytes": list(text.encode())}

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
+from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of, whole_text
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
@@ -97,8 +98,8 @@ class CompletionWriter:
         self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
         self._body, self._asked = body, asked
         self._tokenizer = service.llm.llm.target.tokenizer
-        # Of each choice: characters of the tokens whose log-probabilities were told.
-        self._offsets: dict[int, int] = {}
+        self._detokenizer = detokenizer_of(self._tokenizer)
+        self._offsets: dict[int, _Offsets] = {}
         self._begun: set[int] = set()
 
     def begin(self) -> Iterable[dict[str, Any]]:
@@ -172,17 +173,49 @@ class CompletionWriter:
     ) -> dict[str, Any] | None:
         if rows is None:
             return None
-        told: dict[str, list[Any]] = {name: [] for name in ("tokens", "token_logprobs", "top_logprobs")}
-        offsets: list[int] = []
-        place = self._offsets.get(choice, 0)
-        for token, row in zip(tokens, rows, strict=True):
-            text = row[token].decoded_token or ""
-            told["tokens"].append(text)
-            told["token_logprobs"].append(value_of(row[token]))
-            told["top_logprobs"].append(
-                {own.decoded_token or str(other): value_of(own) for other, own in row.items()}
-            )
-            offsets.append(place)
-            place += len(text)
-        self._offsets[choice] = place
-        return {**told, "text_offset": offsets}
+        if choice not in self._offsets:
+            skip = self._asked.params.skip_special_tokens
+            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip)
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [value_of(row[token]) for token, row in zip(tokens, rows, strict=True)],
+            "top_logprobs": [self._by_name(row) for row in rows],
+            "text_offset": [self._offsets[choice].take(token) for token in tokens],
+        }
+
+    def _by_name(self, row: dict[int, Logprob]) -> dict[str, float]:
+        """The log-probabilities of a row by name; of several tokens with one name, only the first has it."""
+        values: dict[str, float] = {}
+        for token, own in row.items():
+            name = self._name(token)
+            values[_id_name(token) if name in values else name] = value_of(own)
+        return values
+
+    def _name(self, token: int) -> str:
+        """A token's text, or its bytes where they are no valid UTF-8, or its id where it has none."""
+        data = b"" if self._detokenizer is None else self._detokenizer.token_bytes(token)
+        if not data:
+            return _id_name(token)
+        text = whole_text(data)
+        return f"bytes:{data.decode('ascii', 'backslashreplace')}" if text is None else text
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
+
+
+class _Offsets:
+    """Where the tokens of a choice begin in its text: a number of whole characters."""
+
+    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool):
+        self._settled = 0
+        stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip_special_tokens)
+        self._stream = stream
+
+    def take(self, token: int) -> int:
+        """Takes the next token; where it begins."""
+        if self._stream is None:
+            return 0
+        place = self._settled + len(self._stream.held)
+        self._settled += len(self._stream.feed(token))
+        return place

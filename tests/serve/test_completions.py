@@ -145,10 +145,28 @@ def test_log_probabilities(client, alone):
     got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
     told = got.choices[0].logprobs
     rows = [row[token] for token, row in zip(whole.token_ids, whole.logprobs, strict=True)]
-    assert told.tokens == [row.decoded_token for row in rows]
+    whole_tokens = [row.decoded_token for row in rows if "\N{REPLACEMENT CHARACTER}" not in row.decoded_token]
+    assert [token for token in told.tokens if not token.startswith("bytes:")] == whole_tokens
     assert told.token_logprobs == pytest.approx([row.logprob for row in rows], abs=1e-4)
     assert [len(row) for row in told.top_logprobs] == [2] * 6
-    assert told.text_offset[1] == len(told.tokens[0])
+    texts = alone.target.tokenizer
+    assert told.text_offset == [len(texts.decode(whole.token_ids[:count])) for count in range(6)]
+
+
+def test_log_probabilities_of_tokens_within_characters(http):
+    """Joined, the bytes are those of the text; no token's name hides another's."""
+    text = "日本 🙂"
+    asked = {"temperature": 0, "max_tokens": 40, "structured_outputs": {"choice": [text]}}
+    body = {**asked, "prompt": PROMPT, "logprobs": 5}
+    told = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert told["tokens"][:2] == [r"bytes:\xe6", r"bytes:\x97"]
+    assert told["text_offset"] == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+    assert {len(row) for row in told["top_logprobs"]} <= {5, 6}
+    messages = [{"role": "user", "content": "say"}]
+    body = {**asked, "messages": messages, "logprobs": True, "top_logprobs": 1}
+    *rows, end = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for row in rows for byte in row["bytes"]) == text.encode()
+    assert bytes(end["bytes"]).decode() == end["token"] == "<|endoftext|>"
 
 
 def test_a_form_is_kept(client):
