@@ -9,7 +9,7 @@ from bench.common.timing import median
 from bench.common.workload import Workload
 from bench.decode.measure import MethodRuns
 from jetspec_jax import Completion, Target
-from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
+from jetspec_jax.inspect.exactness import TIE_RULE, Divergence, first_divergence
 
 # Columns of the table; the others are for the JSON.
 COLUMNS = ("tau", "nodes/round", "tokens/s", "speed-up", "first token ms", "peak MiB", "exact match")
@@ -181,7 +181,7 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         )
         if report["dtype"] == "float32":
             mistakes = sum(not found.is_tie for found in parted)
-            note += f" Mistakes among them: {mistakes}; the others are ties (within {TIE_GAP:.0e})."
+            note += f" Mistakes among them: {mistakes}; the others are ties ({TIE_RULE})."
         notes.append(note)
     unread = sorted(
         {row["algorithm"] for row in rows if row["algorithm"] and takes_profile(row["algorithm"])}

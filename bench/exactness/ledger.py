@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from bench.common.workload import Workload
 from jetspec_jax import Completion, Target
-from jetspec_jax.inspect.exactness import TIE_GAP, first_divergence
+from jetspec_jax.inspect.exactness import TIE_RULE, first_divergence
 
 # Rows of divergences that the screen shows; the JSON has all.
 SHOWN = 20
@@ -87,7 +87,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         ties, mistakes = (sum(row[key] for row in judged) for key in ("ties", "mistakes"))
         notes.append(
             f"float32: {sum(row['tokens'] for row in judged):,} tokens compared, {ties} ties (both tokens "
-            f"within {TIE_GAP:.0e} of the best), {mistakes} mistakes."
+            f"{TIE_RULE}), {mistakes} mistakes."
         )
     listed = [row for row in rows if row["mistakes"] is None]
     if listed:

@@ -1,12 +1,14 @@
 """Where two decodings of one request part, and how firm the choice was there.
 
 *Lossless* means that every committed token is the choice of a target forward over exactly its prefix. A row
-computed among others may round differently from one computed alone, so a near-tie can flip. The gap between
-the two largest perturbed logits tells such a tie from a mistake.
+computed among others may round differently from one computed alone, so a near-tie can flip. How far the token
+is behind the best one, in perturbed logits, tells such a tie from a mistake.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.planning import stop_ids_of
 from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.models import Weights
 from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for
 from jetspec_jax.sampling.allowed import only_allowed
 from jetspec_jax.sampling.choice import perturb
@@ -25,8 +28,16 @@ from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import NO_PARENT
 
-# In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed.
+#: In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed. Targets
+#: with recurrent layers have a bound of their own at each token, `tie_gap_at`.
 TIE_GAP = 1e-4
+#: What reports call a tie.
+TIE_RULE = (
+    f"within {TIE_GAP:.0e} of the best, or behind recurrent layers within what rounding amounts to there"
+)
+# Random changes of the weights that a token's own bound is made of, and how many root mean squares of their
+# effect it is: a normal deviate is larger once in 16,000 times.
+_DRAWS, _DEVIATIONS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Divergence:
         gap: Between the two largest perturbed logits of plain decoding there.
         behind: How far the lesser of the two tokens' perturbed logits is below the largest; None if one of
             them is no choice at all, because its output ended before or a filter takes it out.
+        tie_gap: Below this rounding in float32 explains ``behind``.
     """
 
     position: int
@@ -47,11 +59,12 @@ class Divergence:
     expected: int | None
     gap: float
     behind: float | None
+    tie_gap: float = TIE_GAP
 
     @property
     def is_tie(self) -> bool:
         """Whether rounding in float32 explains the difference: both tokens were as good as the best."""
-        return self.behind is not None and self.behind < TIE_GAP
+        return self.behind is not None and self.behind < self.tie_gap
 
 
 def first_divergence(
@@ -76,12 +89,73 @@ def first_divergence(
     position = next((i for i in range(both) if tokens[i] != expected[i]), both)
     row = perturbed_logits(target, prompt, expected[:position], params)
     token, other = (own[position] if position < len(own) else None for own in (tokens, expected))
-    behind = None
+    behind, tie_gap = None, TIE_GAP
     if token is not None and other is not None:
-        lesser = min(row[token], row[other])
-        behind = float(row.max() - lesser) if np.isfinite(lesser) else None
+        lesser = min(token, other, key=lambda own: row[own])
+        behind = float(row.max() - row[lesser]) if np.isfinite(row[lesser]) else None
+        if behind is not None and behind >= TIE_GAP:
+            tie_gap = tie_gap_at(target, prompt, expected[:position], params, int(row.argmax()), lesser)
     second, best = np.partition(row, -2)[-2:]
-    return Divergence(position, token, other, float(best - second), behind)
+    return Divergence(position, token, other, float(best - second), behind, tie_gap)
+
+
+def tie_gap_at(
+    target: Target,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    best: int,
+    lesser: int,
+) -> float:
+    """How far rounding in float32 may move two tokens' perturbed logits after a prefix, at least `TIE_GAP`.
+
+    A target without recurrent layers has `TIE_GAP`. Behind a recurrence, a norm divides what a token reads
+    from the state by its length. Where the state has nearly decayed, or the query is nearly orthogonal to it,
+    that length is small beside the terms that were summed, and the norm magnifies their rounding, by up to
+    1 / sqrt(eps) = 1,000. No program of float32 can avoid it, and it depends on the token. So it is measured
+    there. The computed product of n terms is the exact one of weights that are off by up to sqrt(n) roundings
+    (Higham and Mary, SIAM J. Sci. Comput. 41, 2019): all weights are changed by that much, with random signs.
+
+    Args:
+        target: The target; only float32 is judged, so that weights of another type have `TIE_GAP`.
+        prompt: The request's prompt.
+        output: What was generated before.
+        params: The request's settings.
+        best: A token.
+        lesser: Another one.
+    """
+    if target.dtype != jnp.float32 or not any(layer.recurrence for layer in target.config.layers):
+        return TIE_GAP
+
+    def apart(weights: Weights) -> float:
+        row = perturbed_logits(replace(target, weights=weights), prompt, output, params)
+        return float(row[best]) - float(row[lesser])
+
+    size = np.float32(target.config.hidden_size**0.5 * np.finfo(np.float32).eps / 2)
+    here, rng = apart(target.weights), np.random.default_rng(0)
+    draws = [apart(_changed(target.weights, _signs(target.weights, rng), size)) for _ in range(_DRAWS)]
+    # Where a change takes one of the two out of a filter, nothing is learnt of their distance.
+    changes = [draw - here for draw in draws if np.isfinite(draw)]
+    return max(TIE_GAP, _DEVIATIONS * float(np.sqrt(np.mean(np.square(changes))))) if changes else TIE_GAP
+
+
+def _signs(weights: Weights, rng: np.random.Generator) -> Any:
+    """Random signs along each axis of each weight: an element's sign is their product."""
+    return jax.tree.map(
+        lambda leaf: [rng.choice(np.array([-1, 1], np.float32), size) for size in leaf.shape], weights
+    )
+
+
+@jax.jit
+def _changed(weights: Weights, signs: Any, size: Float32[Array, ""]) -> Weights:
+    """Weights that are each larger or smaller by a factor of 1 + size, as their signs say."""
+
+    def change(leaf: Array, signs: Sequence[Array]) -> Array:
+        axes = range(leaf.ndim)
+        own = (jnp.expand_dims(sign, [*axes[:axis], *axes[axis + 1 :]]) for axis, sign in enumerate(signs))
+        return leaf * (1 + size * math.prod(own, start=jnp.ones(())))
+
+    return jax.tree.map(change, weights, signs)
 
 
 def perturbed_logits(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, logits
-from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence
+from jetspec_jax.inspect.exactness import TIE_GAP, Divergence, first_divergence, tie_gap_at
 from tests.decode.tiny import TINY, random_target
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -42,6 +42,15 @@ def test_one_may_end_before_the_other(target, ours, theirs, at):
 def test_a_tie_is_between_the_two_tokens_that_differ(behind, tie):
     # Two other tokens may well be close to each other: that excuses nothing.
     assert Divergence(0, 1, 2, 0.5 * TIE_GAP, behind).is_tie == tie
+
+
+def test_a_token_may_have_a_bound_of_its_own():
+    assert Divergence(0, 1, 2, 0.5, 5e-4, tie_gap=1e-3).is_tie
+    assert not Divergence(0, 1, 2, 0.5, 2e-3, tie_gap=1e-3).is_tie
+
+
+def test_attention_has_one_bound(target):
+    assert tie_gap_at(target, PROMPT, [5, 6], SamplingParams(), 1, 2) == TIE_GAP
 
 
 def test_a_token_that_the_filter_takes_out_is_no_tie(target):

@@ -377,14 +377,27 @@ class TestRows:
 
     def test_mistakes_are_counted_and_algorithms_without_a_profile_named(self):
         divergences = [
-            {"prompt": "p:1", "position": 3, "token": 1, "expected": 2, "gap": gap, "behind": behind}
-            for gap, behind in ((0.5, 0.5), (1e-5, 1e-5), (1e-6, 3.0))
+            {
+                "prompt": "p:1",
+                "position": 3,
+                "token": 1,
+                "expected": 2,
+                "gap": gap,
+                "behind": behind,
+                "tie_gap": own,
+            }
+            for gap, behind, own in (
+                (0.5, 0.5, 1e-4),
+                (1e-5, 1e-5, 1e-4),
+                (1e-6, 3.0, 1e-4),
+                (2e-4, 2e-4, 3e-4),
+            )
         ]
         changes = {"algorithm": "class_histogram", "divergences": divergences, "peak MiB": None}
         row = row_of("class_histogram 16", **changes)
         report = {"rows": [row], "best": [], "arguments": GIVEN, "dtype": "float32"}
         differ, profile, _ = notes_of(report)
-        assert "plain decoding's: 3; " in differ
+        assert "plain decoding's: 4; " in differ
         assert "at most 5.0e-01 apart" in differ
         # A small gap excuses nobody who chose neither of the two.
         assert "Mistakes among them: 2; " in differ

@@ -10,11 +10,12 @@ import numpy as np
 
 from jetspec_jax import logits
 from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
+from jetspec_jax.inspect.exactness import TIE_GAP
 from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.slots import Sampling
 from tests.sampling.reference import adjusted
 
-TIE = 1e-4
+TIE = TIE_GAP
 
 
 def choice_rows(target, prompt, tokens, params, *, length=256):

@@ -14,47 +14,53 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.models import bind
 from jetspec_jax.tree import build_tree
+from tests.families import step_by_step
 from tests.families.goldens import (
     EACH_PART,
     IDS,
     LONG_IDS,
     LONG_PLACES,
+    RECURRENT,
     TOLERANCE,
+    assert_logits_of_ids,
+    golden_file,
     golden_logits,
+    in_float64,
     long_golden_logits,
+    long_in_float64,
 )
+from tests.float64 import Rounding, assert_rounded, reference_of
 from tests.marks import wide
 from train.loss.attention import causal_attend
 
 PAGE = 4
 
 
-def close(ours, theirs):
-    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=0, atol=TOLERANCE)
-
-
 def test_logits_are_those_of_transformers(family, target):
     theirs = golden_logits(family)
     assert theirs.std() > 0.5
-    close(logits(target, IDS), theirs)
+    assert_logits_of_ids(family, logits(target, IDS), theirs)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_transformers_is_within_rounding_of_float64(family):
+    """What recurrent families are held against is no program of ours alone."""
+    assert_rounded(golden_logits(family), in_float64(family))
+    assert_rounded(long_golden_logits(family), long_in_float64(family))
 
 
 @pytest.mark.parametrize("family", [wide("qwen3_5_moe"), "qwen3_5", wide("qwen3_next")], indirect=True)
 def test_many_chunks_of_a_recurrence(family, target):
-    """Rounding adds up over hundreds of tokens: the more where a norm makes short vectors longer."""
-    theirs = long_golden_logits(family)
-    ours = np.asarray(logits(target, LONG_IDS))[LONG_PLACES]
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3)
-    np.testing.assert_array_equal(ours.argmax(axis=-1), theirs.argmax(axis=-1))
+    assert_rounded(logits(target, LONG_IDS)[LONG_PLACES], long_in_float64(family))
 
 
 @EACH_PART
 @pytest.mark.parametrize(
     "sizes", [wide((1,) * 33), (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"]
 )
-def test_in_parts(target, sizes):
+def test_in_parts(family, target, sizes):
     """A prompt token by token, and in chunks between which single tokens lie: the same logits as at once."""
-    close(in_parts(target, sizes), logits(target, IDS))
+    assert_logits_of_ids(family, in_parts(target, sizes), golden_logits(family))
 
 
 def in_parts(target, sizes):
@@ -86,7 +92,7 @@ def step(config, weights, stores, slots, tokens):
 
 
 @EACH_PART
-def test_under_training(target):
+def test_under_training(family, target):
     """The attention of training, which is another, gives what decoding's gives: windows and sinks too."""
 
     @jax.jit
@@ -94,12 +100,12 @@ def test_under_training(target):
         model, positions = bind(target.config, weights), Block.chain(tokens).depths
         return model.logits(model(tokens, positions, causal_attend()).hidden)
 
-    close(forward(target.weights, jnp.asarray(IDS)), logits(target, IDS))
+    assert_logits_of_ids(family, forward(target.weights, jnp.asarray(IDS)), golden_logits(family))
 
 
 @EACH_PART
 @pytest.mark.parametrize("prefix", [wide(3), 23])
-def test_trees_node_by_node(target, prefix):
+def test_trees_node_by_node(family, target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""
     rng = np.random.default_rng(prefix)
     drafts = rng.normal(size=(2, 9, target.config.vocab_size)).astype(np.float32)
@@ -108,6 +114,13 @@ def test_trees_node_by_node(target, prefix):
     parents, tokens = np.asarray(tree.parents), np.asarray(tree.tokens)
     assert np.asarray(tree.depths).max() > 3
     assert (np.asarray(tree.num_nodes) == 24).all()
+    if family in RECURRENT:
+        for b in range(2):
+            ids = np.concatenate([IDS[b, :prefix], tokens[b]])[None]
+            above = [*range(-1, prefix - 1), *np.where(parents[b] < 0, -1, parents[b]) + prefix]
+            samples = step_by_step.logits(*golden_file(family), ids, Rounding(), above)
+            assert_rounded(at_once[b], reference_of(samples[:, 0, prefix:]))
+        return
     for node in range(24):
         # Filled up behind, which no earlier token sees: every path is as long as `IDS`, whose program it has.
         rows, last = np.zeros_like(IDS), []
@@ -118,4 +131,5 @@ def test_trees_node_by_node(target, prefix):
             own = [*IDS[b, :prefix], *tokens[b, path]]
             rows[b, : len(own)] = own
             last.append(len(own) - 1)
-        close(at_once[:, node], np.asarray(logits(target, rows))[np.arange(2), last])
+        alone = np.asarray(logits(target, rows))[np.arange(2), last]
+        np.testing.assert_allclose(at_once[:, node], alone, rtol=0, atol=TOLERANCE)

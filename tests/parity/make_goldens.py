@@ -1,6 +1,7 @@
 """Writes the goldens of tests/families: ``python -m tests.parity.make_goldens [FAMILY ...]``.
 
-A golden is a checkpoint as transformers saves it, and its float32 logits of some sequences.
+A golden is a checkpoint as transformers saves it, its float32 logits of some sequences, and of recurrent
+families those of a long one in float64.
 """
 
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.families.goldens import FOLDER, IDS, LONG_IDS, LONG_PLACES
+from tests.families.goldens import FOLDER, IDS, LONG_IDS, LONG_PLACES, store_long_in_float64
 from tests.parity.families import FAMILIES
 
 
@@ -36,6 +37,7 @@ def make(name):
     np.save(folder / "logits.npy", logits)
     if long_logits is not None:
         np.save(folder / "long_logits.npy", long_logits)
+        store_long_in_float64(name)
 
 
 if __name__ == "__main__":

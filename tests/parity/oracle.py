@@ -5,10 +5,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jetspec_jax.tree import TokenTree
+from tests.families import step_by_step
+from tests.float64 import Rounding, assert_rounded, reference_of
 
 TOLERANCE = 1e-4
 VOCAB = 61
@@ -183,15 +186,23 @@ def in_one_forward(model, prefix, tree):
     return theirs[:, length:]
 
 
-def path_by_path(model, prefix, tree):
-    """transformers over the prefix and the path to each node, for models that no mask can tell of a tree."""
-    parents, depths, tokens = map(np.asarray, (tree.parents, tree.depths, tree.tokens))
-    theirs = np.zeros((*tokens.shape, model.config.vocab_size), np.float32)
-    for depth in range(depths.max() + 1):
-        places = np.argwhere(depths == depth)
-        ids = [[*prefix[b], *tokens[b, path_to(parents[b], node)]] for b, node in places]
-        theirs[tuple(places.T)] = oracle_logits(model, ids)[:, -1]
-    return theirs
+def recurrent_reference(folder, ids, parents=None):
+    """Logits ``[B, T, V]`` of a saved Qwen3.5 or Qwen3-Next in float64, of sequences or of one tree."""
+    raw = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.language_model.", "model."): own for name, own in tensors.items()}
+    samples = step_by_step.logits(raw.get("text_config", raw), tensors, ids, Rounding(), parents)
+    return reference_of(samples)
+
+
+def assert_recurrent(ours, theirs, reference):
+    """Ours are float64's but for rounding, and so are those of transformers.
+
+    Transformers makes the decay between two tokens of a difference of sums, which loses the digits that the
+    sums have in common: more than one rounding of each result.
+    """
+    assert_rounded(ours, reference)
+    assert_rounded(theirs, reference._replace(bound=4 * reference.bound))
 
 
 def valid_rows(rows, tree):
