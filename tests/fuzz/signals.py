@@ -15,10 +15,11 @@ from types import FrameType
 import jax
 from tqdm import tqdm
 
+from tests.events import PATIENCE
 from tests.fuzz.scenes import Scene
 
-# An interrupted call must end within so many seconds, one program's compilation included.
-LONGEST = 30
+# An interrupted call must end within so many seconds: what it has begun to compile takes a few.
+LONGEST = PATIENCE
 # The part of the calls that must compile everything first, which takes most of the time.
 COMPILES = 0.1
 # Before its own first line, while Python still imports it, a command ends as any Python program does.
