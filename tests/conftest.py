@@ -4,14 +4,27 @@ The platform is JAX's choice: the same tests run on a CPU and on a GPU.
 """
 
 import os
+import signal
 
-# Before JAX, transformers or huggingface_hub are imported, and inherited by commands under test.
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # test processes share one GPU
-# Small programs in parts, made by many threads, cost more than whole.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is left in the user's cache folder
+# ruff: noqa: E402 (all of this comes before the libraries that it is for are imported)
+
+# What stays of the environment, for the tests and the commands under test: how programs, libraries, folders
+# and devices are found. Proxies, locales, terminals, a user's options of JAX and others change outcomes.
+KEPT = ["PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "JAX_PLATFORMS"]
+KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "PYTEST_", "PLAYWRIGHT_")
+for name in {*os.environ} - {*KEPT}:
+    if not name.startswith(KEPT_PREFIXES):
+        del os.environ[name]
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # test processes share one GPU
+    # Small programs in parts, made by many threads, cost more than whole.
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # nothing is left in the user's cache folder
+}
+# Shells start background jobs with interrupts ignored, and whatever those start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax
@@ -21,6 +34,9 @@ from jax._src import compiler
 from jaxtyping import install_import_hook
 
 import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
+
+# Imported by its pytest plugin before this file, and with it the user's setting.
+jaxtyping.config.update("jaxtyping_disable", False)
 
 # Stays installed: every module of these packages is imported after this line.
 install_import_hook(

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import enum
 import signal
 import sys
 import time
@@ -78,19 +79,32 @@ def _chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
+class _State(enum.Enum):
+    """What the chat does, which decides what an interrupt does."""
+
+    READING = "an interrupt discards what was typed; without a terminal it ends the program"
+    ANSWERING = "an interrupt stops the answer to the last line, also before its first token"
+    STOPPING = "the answer is being stopped, and another interrupt ends the program"
+
+
 def _read_line(chat: "_Conversation") -> str | None:
     """The next line of standard input, without its end; None at the end of the input."""
-    chat.answering = False
+    chat.state = _State.READING
     line = sys.stdin.buffer.readline()
+    chat.state = _State.ANSWERING
     return decode_utf8(line, "standard input").removesuffix("\n").removesuffix("\r") if line else None
 
 
 def _read_typed(chat: "_Conversation") -> str | None:
-    """Likewise from a terminal, where an interrupt forgets what was typed."""
+    """The next line from a terminal; an interrupt discards what was typed and prompts again."""
 
     def read() -> str:
-        chat.answering = False
-        return input("> ")
+        try:
+            chat.state = _State.READING
+            return input("> ")
+        finally:
+            # In the main thread, as signal handlers are: each interrupt comes before this or after it.
+            chat.state = _State.ANSWERING
 
     while True:
         try:
@@ -108,7 +122,7 @@ class _Conversation:
     Attributes:
         messages: All of it but the system's.
         system: What the answers are to heed.
-        answering: Whether an interrupt is meant for an answer.
+        state: Set by whoever reads the lines, and by an interrupt.
     """
 
     def __init__(
@@ -128,7 +142,7 @@ class _Conversation:
         self._llm, self._params, self._settings = llm, params, settings
         self._hints, self._limit, self._stats = hints, limit, stats
         self._stream: Stream | None = None
-        self.answering = self._stopping = False
+        self.state = _State.READING
 
     def take(self, line: str) -> bool:
         """Does what a line says, which may be a message; returns whether the conversation goes on.
@@ -156,11 +170,11 @@ class _Conversation:
         """Stops the answer, from any thread.
 
         Raises:
-            KeyboardInterrupt: There is none, or that has been asked for already.
+            KeyboardInterrupt: There is no answer to stop, or it is being stopped already.
         """
-        if not self.answering or self._stopping:
+        if self.state is not _State.ANSWERING:
             raise KeyboardInterrupt
-        self._stopping = True
+        self.state = _State.STOPPING
         if (stream := self._stream) is not None:
             stream.close()
 
@@ -181,11 +195,10 @@ class _Conversation:
     def _answer(self, ids: list[int], params: SamplingParams, hints: dict[str, str]) -> str | None:
         """Prints an answer, and returns it; None if it was stopped before it began."""
         pieces, completion, started = [], None, time.perf_counter()
-        self._stopping, self.answering = False, True
         try:
             with self._llm.stream(ids, params, routing=hints) as stream:
                 self._stream = stream
-                if self._stopping:
+                if self.state is _State.STOPPING:
                     stream.close()
                 for piece in stream:
                     print(piece, end="", flush=True)

@@ -23,9 +23,11 @@ def in_main_thread(function: Callable[[], Any]) -> Any:
 
     def answered() -> None:
         try:
-            answer.set_result(function())
+            result = function()
         except BaseException as error:
             answer.set_exception(error)
+        else:  # an interrupt from here on is not the function's
+            answer.set_result(result)
 
     _asked.put(answered)
     return answer.result()

@@ -1,6 +1,5 @@
 """``jetspec-jax chat``, on the embedded demo pair: through pipes, and on a terminal of its own."""
 
-import contextlib
 import io
 import os
 import pty
@@ -8,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +15,7 @@ from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.cli import chatting
 from jetspec_jax.cli import command as cli
 from jetspec_jax.demo import DEMO_TARGET
-from jetspec_jax.llm import PLAIN_NOTICE
+from tests.events import PATIENCE, until, until_it_sleeps
 
 PARAMS = SamplingParams(max_tokens=12)
 
@@ -147,8 +146,11 @@ class TestInterrupts:
 
     @pytest.fixture
     def conversation(self, llm):
+        """One to which a line was typed that is not answered yet."""
         room = llm.target.config.max_position_embeddings
-        return chatting._Conversation(llm, SamplingParams(max_tokens=400), {}, {}, room, None, stats=False)
+        own = chatting._Conversation(llm, SamplingParams(max_tokens=400), {}, {}, room, None, stats=False)
+        own.state = chatting._State.ANSWERING
+        return own
 
     def test_it_stops_the_answer_and_what_was_begun_counts(self, conversation, monkeypatch, capsys):
         taken = []
@@ -174,50 +176,112 @@ class TestInterrupts:
         assert conversation.take("def f(x):")
         assert conversation.messages == []
 
-    def test_without_an_answer_it_is_one(self, conversation):
+    def test_before_the_first_token_it_stops_the_answer_too(self, conversation, capsys):
+        conversation.interrupt(signal.SIGINT)
+        assert conversation.take("def f(x):")
+        assert conversation.messages == []
+        assert capsys.readouterr() == ("\n", "jetspec-jax: stopped\n")
+
+    def test_a_typed_line_is_discarded_until_it_ends(self, conversation, monkeypatch):
+        """And from then on an interrupt is meant for the answer: no moment between the two is neither's."""
+        typed = iter([KeyboardInterrupt, "a line"])
+
+        def read(_):
+            with pytest.raises(KeyboardInterrupt):
+                conversation.interrupt(signal.SIGINT)
+            if (line := next(typed)) is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        assert chatting._read_typed(conversation) == "a line"
+        conversation.interrupt(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             conversation.interrupt(signal.SIGINT)
+
+    def test_without_a_terminal_it_ends_the_program_between_two_answers(self, conversation, monkeypatch):
+        def read():
+            with pytest.raises(KeyboardInterrupt):
+                conversation.interrupt(signal.SIGINT)
+            return b"a line\n"
+
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(readline=read)))
+        assert chatting._read_line(conversation) == "a line"
+        conversation.interrupt(signal.SIGINT)
+
+
+# An answer of this program begins and goes on until it is stopped, which none of a model's does.
+ENDLESS = """
+import sys
+import threading
+
+from jetspec_jax import LLM
+from jetspec_jax.cli import main
+
+
+class Endless:
+    completion = None
+
+    def __init__(self, ids, params, *, routing):
+        self.closed = threading.Event()
+        self.close = self.closed.set
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __iter__(self):
+        yield "it begins"
+        self.closed.wait()
+
+
+LLM.stream = Endless
+sys.exit(main())
+"""
 
 
 class Terminal:
     """The command in a process of its own, on a terminal."""
 
-    def __init__(self, *arguments):
+    def __init__(self):
         self.file, theirs = pty.openpty()
-        command = [sys.executable, "-m", "jetspec_jax", "chat", *arguments]
         files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        command = [sys.executable, "-c", ENDLESS, "chat"]
         self.process = subprocess.Popen(command, **files, start_new_session=True)
         os.close(theirs)
         self.text = ""
 
-    def wait_for(self, text, seconds=60.0):
-        """Reads until a text has come, and returns what came before it."""
-        end = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < end, f"{text!r} does not come: {self.text!r}"
-            if select.select([self.file], [], [], 0.1)[0]:
+    def wait_for(self, text):
+        """Reads until a text has come, which is forgotten then, with all before it."""
+
+        def comes():
+            if text not in self.text and select.select([self.file], [], [], 0)[0]:
                 self.text += os.read(self.file, 4096).decode(errors="replace")
-        before, _, self.text = self.text.partition(text)
-        return before
+            return text in self.text
+
+        until(comes, lambda: self.text)
+        self.text = self.text.partition(text)[2]
 
     def type(self, text):
         os.write(self.file, text.encode())
 
-    def interrupt(self, text, seconds=2.0):
-        """Sends what Ctrl-C sends until a text comes: readline misses one before it waits for keys.
+    def interrupt(self):
+        """Sends what Ctrl-C sends, once all that was typed before has been read: Python notices a signal that
+        comes just before it waits only when something else wakes it up.
 
         Not the key itself, which kernels were seen to lose where it came right behind others.
         """
-        for _ in range(30):
-            self.process.send_signal(signal.SIGINT)
-            with contextlib.suppress(AssertionError):
-                return self.wait_for(text, seconds)
-        raise AssertionError(f"{text!r} does not come after an interrupt: {self.text!r}")
+        until_it_sleeps(self.process)
+        self.process.send_signal(signal.SIGINT)
 
 
 @pytest.fixture
-def terminal():
-    own = Terminal("--max-tokens", "1900")
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")  # one that is sent nothing but the text
+    monkeypatch.setenv("INPUTRC", os.devnull)
+    own = Terminal()
     yield own
     own.process.kill()
     own.process.wait()
@@ -228,18 +292,21 @@ def test_on_a_terminal_an_interrupt_stops_the_answer_and_not_the_program(termina
     terminal.wait_for("/help lists the commands")
     terminal.wait_for("> ")
     terminal.type("half a line")
-    terminal.interrupt("\n> ")  # forgets it
+    terminal.wait_for("half a line")
+    terminal.interrupt()  # forgets it
+    terminal.wait_for("\n> ")
     terminal.type("/nonsense\n")
     terminal.wait_for("there is no command '/nonsense'")
     terminal.wait_for("> ")
     terminal.type("def f(x):\n")
-    terminal.wait_for(PLAIN_NOTICE)
-    terminal.wait_for("\n    ")  # the answer has begun
-    terminal.interrupt("jetspec-jax: stopped", 60.0)
+    terminal.wait_for("it begins")
+    terminal.interrupt()
+    terminal.wait_for("jetspec-jax: stopped")
     terminal.wait_for("> ")
-    terminal.interrupt("\n> ")
+    terminal.interrupt()
+    terminal.wait_for("\n> ")
     terminal.type("\x04")
-    assert terminal.process.wait(60) == 0
+    assert terminal.process.wait(PATIENCE) == 0
 
 
 def test_on_a_terminal_what_cannot_be_answered_is_said_and_the_chat_goes_on(chat, monkeypatch, llm):

@@ -3,11 +3,11 @@
 import contextlib
 import io
 import threading
-import time
 
 import pytest
 
 from jetspec_jax import progress
+from tests.events import PATIENCE, until
 
 
 class Terminal(io.StringIO):
@@ -26,11 +26,8 @@ def watched(monkeypatch):
     return watch
 
 
-def wait_for(text, stream):
-    deadline = time.monotonic() + 30
-    while text not in stream.getvalue():
-        assert time.monotonic() < deadline, stream.getvalue()
-        time.sleep(0.01)
+def waiting_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("waiting: ")]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -38,15 +35,16 @@ def test_a_wait_is_a_line_that_goes_away(monkeypatch, watched, fails):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     terminal = watched(Terminal())
     with contextlib.suppress(ZeroDivisionError), progress.waiting("compiling {this}"):
-        wait_for("compiling {this} ... 00:0", terminal)
+        until(lambda: "compiling {this} ... 0" in terminal.getvalue(), terminal.getvalue)
         if fails:
             raise ZeroDivisionError
     assert "\n" not in terminal.getvalue()
     assert terminal.getvalue().split("\r")[-2].strip() == ""
-    assert "waiting: compiling {this}" not in [thread.name for thread in threading.enumerate()]
+    assert waiting_threads() == []
 
 
-def test_what_is_soon_over_is_not_mentioned(watched):
+def test_what_is_soon_over_is_not_mentioned(monkeypatch, watched):
+    monkeypatch.setattr(progress, "PATIENCE", PATIENCE)
     terminal = watched(Terminal())
     with progress.waiting("this"):
         pass
@@ -57,5 +55,5 @@ def test_nothing_is_written_to_a_file(monkeypatch, watched):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     file = watched(io.StringIO())
     with progress.waiting("this"):
-        time.sleep(0.05)
+        assert waiting_threads() == []  # nobody is there who would write
     assert file.getvalue() == ""

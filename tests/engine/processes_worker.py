@@ -345,7 +345,7 @@ def led_astray(mesh):
 def main(settings):
     jax.config.update("jax_num_cpu_devices", 2)
     index, count, port = settings["process"]
-    join_processes(f"localhost:{port}", count, index)
+    join_processes(f"127.0.0.1:{port}", count, index)
     mesh, out = make_mesh(2 * count), Path(settings["out"])
     found = cache(mesh, out) if settings["case"] == "cache" else globals()[settings["case"]](mesh)
     out.write_text(json.dumps(found), encoding="utf-8")

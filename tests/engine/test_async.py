@@ -17,6 +17,8 @@ from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.engine.halting import begun, halted
+from tests.events import join
 from tests.marks import wide
 
 CONFIG = with_windows(TINY, None)
@@ -45,6 +47,7 @@ def llm(models):
 
 
 def threads():
+    """Those of engines."""
     return [one for one in threading.enumerate() if one.name == "jetspec-engine"]
 
 
@@ -126,16 +129,17 @@ def test_completions_of_one_prompt(llm, models):
 
 def test_tasks_that_are_cancelled_free_their_slots(llm, expected):
     async def run():
-        begun = asyncio.Event()
+        first = asyncio.Event()
 
         async def endless():
             async for _ in llm.generate(PROMPT, LONG):
-                begun.set()
+                first.set()
 
-        tasks = [asyncio.create_task(endless()) for _ in range(6)]
-        await begun.wait()
-        for task in tasks:
-            task.cancel()
+        with halted(begun(1)):
+            tasks = [asyncio.create_task(endless()) for _ in range(6)]
+            await first.wait()
+            for task in tasks:
+                task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(end, asyncio.CancelledError) for end in ends)
         return await read(llm)
@@ -167,8 +171,7 @@ def test_loops_one_after_another_and_at_once(llm, expected):
     loops = [threading.Thread(target=lambda: got.append(asyncio.run(read(llm)))) for _ in range(2)]
     for one in loops:
         one.start()
-    for one in loops:
-        one.join()
+    join(*loops)
     for deltas in got:
         same(deltas, expected)
     assert len(got) == 2
@@ -269,14 +272,21 @@ def test_an_error_of_the_engine_ends_all_and_the_next_begins_anew(llm, expected,
     same(asyncio.run(run()), expected)
 
 
-def test_an_engine_that_others_broke(llm, models, expected):
+def test_an_engine_that_others_broke(llm, expected, monkeypatch):
+    """Between two of its turns, while it had a request."""
+    step, broken = Driver._step, []
+
+    def break_it(driver, engine):
+        if engine is not None and not broken and begun(1)(engine.scheduler.requests):
+            engine.broken = True
+            broken.append(engine)
+        return step(driver, engine)
+
+    monkeypatch.setattr(Driver, "_step", break_it)
+
     async def run():
-        stream = llm.generate(PROMPT, LONG)
-        await anext(stream)
-        with models[0].keeper.line, models[0].keeper.lock:
-            models[0].keeper.engine.broken = True
         with pytest.raises(RuntimeError, match="start anew"):
-            [delta async for delta in stream]
+            await read(llm, params=LONG)
         return await read(llm)
 
     same(asyncio.run(run()), expected)
@@ -312,7 +322,7 @@ def test_a_deadline_passes(llm, expected):
 
 def test_a_deadline_passes_while_another_call_has_the_engine(llm, models):
     async def run():
-        late = pytest.raises(DeadlinePassed, match=r"had 0\.050 s; after \d\.\d+ s it still waits")
+        late = pytest.raises(DeadlinePassed, match=r"had 0\.050 s; after \d+\.\d+ s it still waits")
         with models[0].keeper.line, models[0].keeper.lock, late:
             await read(llm, timeout=0.05)
 
@@ -344,15 +354,17 @@ def test_a_full_queue(models, expected):
 def test_closed_with_running_requests(models):
     async def run():
         llm = AsyncLLM(*models, max_slots=2, **TREE)
-        begun = llm.generate(PROMPT, LONG)
-        await anext(begun)
-        others = [asyncio.create_task(read(llm, params=LONG)) for _ in range(4)]
-        await asyncio.sleep(0.05)
-        await llm.close()
+        stream = llm.generate(PROMPT, LONG)
+        with halted(begun(1), over=lambda: llm._drivers[0]._closed):
+            await anext(stream)
+            others = [asyncio.create_task(read(llm, params=LONG)) for _ in range(4)]
+            while llm.stats().running + llm.stats().waiting < 5:
+                await asyncio.sleep(0.001)
+            await llm.close()
         await llm.close()
         assert threads() == []
         with pytest.raises(RuntimeError, match="closed"):
-            [delta async for delta in begun]
+            [delta async for delta in stream]
         for end in await asyncio.gather(*others, return_exceptions=True):
             assert isinstance(end, RuntimeError)
         with pytest.raises(RuntimeError, match="closed"):
@@ -364,11 +376,12 @@ def test_closed_with_running_requests(models):
 def test_abort(llm):
     async def run():
         stream = llm.generate(PROMPT, LONG, request_id="mine")
-        await anext(stream)
-        with pytest.raises(ValueError, match="'mine' runs"):
-            await read(llm, request_id="mine")
-        await llm.abort("mine")
-        await llm.abort("nobody's")
+        with halted(begun(1)):
+            await anext(stream)
+            with pytest.raises(ValueError, match="'mine' runs"):
+                await read(llm, request_id="mine")
+            await llm.abort("mine")
+            await llm.abort("nobody's")
         deltas = [delta async for delta in stream]
         assert (deltas[-1].finish_reason, deltas[-1].completion) == ("abort", None)
         assert (await read(llm, request_id="mine"))[-1].finish_reason == "length"
@@ -417,8 +430,7 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_target():
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
-    for one in threads():
-        one.join(60)
+    join(*threads())
     kept = weakref.ref(target.keeper.engine), weakref.ref(target.weights["embed_tokens"])
     del llm, stream, target
     gc.collect()
@@ -485,8 +497,6 @@ def test_a_call_comes_between_two_turns():
     threads = [threading.Thread(target=own, daemon=True) for own in (turns, calls)]
     for one in threads:
         one.start()
-    threads[1].join(60)
-    assert not threads[1].is_alive()
+    join(threads[1])
     done.set()
-    threads[0].join(60)
-    assert not threads[0].is_alive()
+    join(threads[0])

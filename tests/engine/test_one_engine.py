@@ -13,6 +13,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine import runner
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, random_weights, with_windows, word_tokenizer
+from tests.events import join
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
@@ -106,8 +107,7 @@ def test_threads_take_turns(target, head, expected):
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert got == [expected] * 6
 
 

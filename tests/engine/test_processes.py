@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, logits
 from jetspec_jax.cli.command import main
-from jetspec_jax.device.joining import HEARTBEAT_SECONDS
 from tests.decode.tiny import TINY, with_windows
 from tests.engine.processes_worker import (
     DRAWN,
@@ -29,9 +27,7 @@ from tests.engine.processes_worker import (
     stopping,
     traced,
 )
-
-# They end within seconds; a busy machine takes longer for all else.
-PATIENCE = 120
+from tests.events import PATIENCE
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def start():
 
     def begin(arguments):
         with socket.socket() as free:
-            free.bind(("localhost", 0))
+            free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for index in range(2):
             process = subprocess.Popen(
@@ -81,7 +77,7 @@ def command(start):
 
     def begin(*arguments):
         def own(index, port):
-            place = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process", str(index)]
+            place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
             return ["jetspec_jax", *arguments, "--tensor-parallel", "4", *place]
 
         return start(own)
@@ -89,10 +85,10 @@ def command(start):
     return begin
 
 
-def results(processes, folder, patience=PATIENCE):
+def results(processes, folder):
     """What the processes wrote, once they have ended as they should."""
     for process in processes:
-        _, errors = process.communicate(timeout=patience)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors[-3000:]
     return [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
@@ -133,7 +129,7 @@ def test_the_first_process_serves_what_comes(run, tmp_path):
     processes = run("led")
     target, _ = pair(config=with_windows(TINY, None))
     alone = [generate(target, [prompt], params)[0].token_ids for prompt, params, _ in asked()]
-    first, other = results(processes, tmp_path, 3 * PATIENCE)  # it compiles much
+    first, other = results(processes, tmp_path)
     assert other["refused"].startswith("requests go to process 0")
     assert first["before"] == first["again"] == other["before"] == other["again"]
     assert first["hits"] > 0
@@ -150,7 +146,7 @@ def test_grammars_are_followed_by_all(run, tmp_path):
     alone = [
         generate(target, [prompt], own)[0].token_ids for prompt, own in zip(prompts, params, strict=True)
     ]
-    first, other = results(processes, tmp_path, 3 * PATIENCE)
+    first, other = results(processes, tmp_path)
     assert first["together"] == other["together"] == first["got"] == alone
 
 
@@ -225,10 +221,7 @@ def test_a_process_without_a_device_is_refused(run):
 def test_all_end_with_one(run, case, codes, sentence):
     processes = run(case)
     processes[1].wait(PATIENCE)
-    begun = time.monotonic()
     found, errors = endings(processes)
-    # Generously: it is minutes if nobody misses the other.
-    assert time.monotonic() - begun < HEARTBEAT_SECONDS + 20
     assert found == codes
     assert sentence in errors[0]
 

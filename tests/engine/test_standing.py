@@ -1,9 +1,8 @@
 """The engine behind `AsyncLLM`: its size, its programs, its figures, and the calls that share it."""
 
 import asyncio
-import contextlib
+import collections
 import threading
-import time
 from dataclasses import replace
 
 import jax
@@ -14,6 +13,7 @@ from jetspec_jax import LLM, AsyncLLM, SamplingParams, generate
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.device import memory
 from jetspec_jax.engine import round_costs, standing
+from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import engine_bytes
@@ -22,6 +22,8 @@ from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats, Tally
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.engine.halting import begun, halted
+from tests.events import join
 
 CONFIG = with_windows(TINY, None)
 PROMPT = [3, 1, 4, 1, 5]
@@ -53,11 +55,8 @@ async def whole(llm, prompt, params):
 
 
 async def running(llm):
-    for _ in range(60_000):
-        if llm.stats().running:
-            return
+    while not llm.stats().running:
         await asyncio.sleep(0.001)
-    raise AssertionError("no call of another thread runs here")
 
 
 def batches_of(monkeypatch):
@@ -90,7 +89,8 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
             with compilations() as seen:
                 alone = await whole(llm, prompts[0], params[0])
                 got = await asyncio.gather(*[whole(llm, *own) for own in zip(prompts, params, strict=True)])
-            await asyncio.sleep(0.2)
+            while llm._drivers[0]._thread is not None:  # the rounds after an end count too
+                await asyncio.sleep(0.001)
             return seen, before, alone, got, llm.stats()
 
     seen, before, alone, got, after = asyncio.run(run())
@@ -108,7 +108,6 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
     assert after.prefix_hits == sum(one.prefix_tokens for one in figures) > 0
     assert after.pages_cached > 0
     assert (after.pages, after.preemptions) == (4 * 4, 0)
-    # The rounds after an end count too.
     assert after.drafted_tokens - before.drafted_tokens >= sum(one.drafted_tokens for one in figures)
     assert sum(after.accepted_by_depth) == after.accepted_tokens
 
@@ -157,47 +156,44 @@ def test_slots_by_memory(models, monkeypatch):
     assert plan_standing(target, None, PLAIN).size.slots == 8
 
 
-def test_a_call_and_other_callers_run_together(models):
+def test_a_call_and_other_callers_run_together(models, monkeypatch):
     """First tokens come before a long call ends, and a stream is one of them."""
     trees = {"budget": 16, "width": 3}
     beside = LLM(*models, **trees)
     long, short = SamplingParams(max_tokens=200, ignore_eos=True), SamplingParams(max_tokens=9)
     prompts = [[number, 5] for number in range(8)]
     expected, brief = generate(models[0], prompts, long), generate(models[0], prompts, short)
-    ended = []
+    submit, requests, completions = Driver.submit, collections.defaultdict(list), []
+
+    def noted(driver, asked, **settings):
+        submit(driver, asked, **settings)
+        requests[asked[0].params.max_tokens] += asked
+
+    monkeypatch.setattr(Driver, "submit", noted)
 
     def call():
-        ended.append((beside.generate(prompts, long), time.monotonic()))
+        completions.extend(beside.generate(prompts, long))
 
     async def run():
         async with AsyncLLM(*models, max_slots=4, **trees) as llm:
             await llm.warm_up()
             engine = models[0].keeper.engine
             thread = threading.Thread(target=call)
-            thread.start()
-            await running(llm)
-            firsts, streamed = [], beside.stream(prompts[0], short)
-
-            async def one(prompt):
-                async with contextlib.aclosing(llm.generate(prompt, short)) as deltas:
-                    tokens = []
-                    async for delta in deltas:
-                        if not tokens:
-                            firsts.append(time.monotonic())
-                        tokens += delta.token_ids
-                return tokens
-
-            got = await asyncio.gather(*map(one, prompts[:2]))
+            with halted(begun(1)):
+                thread.start()
+                await running(llm)
+                streamed = beside.stream(prompts[0], short)
+                others = [asyncio.create_task(whole(llm, prompt, short)) for prompt in prompts[:2]]
+                while len(requests[9]) < 3:
+                    await asyncio.sleep(0.001)
+            got = [one.token_ids for one in await asyncio.gather(*others)]
             pieces = await asyncio.to_thread(list, streamed)
-            alive = thread.is_alive()
-            await asyncio.to_thread(thread.join)
+            await asyncio.to_thread(join, thread)
             assert models[0].keeper.engine is engine
-            return got, firsts, pieces, streamed.completion, alive
+            return got, pieces, streamed.completion
 
-    got, firsts, pieces, streamed, alive = asyncio.run(run())
-    [(completions, when)] = ended
-    assert alive
-    assert max(firsts) < when
+    got, pieces, streamed = asyncio.run(run())
+    assert max(one.first_token for one in requests[9]) < max(one.ended for one in requests[200])
     assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
     assert got == [one.token_ids for one in brief[:2]]
     assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)
@@ -212,15 +208,18 @@ def test_calls_outlive_the_others(models):
     async def run():
         llm = AsyncLLM(*models, max_slots=2, budget=16, width=3)
         thread = threading.Thread(target=lambda: got.extend(beside.generate([PROMPT] * 5, params)))
-        thread.start()
-        await running(llm)
-        closed = beside.stream(PROMPT, params)
-        next(closed)
-        closed.close()
-        assert list(closed) == []
-        await llm.close()
-        assert thread.is_alive()
-        await asyncio.to_thread(thread.join)
+        with halted(begun(1)) as first:
+            thread.start()
+            await running(llm)
+            closed = beside.stream([9], params)
+            with halted(lambda requests: any(len(one.prompt) == 1 < len(one.tokens) for one in requests)):
+                first.set()
+                next(closed)
+                closed.close()
+                assert list(closed) == []
+                await llm.close()
+                assert thread.is_alive()
+        await asyncio.to_thread(join, thread)
 
     asyncio.run(run())
     got += beside.generate([PROMPT], params)
@@ -244,7 +243,6 @@ def test_one_name_for_two_loops_at_once(models):
     threads = [threading.Thread(target=lambda: asyncio.run(one())) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(120)
+    join(*threads)
     asyncio.run(llm.close())
     assert got == ["another request of the name 'mine' runs"] * 3

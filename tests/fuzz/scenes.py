@@ -13,6 +13,7 @@ from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import LOST
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.events import join
 
 CONFIG = with_windows(TINY, None)
 
@@ -131,9 +132,7 @@ class Scene:
         """Raises unless the next calls work, the lock is free, and slots, pages and stores are all back."""
         thread = threading.Thread(target=self._take_lock)
         thread.start()
-        thread.join(10)
-        if thread.is_alive():
-            raise AssertionError("the lock is still held")
+        join(thread)  # or the lock is still held
         self.generate(rng, self.tree)
         self.stream(rng)
         engine = self.target.keeper.engine

@@ -24,13 +24,14 @@ from tqdm import tqdm
 
 from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
+from tests.events import PATIENCE
 from tests.fuzz.soak import MOST_GROWTH, PAUSE, SETTLING
 from tests.serve.servers import Command
 
 #: Clients that leave, of all.
 LEAVING = 1 / 3
-# Seconds that an idle server has to give all back, and that a client waits for the next piece.
-_GIVES_BACK, _PATIENCE = 20, 300
+# Seconds that an idle server has to give all back.
+_GIVES_BACK = 120
 # Counters of the server that are reported.
 _REPORTED = (
     *("generation_tokens", "num_preemptions", "compilations", "dispatches", "prefix_cache_hits"),
@@ -93,7 +94,7 @@ class Soak:
         """So many clients for a while; once they have read what they asked for, the server must be idle."""
         end = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=_PATIENCE, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=limits) as client:
             await asyncio.gather(*(self._use(client, end, number) for number in range(streams)))
             await self._idle(client)
 
@@ -183,9 +184,14 @@ async def run(command: Command, soak: Soak, seconds: float, streams: int) -> lis
     with tqdm(total=round(seconds), unit=" s", disable=None) as bar:
         while (gone := time.monotonic() - started) < seconds and not soak.errors:
             await soak.spell(min(PAUSE, seconds / 6, seconds - gone), streams)
-            # The server hears of closed connections a little later.
             await asyncio.sleep(0.5)
-            states.append((time.monotonic() - started, state_of(command.process.pid)))
+            # The server hears of closed connections a little later.
+            end = time.monotonic() + _GIVES_BACK
+            while (state := state_of(command.process.pid)).files > (states or [(0, state)])[0][1].files:
+                if time.monotonic() > end:
+                    break
+                await asyncio.sleep(0.1)
+            states.append((time.monotonic() - started, state))
             bar.update(round(min(states[-1][0], seconds)) - bar.n)
     return states
 
@@ -207,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         soak = Soak(command.url, cases, options.seed)
         states = asyncio.run(run(command, soak, seconds, options.streams))
         command.process.send_signal(signal.SIGTERM)
-        code = command.process.wait(60)
+        code = command.process.wait(PATIENCE)
     finally:
         command.process.kill()
         command.process.communicate()

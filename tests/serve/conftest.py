@@ -10,6 +10,7 @@ from jetspec_jax.config import ModelConfig, Rope
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.serve.logs import LOG
 from tests.decode.tiny import random_head, random_target
+from tests.events import PATIENCE
 from tests.serve.servers import Kept, served
 
 TREE = {"budget": 8, "width": 2, "algorithm": "top_nodes"}
@@ -70,7 +71,7 @@ def server(llm):
 
 @pytest.fixture(scope="session")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as own:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as own:
         yield own
 
 

@@ -8,11 +8,16 @@ from tests.serve.servers import Kept
 
 
 class Scripted(Kept):
-    """Says a text in pieces, or raises; keeps what it was asked for."""
+    """Says a text in pieces, or raises; keeps what it was asked for.
 
-    def __init__(self, target, text="", *, size=3, error=None, pause=0.0):
+    Attributes:
+        gate: A semaphore from which each piece of the requests to come takes one; None lets them all pass.
+        open: Requests that have not ended.
+    """
+
+    def __init__(self, target, text="", *, size=3, error=None, gate=None):
         super().__init__(target, max_slots=1)
-        self.text, self.size, self.failure, self.pause = text, size, error, pause
+        self.text, self.size, self.failure, self.gate = text, size, error, gate
         self.asked, self.open, self.warmed = [], 0, []
 
     async def warm_up(self, sampling_params=None):
@@ -21,11 +26,13 @@ class Scripted(Kept):
     async def generate(self, prompt, sampling_params=None, **settings):
         ids = read_prompt(self.llm.target, prompt).ids.tolist()
         self.asked.append((self.llm.target.tokenizer.decode(ids), sampling_params, settings))
-        self.open += 1
+        self.open, gate = self.open + 1, self.gate
         try:
             tokens = []
             for start in range(0, len(self.text), self.size):
-                await asyncio.sleep(self.pause)
+                while gate is not None and not gate.acquire(blocking=False):
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
                 tokens.append(1)
                 yield Delta(self.text[start : start + self.size], [1])
             if self.failure is not None:

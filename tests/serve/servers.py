@@ -13,6 +13,7 @@ import httpx
 from jetspec_jax import AsyncLLM
 from jetspec_jax.serve.running import Stopping, bind, serve_at
 from jetspec_jax.serve.settings import ServeSettings
+from tests.events import PATIENCE, join
 
 
 class Served:
@@ -20,7 +21,7 @@ class Served:
 
     def __init__(self, llm, **settings):
         self.llm = llm
-        self.settings = ServeSettings(**{"port": 0, "warm_up": "none", "drain_seconds": 10, **settings})
+        self.settings = ServeSettings(**{"port": 0, "warm_up": "none", "drain_seconds": PATIENCE, **settings})
         self.stop, self.error = Stopping(), None
         self._socket = bind(self.settings.host, self.settings.port)
         self.port = self._socket.getsockname()[1]
@@ -42,13 +43,12 @@ class Served:
             self.error = error
 
     def join(self):
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        join(self._thread)
         if self.error is not None:
             raise self.error
 
     def client(self, **settings):
-        return httpx.Client(base_url=self.url, timeout=60, **settings)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, **settings)
 
 
 @contextlib.contextmanager
@@ -61,12 +61,33 @@ def served(llm, **settings):
         own.join()
 
 
-class Command:
-    """``jetspec-jax serve`` as a process, once it listens; ``output`` is where its log goes."""
+# The command; its engine launches nothing while a file exists, once so many requests have begun.
+HELD = """
+import sys
+from pathlib import Path
 
-    def __init__(self, *words, output=subprocess.PIPE):
+from jetspec_jax.cli import main
+from tests.engine.halting import begun, halted
+
+hold, count = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+with halted(begun(count), over=lambda: not hold.exists()):
+    sys.exit(main())
+"""
+
+
+class Command:
+    """``jetspec-jax serve`` as a process, once it listens.
+
+    Args:
+        words: Its arguments.
+        output: Where its log goes.
+        held: A file, and a number of requests: see `HELD`.
+    """
+
+    def __init__(self, *words, output=subprocess.PIPE, held=()):
+        program = ["-c", HELD, *map(str, held)] if held else ["-m", "jetspec_jax"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jetspec_jax", "serve", *words, "--port", "0"],
+            [sys.executable, *program, "serve", *words, "--port", "0"],
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,11 +107,3 @@ class Kept(AsyncLLM):
 
     async def close(self):
         pass
-
-
-def until(condition, seconds=20):
-    """Waits for something that another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

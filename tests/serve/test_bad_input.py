@@ -6,6 +6,7 @@ import socket
 import openai
 import pytest
 
+from tests.events import PATIENCE
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import served
@@ -250,7 +251,7 @@ def test_methods(http):
 
 
 def test_what_is_no_http(server):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as own:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as own:
         own.sendall(b"nonsense\r\n\r\n")
         got = own.makefile("rb").read()
     assert got.startswith(b"HTTP/1.1 400")

@@ -13,12 +13,14 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
+from jetspec_jax.device import memory
 from jetspec_jax.serve.running import Stopping, bind, serve_at
 from jetspec_jax.serve.settings import SETTINGS, ServeSettings
 from tests.decode.tiny import random_weights
+from tests.events import PATIENCE, join, until
 from tests.serve.conftest import SMALL, small_target
 from tests.serve.scripted import Scripted
-from tests.serve.servers import Command, until
+from tests.serve.servers import Command
 
 #: `SMALL` as a config.json.
 CONFIG = {
@@ -48,15 +50,14 @@ def folder(tmp_path_factory):
     return str(made)
 
 
-def streams(command, count, tokens, **more):
+def streams(command, count, tokens):
     """So many streams that have begun; their lines and threads."""
     body = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-    body |= more
     lines, begun = [[] for _ in range(count)], threading.Semaphore(0)
 
     def ask(own):
         try:
-            with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=120) as got:
+            with httpx.stream("POST", f"{command.url}/v1/completions", json=body, timeout=PATIENCE) as got:
                 for line in got.iter_lines():
                     own.append(line)
                     begun.release() if len(own) == 1 else None
@@ -67,8 +68,12 @@ def streams(command, count, tokens, **more):
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert begun.acquire(timeout=120)
+        assert begun.acquire(timeout=PATIENCE)
     return lines, threads
+
+
+def draining(command):
+    return httpx.get(f"{command.url}/health", timeout=PATIENCE).status_code == 503
 
 
 def text_of(lines):
@@ -76,19 +81,27 @@ def text_of(lines):
     return "".join(event["choices"][0]["text"] for event in events)
 
 
-def test_sigterm_lets_eight_streams_end(folder):
-    words = ("--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none", "--drain-seconds", "120")
-    command = Command(folder, *words)
+@pytest.fixture
+def hold(tmp_path):
+    """A file: while it exists, the server's requests go on to their first tokens and no further."""
+    file = tmp_path / "hold"
+    file.touch()
+    return file
+
+
+def test_sigterm_lets_eight_streams_end(folder, hold):
+    words = ("--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none")
+    command = Command(folder, *words, "--drain-seconds", str(PATIENCE), held=(hold, 8))
     try:
-        lines, threads = streams(command, 8, 600)
+        lines, threads = streams(command, 8, 60)
         command.process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{command.url}/health").status_code == 503)
+        until(lambda: draining(command))
         late = httpx.post(f"{command.url}/v1/completions", json={"prompt": "a"})
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-        assert any(thread.is_alive() for thread in threads)
-        for thread in threads:
-            thread.join(120)
-        output, _ = command.process.communicate(timeout=60)
+        assert all(thread.is_alive() for thread in threads)
+        hold.unlink()
+        join(*threads)
+        output, _ = command.process.communicate(timeout=PATIENCE)
         assert command.process.returncode == 0
     finally:
         command.process.kill()
@@ -106,17 +119,15 @@ def test_sigterm_lets_eight_streams_end(folder):
 
 
 @pytest.mark.wide
-def test_a_second_signal_ends_at_once(folder):
-    command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none")
+def test_a_second_signal_ends_at_once(folder, hold):
+    command = Command(folder, "--max-num-seqs", "1", "--warm-up", "none", held=(hold, 1))
     try:
-        lines, threads = streams(command, 1, 1000, prompt=["def f(x):"] * 64)
+        lines, threads = streams(command, 1, 1000)
         command.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{command.url}/health").status_code != 503:
-            pass
+        until(lambda: draining(command))
         command.process.send_signal(signal.SIGTERM)
-        assert command.process.wait(10) == 128 + signal.SIGTERM
-        threads[0].join(20)
-        assert not threads[0].is_alive()
+        assert command.process.wait(PATIENCE) == 128 + signal.SIGTERM
+        join(*threads)
         assert lines[0][-1] == "gone", lines[0][-4:]
     finally:
         command.process.kill()
@@ -163,7 +174,8 @@ def test_the_extra_that_is_not_installed(capsys, monkeypatch):
     assert said == 'jetspec-jax: the server needs uvicorn: pip install "jetspec-jax[serve]"\n'
 
 
-def test_too_small_a_device(capsys):
+def test_too_small_a_device(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda *_: 10 * 2**30)
     code, said = run(capsys, "--port", "0", "--max-num-seqs", str(2**20))
     assert code == 2
     assert "GiB" in said or "MiB" in said

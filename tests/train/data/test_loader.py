@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from itertools import islice
 
 import hypothesis
@@ -10,6 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from tests.events import until
 from tests.train.folders import write
 from train.data.documents import Documents
 from train.data.loader import Windows, batches, index_windows
@@ -46,17 +46,12 @@ def opened():
     yield make
     for iterator in made:
         iterator.close()
-    assert not reading_threads(), "threads outlived their iterators"
+    until(lambda: not reading_threads(), reading_threads)
 
 
 def reading_threads():
-    """Threads of grain that are still there when they have had time to end."""
-    for _ in range(100):
-        left = [thread for thread in threading.enumerate() if thread.name.startswith("grain")]
-        if not left:
-            break
-        time.sleep(0.02)
-    return left
+    """Threads of grain, which end a little later than their iterators."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("grain")]
 
 
 def rows(batch):
@@ -164,9 +159,9 @@ def test_the_parts_of_two_processes_are_the_batch_of_one(documents, opened):
 def test_threads_end_with_the_iterator(documents):
     iterator = batches(documents, WINDOW, 3, seed=0)
     next(iterator)
-    assert any(thread.name.startswith("grain") for thread in threading.enumerate())
+    assert reading_threads()
     iterator.close()
-    assert not reading_threads()
+    until(lambda: not reading_threads(), reading_threads)
 
 
 def test_one_window_is_enough(tmp_path, opened):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.events import PATIENCE, until
 from tests.marks import wide
 from tests.train.head.tiny import RECIPE, losses, records, write_documents
 from tests.train.head.worker import DEATHS, VOCABULARY, train
@@ -31,12 +32,13 @@ def start(data, runs, **settings):
     )
 
 
-def wait(process, wanted=0):
+def wait(process, *wanted):
+    """Waits for the end; ``wanted`` are the exit codes that are right, 0 if none is named."""
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
-    assert process.returncode == wanted, output[-4000:]
+    assert process.returncode in (wanted or (0,)), output[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +81,13 @@ def test_twenty_kills_at_random_moments_change_nothing(data, tmp_path):
             time.sleep(random.uniform(0.3, 1) * startup)
         else:
             before = names(killed)
-            while names(killed) == before and process.poll() is None:
-                time.sleep(0.01)
+            until(lambda old=before, own=process: names(killed) != old or own.poll() is not None)
             startup = time.monotonic() - begun
             time.sleep(random.uniform(0, 1))
         process.kill()
-        wait(process, -signal.SIGKILL)
+        wait(process, -signal.SIGKILL, 0)
+        if not process.returncode:
+            break
         unfinished += any("tmp" in name for name in names(killed))
     assert unfinished
     for work in (killed, whole):
@@ -118,7 +121,7 @@ def spread(tmp_path_factory, data, whole):
         (base / "1x4x1x2", {"mesh": {"fsdp": 4, "tensor": 2}, "evaluation": {"prompts": 2}}),
     ]
     with socket.socket() as free:
-        free.bind(("localhost", 0))
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {"devices": 4, "programs": str(base / "programs.json")}
     for process in [start(data, runs, process=[i, 2, port], **settings) for i in range(2)]:

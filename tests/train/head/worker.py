@@ -50,7 +50,7 @@ def main(settings):
     if "process" in settings:
         index, count, port = settings["process"]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port}", count, index)
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     if "die" in settings:
         die_at(*DEATHS[settings["die"]])
     train(settings["data"], settings["runs"])

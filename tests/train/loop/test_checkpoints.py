@@ -1,13 +1,13 @@
 """Checkpoints that were damaged after they were written: named, and the one before is read."""
 
 import shutil
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.events import until
 from tests.marks import wide
 from train.loop.checkpoints import Best, Checkpoints, TrainingCheckpointError
 
@@ -118,10 +118,7 @@ def test_a_reader_leaves_everything_to_the_run_that_writes(folder):
     assert {path.name for path in (folder / "best").iterdir()} == {"1", "2", unfinished.name}
     with Checkpoints(folder):
         # Orbax cleans up in a thread of its own.
-        end = time.monotonic() + 30
-        while unfinished.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not unfinished.exists()
+        until(lambda: not unfinished.exists())
 
 
 def test_a_new_folder_holds_nothing(tmp_path):

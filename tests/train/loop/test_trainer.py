@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import resource
 import shutil
-import time
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.events import until
 from tests.marks import wide
 from tests.train.head.tiny import losses, records
 from train.loop.checkpoints import Checkpoints, TrainingCheckpointError
@@ -304,8 +304,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on_once_there
 
     def fill():
         # The checkpoint before is written in the background.
-        while not (tmp_path / "full" / "checkpoints" / "3").exists():
-            time.sleep(0.01)
+        until((tmp_path / "full" / "checkpoints" / "3").exists)
         stack.enter_context(files_of_at_most(100_000))
 
     def filling(weights):
