@@ -199,7 +199,8 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
         raise CheckpointError(
             f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {config.vocab_size}"
         )
-    target = Target(config, _read(source, config, mesh), eos, load_tokenizer(folder), mesh)
+    tokenizer = load_tokenizer(folder)  # before the weights, which take longer
+    target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
     copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)
     return replace(target, copies=copies)
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.content import read_eos_token_ids
-from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.content import SMALL_PATTERNS, read_eos_token_ids
+from jetspec_jax.checkpoint.hub import resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
@@ -30,9 +30,6 @@ from train.data.rendering import Encoder
 from train.loop.stages import Deadline
 
 T = TypeVar("T")
-
-# All files of a hub id but the weights, which are fetched after the prompts were checked.
-TOKENIZER_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -204,7 +201,8 @@ def name_of(target: str | Path) -> str:
 
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
-    folder = resolve(source.path_or_id, TOKENIZER_PATTERNS)
+    # Of a hub id no weights are fetched before the prompts are checked.
+    folder = resolve(source.path_or_id, SMALL_PATTERNS)
     end_ids = read_eos_token_ids(folder)
     return Encoder(load_tokenizer(folder), end_ids, template_arguments)
 
