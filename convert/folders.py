@@ -1,6 +1,5 @@
 """What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
 
-import fnmatch
 import functools
 import json
 import os
@@ -11,8 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
-from jetspec_jax.checkpoint.hub import HUB_PATTERNS, local_path, resolve
+from jetspec_jax.checkpoint.content import (
+    CheckpointError,
+    check_regular,
+    content_of,
+    read_object,
+    small_files,
+)
+from jetspec_jax.checkpoint.hub import local_path, resolve
 from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax, open_orbax
 from jetspec_jax.checkpoint.parts import Parameters
 from jetspec_jax.checkpoint.reading import open_parameters
@@ -25,9 +30,6 @@ Layout = Literal["huggingface", "orbax"]
 
 #: Weights that are read here only to say why they are not.
 PICKLED = ("*.bin", "*.pt", "*.pth")
-
-# Subfolders that the tokenizers of transformers keep files in.
-TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,12 @@ def locate(
 
 def kept_files(folder: Path) -> dict[str, bytes]:
     """The files beside the weights that a conversion keeps, by name: configs and what the tokenizer needs."""
-    patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
-    paths = [*folder.iterdir(), *(folder / TEMPLATE_FOLDER).glob("*")]
-    names = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    names = {path.relative_to(folder).as_posix(): path for path in small_files(folder)}
     return {
         name: path.read_bytes()
-        for name, path in sorted(names.items())
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        for name, path in names.items()
         # An index belongs to the weights as they were stored.
-        and not name.endswith(".index.json")
-        and name != MANIFEST
+        if not name.endswith(".index.json") and name != MANIFEST
     }
 
 

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. Without ``arguments`` the whole process is the command's."""
     if arguments is not None:
         return run(arguments)
-    keep_libraries_quiet()
+    keep_libraries_quiet("asyncio")  # which logs all of Orbax's writes that fail; the first is raised
     return run_interruptibly(run, INTERRUPTED, tell_of_interrupt)
 
 

@@ -125,4 +125,9 @@ def encode_prompts(
 def _as_text(entry: Entry) -> Entry:
     if entry.kind != MESSAGES:
         return entry
-    return Entry(entry.where, "text", "\n\n".join(message["content"] for message in entry.value))
+    return Entry(entry.where, "text", "\n\n".join(_text(message["content"]) for message in entry.value))
+
+
+def _text(content: str | Sequence[Mapping[str, str]] | None) -> str:
+    """A message's content as one text, a line for each part."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())

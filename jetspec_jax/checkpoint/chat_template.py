@@ -1,5 +1,6 @@
 """Conversations in the form of a tokenizer's chat template."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,11 +24,12 @@ RESERVED = frozenset(
 def read_chats(messages: Any) -> list[list[dict[str, Any]]]:
     """Conversations, each of which says something; one alone counts as a list of one.
 
-    Contents that are lists of parts become one text, a line for each part.
+    Contents stay texts or lists of parts; `render_chat` writes parts as the template reads them. Arguments of
+    calls that are JSON texts become mappings, which templates read.
 
     Raises:
         TypeError: Something is no message, or a role or a content of a wrong type.
-        ValueError: There are no messages, or a content is no text.
+        ValueError: There are no messages, a content is no text, or arguments are no JSON object.
     """
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages must be a list such as {_MESSAGES}, or several, not {shown(messages)}")
@@ -44,7 +46,7 @@ def read_chats(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message whose content is a text."""
+    """A message whose content is a text or a list of text parts."""
     check_type(where, message, Mapping, 'a mapping with "role" and "content"')
     read = dict(message)
     check_type(f'"role" of {where}', read.get("role"), str, "a string")
@@ -53,24 +55,48 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if content is None and not read.get("tool_calls"):
         raise ValueError(f'{where} has no "content"')
     if isinstance(content, list | tuple):
-        content = read["content"] = "\n".join(
-            _part(part, f"content[{place}] of {where}") for place, part in enumerate(content)
-        )
-    if content is not None:
+        read["content"] = [_part(part, f"content[{place}] of {where}") for place, part in enumerate(content)]
+    elif content is not None:
         check_type(f'"content" of {where}', content, str, "a string, or a list of text parts")
         check_text(f'"content" of {where}', content)
+    if isinstance(calls := read.get("tool_calls"), list | tuple):
+        read["tool_calls"] = [_call(call, where) for call in calls]
     return read
 
 
-def _part(part: Any, where: str) -> str:
-    """The text of a part of a content."""
+def _part(part: Any, where: str) -> dict[str, str]:
+    """A part of a content, which is a text; null stands for a key left out."""
     check_type(where, part, Mapping, '{"type": "text", "text": "…"}')
     if part.get("type") != "text":
         raise ValueError(f'{where} is of type {shown(part.get("type"))}; "text" alone is supported')
-    if unknown := [key for key in part if key not in ("type", "text")]:
+    if unknown := [key for key, value in part.items() if key not in ("type", "text") and value is not None]:
         raise ValueError(f"{where} has unknown keys: {shown(unknown)}")
     check_type(f'"text" of {where}', part.get("text"), str, "a string")
-    return part["text"]
+    check_text(f'"text" of {where}', part["text"])
+    return {"type": "text", "text": part["text"]}
+
+
+def _call(call: Any, where: str) -> Any:
+    """A call of a tool, whose arguments are a mapping where they were a JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    return {**call, "function": {**function, "arguments": read_arguments(text, where)}}
+
+
+def read_arguments(text: str, where: str = "messages") -> dict[str, Any]:
+    """The arguments of a call, which clients send as JSON; an empty text is a call without arguments.
+
+    Raises:
+        ValueError: The text is no JSON object.
+    """
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"arguments of a call in {where} must be a JSON object, not {shown(text)}")
+    return value
 
 
 def check_template_arguments(names: Iterable[str]) -> None:
@@ -93,6 +119,9 @@ def render_chat(
 ) -> Any:
     """A conversation as its tokenizer's template writes it.
 
+    A template that loops over the parts of a content gets the list of parts. Any other template gets one
+    text, a line for each part. A template that does not know the role "developer" gets "system" instead.
+
     Args:
         tokenizer: A transformers tokenizer with a chat template.
         messages: The conversation.
@@ -106,10 +135,24 @@ def render_chat(
     """
     import jinja2
 
+    from jetspec_jax.checkpoint.template_content import walks_parts
+
     prefix = f"{where}: " if where else ""
     try:
-        return tokenizer.apply_chat_template(list(messages), **settings, **template_arguments)
+        template = tokenizer.get_chat_template(tools=template_arguments.get("tools"))
+        chat = [_adapted(message, template, walks_parts(template)) for message in messages]
+        return tokenizer.apply_chat_template(chat, **settings, **template_arguments)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{prefix}the conversation is nested too deeply for its chat template") from error
+
+
+def _adapted(message: Mapping[str, Any], template: str, walks: bool) -> dict[str, Any]:
+    """A message in the form that a template reads."""
+    adapted = dict(message)
+    if adapted.get("role") == "developer" and "developer" not in template:
+        adapted["role"] = "system"
+    if not walks and isinstance(content := adapted.get("content"), list | tuple):
+        adapted["content"] = "\n".join(part["text"] for part in content)
+    return adapted

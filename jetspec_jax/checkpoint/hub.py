@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.content import check_regular
+from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
 
 # What a hub download fetches: never pickles, never code.
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+HUB_PATTERNS = (*SMALL_PATTERNS, "*.safetensors")
 CONFIG_PATTERNS = ("config.json",)
 # Weights in folders of their own are the same again in other layouts, as large: GPT-OSS's "original".
 OTHER_LAYOUTS = ("*/*.safetensors",)

@@ -193,7 +193,7 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
             others=lambda own=own: with_more_devices(config, own, needs),
         )
     folder = source.folder
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)  # before the weights, which take longer
     eos = read_eos_token_ids(folder, tokenizer, config.vocab_size)
     target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
     copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)

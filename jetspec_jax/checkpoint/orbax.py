@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import jetspec_jax
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular, read_object
+from jetspec_jax.checkpoint.content import CheckpointError, check_regular, check_small, read_object
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devices
 from jetspec_jax.checkpoint.tensor_plan import Parameter, ParameterPath, expected_parameters
@@ -194,9 +194,10 @@ def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
     if not place.is_dir():
         raise CheckpointError(f"{folder} has no {WEIGHTS}/, so it is no whole Orbax folder")
     for stored in place.rglob("*"):
-        # Orbax would wait for ever for what comes out of a pipe.
+        # Orbax would wait for ever for what comes out of a pipe. It reads all files whole except for those of
+        # arrays, which lie in folders called "d".
         if not stored.is_dir():
-            check_regular(stored)
+            (check_regular if stored.parent.name == "d" else check_small)(stored)
     return place
 
 

@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.content import CheckpointError, check_regular, content_of, read_object
+from jetspec_jax.checkpoint.content import (
+    CheckpointError,
+    check_regular,
+    content_of,
+    read_object,
+    small_files,
+)
 from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
 
@@ -20,13 +26,14 @@ def load_tokenizer(folder: Path) -> Any:
     No code of the folder is run, and nothing is fetched.
 
     Raises:
-        CheckpointError: It is one in Python only, which cannot decode token by token, or its files are not
-            readable.
+        CheckpointError: It is one in Python only, which cannot decode token by token, or the folder's files
+            are not readable, or too large.
     """
     if not any((folder / name).exists() for name in FILES):
         return None
     for name in FILES:
         check_regular(folder / name)
+    small_files(folder)  # which transformers reads whole
     try:
         with waiting(f"loading the tokenizer of {folder.name}"):
             import transformers

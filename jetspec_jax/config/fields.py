@@ -19,6 +19,10 @@ MAX_KERNEL = 2**6  # tokens that a convolution sees
 MAX_SIZE = 2**20  # other sizes, and vocabularies
 MAX_TOKENS = 2**30  # contexts and windows
 
+#: The largest JSON or text file that is read. The largest tokenizers have a tenth of it. Parsing a file takes
+#: several times its size.
+MAX_TEXT_BYTES = 2**28
+
 # The float32 numbers of full precision: models compute with no others.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
 
@@ -62,8 +66,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object, naming the file when it is not one.
 
     Raises:
-        ValueError: The file is not a JSON object, or gives a key two values.
+        ValueError: The file is not a JSON object, gives a key two values, or is too large.
     """
+    check_size(path)
     try:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except ValueError as error:  # of the JSON, or of its UTF-8
@@ -75,6 +80,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
+
+
+def check_size(path: Path) -> None:
+    """Refuses a JSON or text file that is too large, before it is read.
+
+    Raises:
+        ValueError: It has more than `MAX_TEXT_BYTES`.
+        OSError: It is not there.
+    """
+    if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes, and a JSON or text file may have {MAX_TEXT_BYTES:,} "
+            f"({MAX_TEXT_BYTES // 2**20} MiB); replace it by the published file"
+        )
 
 
 class Fields:

@@ -1,6 +1,7 @@
 """The ``config.json`` of a target, by its family."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
     """The text model of a wrapper's config; errors name where in it they are.
 
     Raises:
-        ValueError: There is none, it is of another type, or it and the wrapper disagree.
+        ValueError: There is none, or it is of another type.
     """
     text = fields.object("text_config")
     if text is None:
@@ -111,9 +112,10 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
         raise text.error("model_type", repr(wrapper.text_type), text_type)
     config = READERS[wrapper.text_type](text)
     text.done(top=True)
-    fields.only("tie_word_embeddings", config.tie_word_embeddings, default=config.tie_word_embeddings)
+    # The wrapper's class owns the output head and writes such files, so its flag decides, as in transformers.
+    tied = fields.flag("tie_word_embeddings", default=config.tie_word_embeddings)
     fields.inert(*wrapper.inert)
-    return config
+    return replace(config, tie_word_embeddings=tied)
 
 
 def parse_eos_token_ids(

@@ -29,7 +29,8 @@ class SamplingParams:
         top_k: Keep the k most likely tokens (ties with the k-th are kept); None, 0 and -1 keep all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches this; None keeps all.
         min_p: Keep tokens at least this times as likely as the likeliest; None keeps all.
-        seed: Seed of the request's noise; without one, a seed is drawn once.
+        seed: Seed of the request's noise, from -2**63 to 2**64 - 1; without one, a seed is drawn once. The
+            noise reads its lowest 64 bits, so -1 is the same seed as 2**64 - 1.
         max_tokens: Most tokens to generate; None goes on to the context's end.
         stop: Strings that end the text; the first one found is cut off, with all that follows. Special tokens
             are no text: they belong in ``stop_token_ids``.
@@ -89,7 +90,7 @@ class SamplingParams:
             "top_k": None if top_k in (-1, 0) else top_k,
             "top_p": _or_none("top_p", self.top_p, _share, None),
             "min_p": _or_none("min_p", self.min_p, _share, 0.0),
-            "seed": _or_none("seed", self.seed, check_integer, 0, 2**64 - 1),
+            "seed": _or_none("seed", self.seed, check_integer, -(2**63), 2**64 - 1),
             "max_tokens": _or_none("max_tokens", self.max_tokens, check_integer, 1),
             "stop": _texts("stop", "string", stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
@@ -153,7 +154,7 @@ def _folded(seed: int, index: int) -> int:
     """The seed of a prompt's completion."""
     if index == 0:
         return seed
-    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
+    return int(np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint64)[0])
 
 
 def _or_none(name: str, value: Any, check: Callable[..., Any], *bounds: float | None) -> Any:

@@ -42,6 +42,7 @@ class Sampling(NamedTuple):
             np.int32(0 if params.top_k is None else min(params.top_k, 2**31 - 1)),
             np.float32(1.0 if params.top_p is None else params.top_p),
             np.float32(0.0 if params.min_p is None else params.min_p),
-            np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+            # The lowest 64 bits in two's complement: seeds may be negative.
+            np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
         )
         return cls(*fields)

@@ -23,11 +23,14 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _count(cls, value: Any) -> Any:
-        """Refuses very many unknown fields as one."""
-        if isinstance(value, dict) and len(value) > (most := len(cls.model_fields) + _MORE):
-            raise ValueError(f"has {len(value)} fields, and more than {most} are not read")
-        return value
+    def _given(cls, value: Any) -> Any:
+        """Leaves out fields that are null, known or not, and refuses very many unknown fields as one."""
+        if not isinstance(value, dict):
+            return value
+        given = {name: own for name, own in value.items() if own is not None}
+        if len(given) > (most := len(cls.model_fields) + _MORE):
+            raise ValueError(f"has {len(given)} fields, and more than {most} are not read")
+        return given
 
 
 Item = TypeVar("Item")
@@ -65,7 +68,7 @@ def _checked(body: bytes, kind: type[Own]) -> Own:
             param = name if name in kind.model_fields else None
             raise ApiError(400, str(error), param=param, code="invalid_unicode") from error
     try:
-        return kind.model_validate({name: own for name, own in value.items() if own is not None})
+        return kind.model_validate(value)
     except ValidationError as error:
         raise invalid(error, kind.model_fields, kind.hints) from error
 

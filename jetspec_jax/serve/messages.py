@@ -1,10 +1,9 @@
 """Messages of requests, and the one way from them to a prompt."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_arguments, read_chats
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.bodies import Body, Listed, check_levels
 from jetspec_jax.serve.errors import ApiError, refused
@@ -44,11 +43,8 @@ class Message(Body):
     function_call: None = None
 
     def rendered(self) -> dict[str, Any]:
-        """As templates read it: arguments as mappings, and "developer" as "system"."""
-        made: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-        }
+        """As templates read it: the arguments of calls are mappings."""
+        made: dict[str, Any] = {"role": self.role, "content": self.content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 made[name] = value
@@ -122,12 +118,7 @@ def encode_messages(
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"arguments of a call in messages must be a JSON object, not {text[:80]!r}")
+    """The arguments of a call, nested no more deeply than bodies may be."""
+    value = read_arguments(text)
     check_levels(value)
     return value

@@ -107,6 +107,15 @@ class TestRefused:
             to_huggingface(orbax, tmp_path / "back")
         assert not (tmp_path / "back").exists()
 
+    @pytest.mark.parametrize(
+        "name", ["config.json", "orbax.json", "tokenizer.json", "weights/_METADATA", "weights/manifest.ocdbt"]
+    )
+    def test_files_that_are_too_large(self, tmp_path, orbax, name):
+        with (orbax / name).open("ab") as file:
+            file.truncate(2**30)
+        with pytest.raises(CheckpointError, match=rf"{name} has [0-9,]+ bytes, and a JSON or text file"):
+            to_huggingface(orbax, tmp_path / "back")
+
     def test_a_pipe_in_place_of_a_file(self, tmp_path, orbax):
         data = next((orbax / "weights").rglob("d/*"))
         data.unlink()

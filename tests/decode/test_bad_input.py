@@ -65,7 +65,7 @@ def nothing_runs(monkeypatch):
         ({"min_p": -0.1}, r"min_p .*-0\.1"),
         ({"min_p": 1.5}, r"min_p .*1\.5"),
         ({"min_p": math.nan}, "min_p .*nan"),
-        ({"seed": -1}, "seed .*-1"),
+        ({"seed": -(2**63) - 1}, "seed .*-9223372036854775809"),
         ({"seed": 2**64}, "seed .*18446744073709551616"),
         ({"max_tokens": 0}, "max_tokens .* 0"),
         ({"max_tokens": -3}, "max_tokens .*-3"),

@@ -444,7 +444,7 @@ def test_kernels_that_cannot_run_are_said_once(target, caplog, monkeypatch, prob
     assert caplog.messages == ([f"tree attention runs on XLA: {problem}"] if problem else [])
 
 
-@pytest.mark.parametrize("extreme", [{"top_k": 2**40}, {"seed": 2**64 - 1}])
+@pytest.mark.parametrize("extreme", [{"top_k": 2**40}, {"seed": 2**64 - 1}, {"seed": -(2**63)}])
 def test_extreme_settings_are_served(target, alone, extreme):
     params = sampled(7, max_tokens=4, **{k: v for k, v in extreme.items() if k != "seed"})
     if "seed" in extreme:

@@ -75,3 +75,17 @@ def test_a_head_of_its_own(tmp_path, name, head):
 def test_no_head_and_two(tmp_path, heads, message):
     with pytest.raises(ValueError, match=f"config:\n  {message}"):
         load_target(untied(tmp_path, "gemma3", *heads))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_flags_that_differ(tmp_path, stored):
+    """The wrapper's decides: with a head of its own the text model's says tied, and without one untied."""
+    untied(tmp_path, "gemma3", *HEADS[:stored])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["text_config"]["tie_word_embeddings"] = stored
+    raw["tie_word_embeddings"] = not stored
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    weights = load_target(tmp_path, dtype="float32").weights
+    assert ("lm_head" in weights) is stored
+    weights.pop("lm_head", None)
+    jax.tree.map(np.testing.assert_array_equal, weights, golden_target("gemma3").weights)

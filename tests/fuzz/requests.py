@@ -30,7 +30,7 @@ GOOD = {
     "top_k": (None, 1, 2, 40, 10**6, np.int64(3)),
     "top_p": (None, 1e-30, 0.5, 1, 1.0),
     "min_p": (None, 0, 0.1, 1.0),
-    "seed": (0, 7, 2**64 - 1),
+    "seed": (0, 7, -1, -(2**63), 2**64 - 1),
     "max_tokens": (1, 2, 7, 20, np.int64(4)),
     "stop": (None, (), "a", ["b", "cd"], "zz"),
     "stop_token_ids": (None, (), [3], (0, 63), np.array([5]).tolist()),

@@ -425,6 +425,17 @@ class TestWrapper:
         assert parse_model_config(raw, ignore_config_keys=["zoom", "hidden_size"]) == parse_model_config(text)
 
     def test_tied_and_not(self, text):
-        raw, tied = WRAPPED[text["model_type"]](text), parse_model_config(text).tie_word_embeddings
-        with pytest.raises(ValueError, match=f"tie_word_embeddings={not tied} .*supported: {tied}$"):
-            parse_model_config({**raw, "tie_word_embeddings": not tied})
+        """The wrapper's flag decides, as its class has the head; without one, the text model's."""
+        for inner, outer, tied in (
+            (False, True, True),
+            (True, False, False),
+            (True, None, True),
+            (False, None, False),
+            (None, True, True),
+            (None, False, False),
+        ):
+            raw = WRAPPED[text["model_type"]]({**text, "tie_word_embeddings": inner})
+            config = parse_model_config({**raw, "tie_word_embeddings": outer})
+            assert config.tie_word_embeddings is tied
+        with pytest.raises(ValueError, match=r"^config\.json: tie_word_embeddings must be true"):
+            parse_model_config({**raw, "tie_word_embeddings": "no"})

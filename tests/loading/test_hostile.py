@@ -14,7 +14,9 @@ from safetensors.numpy import load_file, save_file
 from jetspec_jax import CheckpointError, load_draft_head, load_target
 from jetspec_jax.checkpoint import CheckpointError as OfTheRoom
 from jetspec_jax.checkpoint.finite import is_finite
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config.fields import MAX_TEXT_BYTES
 from jetspec_jax.inspect.describe import describe
 from tests.decode.tiny import word_tokenizer
 from tests.loading import test_gemma4 as gemma4
@@ -63,6 +65,31 @@ class TestJson:
         (folder / name).unlink(missing_ok=True)
         (folder / name).mkdir() if kind == "folder" else os.mkfifo(folder / name)
         refused(folder, "is a folder" if kind == "folder" else "no regular file", name)
+
+    @pytest.mark.parametrize("name", ["config.json", INDEX, "generation_config.json"])
+    def test_too_large(self, folder, name):
+        """A file of zeros that takes no room on the disk: it is refused before it is read."""
+        with (folder / name).open("ab") as file:
+            file.truncate(MAX_TEXT_BYTES + 1)
+        refused(folder, r"has 268,435,457 bytes, .* may have 268,435,456 \(256 MiB\)", name)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+            *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "processor_config.json"),
+            *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tools.jinja"),
+        ],
+    )
+    def test_what_transformers_reads(self, folder, name):
+        word_tokenizer(19).save_pretrained(folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        with (folder / name).open("ab") as file:
+            file.truncate(2**40)
+        refused(folder, "has 1,099,511,627,776 bytes, and a JSON or text file may have", name, load_tokenizer)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused(folder, "is no regular file", name, load_tokenizer)
 
     def test_what_is_said_twice_alike(self, folder):
         text = (folder / "config.json").read_text()

@@ -148,6 +148,15 @@ def test_nodes_at_one_position_share_their_noise():
     assert (later[:, 0] == got[:, 1]).all()
 
 
+def test_negative_seeds_are_their_lowest_64_bits():
+    keys = {-1: [2**32 - 1] * 2, 2**64 - 1: [2**32 - 1] * 2, -(2**63): [2**31, 0], -2: [2**32 - 1, 2**32 - 2]}
+    got = batch_of([SamplingParams(seed=seed) for seed in keys]).key
+    assert np.asarray(got).tolist() == list(keys.values())
+    seeds = [[own.seed for own in SamplingParams(seed=seed, n=3).each()] for seed in (-1, 2**64 - 1)]
+    assert seeds[0][1:] == seeds[1][1:]
+    assert (seeds[0][0], len(set(seeds[0]))) == (-1, 3)
+
+
 def test_seeded_texts_stay():
     """Pinned: a change of the noise would change every seeded text."""
     vocab = 5000

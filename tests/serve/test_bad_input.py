@@ -84,7 +84,7 @@ def test_bodies(http, raw, kind, status, words):
         ({"prompt": "a", "n": 0}, 400, "n", ["1..16384"]),
         ({"prompt": "a", "n": 5}, 400, "n", ["4 that decode together", "--max-num-seqs"]),
         ({"prompt": "a", "n": 200}, 400, "n", ["at most 128"]),
-        ({"prompt": "a", "seed": -1}, 400, "seed", ["0..18446744073709551615"]),
+        ({"prompt": "a", "seed": -(2**63) - 1}, 400, "seed", ["-9223372036854775808..18446744073709551615"]),
         ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", ["[-2, 2]"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", ["token ids"]),
         ({"prompt": "a", "logit_bias": {"1": 200}}, 400, "logit_bias", ["[-100, 100]"]),

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -10,8 +11,11 @@ from jetspec_jax.serve.bodies import Body
 from jetspec_jax.serve.chat import ChatRequest
 from jetspec_jax.serve.completions import CompletionRequest
 from jetspec_jax.serve.errors import MOST_CHARACTERS, invalid
+from jetspec_jax.serve.messages import ToolCall
 from jetspec_jax.serve.playground.routes import RoundsRequest
+from jetspec_jax.serve.sampling import ResponseFormat
 from jetspec_jax.serve.tokens import DetokenizeRequest, TokenizeRequest
+from jetspec_jax.serve.tools import Tool
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import served
@@ -60,6 +64,46 @@ def test_no_body_is_an_error_of_the_server():
                 assert error["message"], body
                 assert len(error["message"]) < 1500, body
     assert min(statuses[200], statuses[400]) > 15
+
+
+def kinds_of(body):
+    """A kind of bodies and all that it is made of."""
+    found, left = set(), [body]
+    while left:
+        kind = left.pop()
+        if isinstance(kind, type) and issubclass(kind, Body) and kind not in found:
+            found.add(kind)
+            left += [field.annotation for field in kind.model_fields.values()]
+        left += get_args(kind)
+    return found
+
+
+KINDS = sorted(set().union(*map(kinds_of, (ChatRequest, CompletionRequest, TokenizeRequest))), key=str)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_null_is_a_field_left_out(kind):
+    """In bodies of every kind, at any depth, known fields and unknown ones."""
+    needed = {"messages": [USER], "prompt": "a", "type": "function", "role": "user", "name": "f", "id": "a"}
+    needed |= {"function": {"name": "f", "arguments": "{}"}, "schema": {}, "arguments": "{}"}
+    names = {own.alias or name: own for name, own in kind.model_fields.items()}
+    least = {name: needed[name] for name, own in names.items() if own.is_required()}
+    least |= {"type": "text"} if kind is ResponseFormat else {}
+    if "function" in least and kind is not ToolCall:
+        least["function"] = {"name": "f"}
+    nulls = dict.fromkeys([*names, "suffix", "cache_control"])
+    assert kind.model_validate(nulls | least) == kind.model_validate(least)
+    for name in least:
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate(least | {name: None})
+        assert [error["type"] for error in raised.value.errors()] == ["missing"]
+
+
+def test_nulls_of_a_schema_stay():
+    schema = {"type": "object", "properties": {"x": {"enum": [1, None], "default": None}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
+    assert tool.function.parameters == schema
+    assert tool.model_dump(exclude_none=True)["function"]["parameters"] == schema
 
 
 MANY = 20_000

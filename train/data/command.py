@@ -121,6 +121,8 @@ def summary(made: Made) -> str:
         lines.append(f"  {share:.0%} ended by an end-of-sequence token, {1 - share:.0%} by their length")
     if made.skipped:
         lines.append(f"  dropped because they are too long: {made.skipped:,}")
+    if made.unusable:
+        lines.append(f"  dropped because they cannot be used: {made.unusable:,}")
     return "\n".join(lines)
 
 

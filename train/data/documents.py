@@ -154,9 +154,9 @@ class Documents:
         self._shards = [shard for shard in shards if shard.split == split]
         self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self.numbers = manifest.split()[split]
-        index = [document for shard in self._shards for document in shard.index]
-        self.lengths = np.array([length for length, _ in index], np.int64)
-        spans = [(i, *span) for i, (_, own) in enumerate(index) for span in own]
+        self._index = [document for shard in self._shards for document in shard.index]
+        self.lengths = np.array([length for length, _ in self._index], np.int64)
+        spans = [(i, *span) for i, (_, own) in enumerate(self._index) for span in own]
         self.spans = np.array(spans, np.int64).reshape(-1, 3)
         self._readers: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -198,8 +198,12 @@ class Documents:
         try:
             [record] = self._reader(number).read([int(index - self._starts[number])])
             document = decode(record)
-            if len(document.tokens) != self.lengths[index]:
-                raise ValueError(f"{len(document.tokens)} tokens instead of {self.lengths[index]}")
+            length, spans = self._index[index]
+            if len(document.tokens) != length:
+                raise ValueError(f"{len(document.tokens)} tokens instead of {length}")
+            # The records have checksums; the description of a shard has none.
+            if learn_spans(document.learn) != spans:
+                raise ValueError(f"its tokens to learn are not those of {path.with_suffix('.json').name}")
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         _check_ids(document, self.settings.vocab_size, str(path))

@@ -1,16 +1,17 @@
 """Makes a folder of documents from prompts or conversations, for ``python -m train data``."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jetspec_jax.checkpoint.hub import HUB_PATTERNS, resolve
+from jetspec_jax.checkpoint.content import SMALL_PATTERNS
+from jetspec_jax.checkpoint.hub import resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
@@ -22,14 +23,13 @@ from train.data.documents import Writer
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
-from train.data.prompts import Entry, read_entries
+from train.data.prompts import Dropped, Entry, read_entries
 from train.data.records import Document
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.loop.stages import Deadline
 
-# All files of a hub id but the weights, which are fetched after the prompts were checked.
-TOKENIZER_PATTERNS = tuple(pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Made:
         learn_tokens: Tokens to be learnt.
         ended: Documents that end with an end-of-sequence token; None where nothing was generated.
         skipped: Prompts that were dropped because they are too long.
+        unusable: Rows that were dropped because they are no prompts, or nothing can be learnt of them.
         was_finished: Whether the folder was complete before.
     """
 
@@ -56,6 +57,7 @@ class Made:
     learn_tokens: int
     ended: int | None
     skipped: int
+    unusable: int
     was_finished: bool
 
 
@@ -86,7 +88,8 @@ def make_data(
 ) -> Made:
     """Makes or completes a folder of documents; a finished one is left alone.
 
-    All prompts are read and checked before the target's weights are loaded.
+    All prompts are read and checked before the target's weights are loaded. Rows that cannot be used are
+    dropped: the first of them are named in the log, and all are counted.
 
     Args:
         target: A folder, a hub id, or "demo": the embedded target.
@@ -118,7 +121,7 @@ def make_data(
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
         FileNotFoundError: Target, draft head or prompts cannot be found.
-        ValueError: A setting or a prompt is not valid, or the folder was begun with other settings.
+        ValueError: A setting is not valid, no row can be used, or the folder was begun with other settings.
         DeviceMemoryError: The device cannot hold the models with so many slots.
     """
     if mode not in MODES:
@@ -145,19 +148,20 @@ def make_data(
         temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed
     )
     encoder = _encoder(source, template_arguments or {})
-    entries = read_entries(prompts, limit)
+    dropped = Dropped()
+    entries = read_entries(prompts, limit, dropped=dropped)
     prompts_name = Path(prompts).name if Path(prompts).is_file() else str(prompts)
     common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": prompts_name}
 
     if mode == CORPUS:
-        documents, skipped = _documents(encoder, entries, config, skip_too_long)
+        documents, skipped = _documents(encoder, entries, config, skip_too_long, dropped)
         keys = [document.tokens.tobytes() for document in documents]
         held = _held(keys, heldout, need_heldout)
         finished = not write_given(
             out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
         )
     else:
-        requests, skipped = _prompts(encoder, entries, config, sampling, skip_too_long)
+        requests, skipped = _prompts(encoder, entries, config, sampling, skip_too_long, dropped)
         keys = [np.asarray(tokens, np.int32).tobytes() for tokens in requests.tokens]
         held = _held(keys, heldout, need_heldout)
         settings = regeneration_settings(
@@ -177,7 +181,7 @@ def make_data(
             if head_source is not None and tree.budget > 1:
                 head = read_draft_head(head_source, loaded)
             regenerate(writer, loaded, requests, head=head, tree=tree, slots=slots, deadline=deadline)
-    return _made(out, len(keys) - len(set(keys)), skipped, finished)
+    return _made(out, len(keys) - len(set(keys)), skipped, len(dropped.reasons), finished)
 
 
 def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
@@ -197,53 +201,77 @@ def name_of(target: str | Path) -> str:
 
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
-    folder = resolve(source.path_or_id, TOKENIZER_PATTERNS)
+    # Of a hub id no weights are fetched before the prompts are checked.
+    folder = resolve(source.path_or_id, SMALL_PATTERNS)
     tokenizer = load_tokenizer(folder)
     end_ids = read_eos_token_ids(folder, tokenizer, source.target_config.vocab_size)
     return Encoder(tokenizer, end_ids, template_arguments)
 
 
 def _prompts(
-    encoder: Encoder, entries: list[Entry], config: ModelConfig, sampling: SamplingParams, skip: bool
+    encoder: Encoder,
+    entries: list[Entry],
+    config: ModelConfig,
+    sampling: SamplingParams,
+    skip: bool,
+    dropped: Dropped,
 ) -> tuple[Prompts, int]:
-    """The prompts with their sampling settings, and how many were dropped."""
-    context, tokens, params = config.max_position_embeddings, [], []
-    for entry in _bar(entries):
-        ids = encoder.prompt(entry)
+    """The prompts with their sampling settings, and how many were too long."""
+    context, tokens, params, skipped = config.max_position_embeddings, [], [], 0
+    for entry, ids in _encoded(encoder.prompt, entries, dropped):
         room = context - len(ids)
         if room > 0:
             tokens.append(ids)
             params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
-        elif not skip:
+        elif skip:
+            skipped += 1
+        else:
             raise ValueError(
                 f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
                 f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with --skip-too-long"
             )
-    return Prompts(tokens, params), len(entries) - len(tokens)
+    return Prompts(tokens, params), skipped
 
 
 def _documents(
-    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool, dropped: Dropped
 ) -> tuple[list[Document], int]:
-    """The texts as they are, and how many were dropped."""
-    context, documents = config.max_position_embeddings, []
-    for entry in _bar(entries):
-        document = encoder.document(entry)
+    """The texts as they are, and how many were too long."""
+    context, documents, skipped = config.max_position_embeddings, [], 0
+    for entry, document in _encoded(encoder.document, entries, dropped):
         if len(document.tokens) <= context:
             documents.append(document)
-        elif not skip:
+        elif skip:
+            skipped += 1
+        else:
             raise ValueError(
                 f"{entry.where}: the document has {len(document.tokens)} tokens, beyond the target's context "
                 f"of {context}; shorten it, or drop such documents with --skip-too-long"
             )
-    return documents, len(entries) - len(documents)
+    return documents, skipped
 
 
-def _bar(entries: list[Entry]) -> "tqdm[Entry]":
-    return tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False)
+def _encoded(
+    encode: Callable[[Entry], T], entries: list[Entry], dropped: Dropped
+) -> Iterator[tuple[Entry, T]]:
+    """The entries that can be encoded, with what they become.
+
+    Raises:
+        ValueError: There are none; at the end.
+    """
+    usable = 0
+    for entry in tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False):
+        try:
+            made = encode(entry)
+        except ValueError as error:
+            dropped.add(error)
+        else:
+            usable += 1
+            yield entry, made
+    dropped.check_rest(usable)
 
 
-def _made(folder: Path, duplicates: int, skipped: int, was_finished: bool) -> Made:
+def _made(folder: Path, duplicates: int, skipped: int, unusable: int, was_finished: bool) -> Made:
     manifest = DocumentsManifest.read(folder)
     found = (Shard.read(folder, planned) for planned in manifest.planned())
     shards = [shard for shard in found if shard is not None]
@@ -257,5 +285,6 @@ def _made(folder: Path, duplicates: int, skipped: int, was_finished: bool) -> Ma
         sum(shard.learn_tokens for shard in shards),
         sum(ended) if ended else None,
         skipped,
+        unusable,
         was_finished,
     )

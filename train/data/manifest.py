@@ -116,7 +116,7 @@ class Shard:
                 raise ValueError(f"it describes {shard.file}")
             if not shard.documents == len(shard.index) == len(planned.indices):
                 raise ValueError(f"{len(shard.index)} documents instead of {len(planned.indices)}")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{described} is damaged: {type(error).__name__}: {error}") from error
         size = path.stat().st_size if path.is_file() else None
         if size != shard.bytes:
@@ -175,7 +175,7 @@ class DocumentsManifest:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             found = raw["format"], raw["version"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if found != (FORMAT, VERSION):
             raise ValueError(f"{path} is {found[0]} {found[1]}, and this reads {FORMAT} {VERSION}")

@@ -2,23 +2,33 @@
 
 An entry is read from the first of these keys that it has:
 
-* ``messages``: a conversation, a list of objects with ``role`` and ``content``;
+* ``messages``: a conversation, a list of objects with ``role`` and ``content``, in all forms that the server
+  takes: content in parts or, beside calls of tools, null; arguments of calls as texts; the role "developer";
 * ``text``: a text;
 * ``prompt``: the beginning of a text.
 
-Further keys are ignored.
+Further keys are ignored, and a byte-order mark at the beginning of a file is skipped.
 """
 
+import codecs
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.arguments import shown
+from jetspec_jax.checkpoint.chat_template import read_chats
+
+_log = logging.getLogger("jetspec_jax.train")
+
 MESSAGES, TEXT, PROMPT = KINDS = ("messages", "text", "prompt")
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: How many dropped rows are named.
+MOST_NAMED = 20
 # "owner/name", "owner/name:split" or "owner/name/config:split".
 DATASET_NAME = re.compile(r"(?P<path>[\w.-]+(/[\w.-]+)?)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]%:+-]+))?")
 
@@ -38,13 +48,40 @@ class Entry:
     value: Any
 
 
-def read_entries(source: str | Path, limit: int | None = None) -> list[Entry]:
+@dataclass
+class Dropped:
+    """Rows that cannot be used: counted, and the first of them named in the log.
+
+    Attributes:
+        reasons: Why each cannot be used; begins with file and line, or data set and row.
+    """
+
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, error: ValueError) -> None:
+        """Adds a row by the error that names it."""
+        self.reasons.append(str(error))
+        if len(self.reasons) <= MOST_NAMED:
+            _log.warning("dropped: %s", error)
+        elif len(self.reasons) == MOST_NAMED + 1:
+            _log.warning("more rows are dropped, which are counted and not named")
+
+    def check_rest(self, rest: int) -> None:
+        """Raises ValueError if rows were dropped and none is left."""
+        if self.reasons and not rest:
+            raise ValueError(f"none of {len(self.reasons)} rows can be used; the first: {self.reasons[0]}")
+
+
+def read_entries(
+    source: str | Path, limit: int | None = None, *, dropped: Dropped | None = None
+) -> list[Entry]:
     """All entries of a JSONL file or of a data set, or the first ``limit``.
 
     Args:
         source: A file, or a data set as "owner/name", "owner/name:split" or "owner/name/config:split"; the
             split is "train" unless another is named.
         limit: How many entries to read; None is all.
+        dropped: Takes the rows that are no entries; None raises for the first.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
@@ -53,7 +90,9 @@ def read_entries(source: str | Path, limit: int | None = None) -> list[Entry]:
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 entry, not {limit}")
     rows = _lines(Path(source)) if Path(source).is_file() else _rows(str(source))
-    entries = [_entry(where, value) for where, value in islice(rows, limit)]
+    entries = list(islice(_entries(rows, dropped), limit))
+    if dropped is not None:
+        dropped.check_rest(len(entries))
     if not entries:
         raise ValueError(f"{source} holds no entries; a line is an object with one of {', '.join(KINDS)}")
     return entries
@@ -86,24 +125,13 @@ def load_rows(path: str, config: str | None = None, *, split: str, files: Sequen
         ) from error
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     # Split as bytes: JSON strings may hold characters that end a line of text.
-    lines = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8: {error.reason} at its byte {error.start}") from error
-        if not text.strip():
-            raise ValueError(f"{where}: an empty line; every line must be a JSON object")
-        try:
-            value = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON ({error}); every line must be a JSON object") from error
-        yield where, value
+        yield f"{path}:{number}", line
 
 
 def _rows(name: str) -> Iterator[tuple[str, Any]]:
@@ -118,9 +146,34 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", row
 
 
+def _entries(rows: Iterator[tuple[str, Any]], dropped: Dropped | None) -> Iterator[Entry]:
+    for where, row in rows:
+        try:
+            entry = _entry(where, _parsed(where, row) if isinstance(row, bytes) else row)
+        except ValueError as error:
+            if dropped is None:
+                raise
+            dropped.add(error)
+        else:
+            yield entry
+
+
+def _parsed(where: str, line: bytes) -> Any:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8: {error.reason} at its byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{where}: an empty line; every line must be a JSON object")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}); every line must be a JSON object") from error
+
+
 def _entry(where: str, value: Any) -> Entry:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected an object, not {_shown(value)}")
+        raise ValueError(f"{where}: expected an object, not {shown(value)}")
     kind = next((kind for kind in KINDS if kind in value), None)
     if kind is None:
         raise ValueError(f"{where}: expected one of the keys {', '.join(KINDS)}, there are {sorted(value)}")
@@ -134,28 +187,29 @@ def _entry(where: str, value: Any) -> Entry:
 
 def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f'{where}: "messages" must be a list that is not empty, not {_shown(messages)}')
+        raise ValueError(f'{where}: "messages" must be a list that is not empty, not {shown(messages)}')
     for number, message in enumerate(messages):
-        name = f"message {number}"
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise ValueError(f'{where}: {name} must have "role" and "content": {_shown(message)}')
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f'{where}: message {number} must have "role" and "content": {shown(message)}')
+    try:
+        [chat] = read_chats(list(messages))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    for number, message in enumerate(chat):
         if message["role"] not in ROLES:
-            raise ValueError(
-                f"{where}: {name} has the role {_shown(message['role'])}, not one of {', '.join(ROLES)}"
-            )
-        _check_text(where, f"the content of {name}", message["content"])
-    return [dict(message) for message in messages]
+            role, known = shown(message["role"]), ", ".join(ROLES)
+            raise ValueError(f"{where}: message {number} has the role {role}, not one of {known}")
+    # A data set gives every message the keys of all; content alone may be null and mean something.
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in chat
+    ]
 
 
 def _check_text(where: str, name: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {name} must be a string, not {_shown(text)}")
+        raise ValueError(f"{where}: {name} must be a string, not {shown(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: {name} holds half a surrogate pair, which is no character") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,9 +1,9 @@
 """What a training run was worth: the finished head beside the one that it began as, on held-out documents."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
+from jetspec_jax.config import read_json
 from train.loop.log import Record, read_log
 
 
@@ -25,7 +25,7 @@ def read_verdict(work: Path) -> Verdict:
 
     What chose the weights decides: tau with the largest budget, or without prompts the validation loss.
     """
-    kept = json.loads((work / "evaluation.json").read_text(encoding="utf-8"))["best_step"]
+    kept = read_json(work / "evaluation.json")["best_step"]
     looks = {record["step"]: record for record in read_log(work / "log.jsonl") if "validation_loss" in record}
     before = looks.pop(0, None)
     if before is None:

@@ -1,12 +1,18 @@
 """Checkpoints of a training run: where to go on, and the best weights so far.
 
 They are written in the background. A checkpoint that could not be written whole does not count, and the one
-before it stays. One that was damaged later is named, and the one before it is read.
+before it stays. The last file of a checkpoint holds checksums of the others, which are compared before it is
+read: a damaged checkpoint is named, and the one before it is read.
+
+With several processes, the first writes the checksums once all processes have written their arrays; when a
+checkpoint is read, each process compares a part of the files.
 """
 
 import contextlib
 import gc
 import logging
+import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,12 +23,17 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from jetspec_jax.device.processes import all_agree
+from jetspec_jax.device.processes import gathered
+from train.loop.checksums import ChecksumError, check_checksums, has_checksums, write_checksums, written_name
 
 _log = logging.getLogger("jetspec_jax.train")
 
 #: Raised when files cannot be written, by the system or by Orbax's storage library.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
+# How the storage library says which error of the system it had.
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+# In the name of a folder that Orbax has not finished.
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class TrainingCheckpointError(RuntimeError):
@@ -68,8 +79,8 @@ class Checkpoints:
         With ``read_only`` nothing changes there, as another process may be writing.
         """
         self.folder, self.read_only = folder, read_only
-        self._last = _manager(folder / "checkpoints", read_only)
-        self._best = _manager(folder / "best", read_only)
+        self._last = _Manager(folder / "checkpoints", read_only)
+        self._best = _Manager(folder / "best", read_only)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -147,42 +158,45 @@ class Checkpoints:
         for manager in (self._last, self._best):
             self._wait(manager)
 
-    def _newest(self, manager: ocp.CheckpointManager, args: Any) -> tuple[int, Any] | None:
+    def _newest(self, manager: "_Manager", args: Any) -> tuple[int, Any] | None:
         """The number and the parts of the newest whole checkpoint; those after it are named and removed."""
         damaged: dict[int, str] = {}
         for number in sorted(manager.all_steps(), reverse=True):
-            restored, reason = None, "another process cannot read it"
-            with _unheard():
-                try:
-                    restored = manager.restore(number, args=args)
-                except Exception as error:  # of many kinds, from Orbax, its storage library and JSON
-                    reason = f"{type(error).__name__}: {str(error).strip()[:120]}"
-                if restored is None:
-                    gc.collect()  # what the failed read left behind, which complains when it is collected
-            if not all_agree(restored is not None, "a checkpoint"):
-                damaged[number] = f"{manager.directory / str(number)} is damaged ({reason})"
+            restored = None
+            reasons = _all_reasons(_change(manager.place(number)), "the files of a checkpoint")
+            if not reasons:
+                restored, reason = _restore(manager, number, args)
+                reasons = _all_reasons(reason, "a checkpoint")
+            if reasons:
+                damaged[number] = f"{manager.place(number)} is damaged ({reasons[0]})"
                 continue
             for name, message in damaged.items():
                 _log.warning("%s; going on with %s, the one before it", message, number)
                 if not self.read_only:
                     manager.delete(name)  # its number will be written again
+            if not has_checksums(manager.place(number)):
+                _log.warning(
+                    "%s has no checksums, as an earlier version wrote it; damage to arrays is not noticed",
+                    manager.place(number),
+                )
             return number, restored
         if damaged:
             raise TrainingCheckpointError(
                 f"no checkpoint is whole: {'; '.join(damaged.values())}; bring back a copy of "
                 f"{self.folder}, or name another folder to begin anew"
             )
+        manager.refuse_renamed()
         return None
 
-    def _wait(self, manager: ocp.CheckpointManager) -> None:
+    def _wait(self, manager: "_Manager") -> None:
         try:
             manager.wait_until_finished()
         except WRITE_ERRORS as error:
             raise self._failure(error) from error
 
-    def _write(self, manager: ocp.CheckpointManager, step: int, args: Any) -> None:
+    def _write(self, manager: "_Manager", step: int, args: Any) -> None:
         try:
-            manager.save(step, args=args, force=True)
+            manager.write(step, args)
         except WRITE_ERRORS as error:
             raise self._failure(error) from error
 
@@ -190,16 +204,94 @@ class Checkpoints:
         step = self.latest()
         whole = "there is none before it" if step is None else f"the one of step {step} is whole"
         return TrainingCheckpointError(
-            f"a checkpoint could not be written in {self.folder}: {str(error).splitlines()[0]}; {whole}, and "
-            "the same command goes on from there"
+            f"a checkpoint could not be written in {self.folder}: {_cause(error)}; {whole}, and the same "
+            "command goes on from there"
         )
 
 
-def _manager(folder: Path, read_only: bool) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, create=not read_only, cleanup_tmp_directories=not read_only, read_only=read_only
-    )
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager of numbered folders, which adds checksums to those that it writes."""
+
+    def __init__(self, folder: Path, read_only: bool):
+        self._writes = 0  # the number that is being written
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            # Called in the first process alone, once the files of all are there, and before the folder gets
+            # its name.
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._add_checksums),
+        )
+        super().__init__(folder.absolute(), options=options)
+
+    def place(self, number: int) -> Path:
+        """The folder of a checkpoint."""
+        return Path(self.directory) / str(number)
+
+    def write(self, number: int, args: Any) -> None:
+        """Begins to write a checkpoint, when the one before it is written."""
+        self.wait_until_finished()
+        self._writes = number
+        self.save(number, args=args, force=True)
+
+    def refuse_renamed(self) -> None:
+        """Refuses folders whose names are no numbers any more; otherwise the run would begin anew.
+
+        Raises:
+            TrainingCheckpointError: There is one.
+        """
+        for folder in sorted(Path(self.directory).glob("*/")):
+            if _UNFINISHED not in folder.name and has_checksums(folder):
+                _refuse_renamed(folder)
+
+    def _add_checksums(self) -> None:
+        name = str(self._writes)
+        write_checksums(Path(self.directory) / f"{name}{_UNFINISHED}", name)
+
+
+def _change(place: Path) -> str | None:
+    """How this process's part of a checkpoint's files differs from what was written; None if it does not.
+
+    Raises:
+        TrainingCheckpointError: Its folder was renamed.
+    """
+    if not has_checksums(place):
+        return None
+    try:
+        _refuse_renamed(place)
+        check_checksums(place, part=jax.process_index(), parts=jax.process_count())
+    except (ChecksumError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _refuse_renamed(place: Path) -> None:
+    if (name := written_name(place)) != place.name:
+        raise TrainingCheckpointError(f"{place} was written as {name}; rename the folder to {name}")
+
+
+def _restore(manager: _Manager, number: int, args: Any) -> tuple[Any, str | None]:
+    """The parts of a checkpoint, or None and why they cannot be read."""
+    with _unheard():
+        try:
+            return manager.restore(number, args=args), None
+        except Exception as error:  # of many kinds, from Orbax, its storage library and JSON
+            reason = f"{type(error).__name__}: {str(error).strip()[:120]}"
+        gc.collect()  # what the failed read left behind, which complains when it is collected
+    return None, reason
+
+
+def _all_reasons(reason: str | None, about: str) -> list[str]:
+    """The reasons of all processes that have one."""
+    return [own for own in gathered(reason, about) if own is not None]
+
+
+def _cause(error: Exception) -> str:
+    """Why something could not be written: the system's words for it, if the system refused."""
+    if found := _SYSTEM_ERROR.search(str(error)):
+        return os.strerror(int(found[1]))
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

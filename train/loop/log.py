@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ MEASURED = ("seconds", "tokens_per_second", "memory_gib")
 _EVENTS: Any = event_pb2
 
 Record = dict[str, Any]
+
+# Of every line.
+_BEGINNING = b'{"step": '
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -189,27 +192,40 @@ class _Files:
                 file.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
+        self.folder = folder
         # TensorBoard reads the files of a folder in the order of their names.
         self.board = RecordWriter(str(board / f"events.out.tfevents.{time.time_ns()}"))
-        self._event(file_version="brain.Event:2")
-        # TensorBoard drops this step and later ones of earlier files.
-        self._event(step=kept_steps + 1, session_log={"status": "START"})
-        self.board.flush()
+        with self._named():
+            self._event(file_version="brain.Event:2")
+            # TensorBoard drops this step and later ones of earlier files.
+            self._event(step=kept_steps + 1, session_log={"status": "START"})
+            self.board.flush()
         self.lines = path.open("ab")
 
     def write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
-        for _, step, record in rows:
-            self.lines.write(json.dumps({"step": step, **record}, allow_nan=False).encode() + b"\n")
-        self.lines.flush()
-        for kind, step, record in rows:
-            scalars = (pair for key, value in record.items() for pair in _scalars(_tag(kind, key), value))
-            values = [{"tag": tag, "simple_value": number} for tag, number in scalars]
-            self._event(step=step, summary={"value": values})
-        self.board.flush()
+        with self._named():
+            for _, step, record in rows:
+                self.lines.write(json.dumps({"step": step, **record}, allow_nan=False).encode() + b"\n")
+            self.lines.flush()
+            for kind, step, record in rows:
+                scalars = (pair for key, value in record.items() for pair in _scalars(_tag(kind, key), value))
+                values = [{"tag": tag, "simple_value": number} for tag, number in scalars]
+                self._event(step=step, summary={"value": values})
+            self.board.flush()
 
     def close(self) -> None:
-        self.lines.close()
-        self.board.close()
+        with self._named(), closing(self.board):
+            self.lines.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the folder in an error such as that of a full disk, which names no file."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self.folder)
+            raise
 
     def _event(self, **fields: Any) -> None:
         self.board.write(_EVENTS.Event(wall_time=time.time(), **fields).SerializeToString())
@@ -240,12 +256,15 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
             try:
                 record = json.loads(line.decode(), parse_constant=_no_number)
                 if not isinstance(record, dict) or type(record.get("step")) is not int:
-                    raise ValueError('it should be an object with a whole number "step"')
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return  # the process was stopped while it wrote this line
+                    raise ValueError("it is no object with a step")
+            except (ValueError, RecursionError) as error:
+                # What a process that was stopped has written of its last line.
+                if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
+                    return
                 raise ValueError(
-                    f"{path}, line {number} is not a record of a training log: {error}"
+                    f"{path}, line {number} is not a record of a training log: {error}; each line should be "
+                    'an object with a whole number "step", as {"step": 1, "loss": 2.5}. Remove the line, or '
+                    "bring back a copy of the file"
                 ) from None
             yield line, record
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.config import read_json
 
 
 class OutOfTime(Exception):
@@ -80,14 +81,14 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
     """Takes a work folder for some settings, which are kept there as ``recipe.json``.
 
     Raises:
-        ValueError: The folder was made with other settings; the message lists all that differ.
+        ValueError: The folder was made with other settings, all of which are listed; or its file is damaged.
     """
     path = work / "recipe.json"
     mine = json.loads(json.dumps(settings))
     if not path.exists():
         write_json(path, mine)
         return
-    here, there = _flat(mine), _flat(json.loads(path.read_text(encoding="utf-8")))
+    here, there = _flat(mine), _flat(read_json(path))
     for name in here.keys() - there.keys():
         if (last := ".".join(name.split(".")[-2:])) in LATER:
             there[name] = LATER[last]

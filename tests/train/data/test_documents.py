@@ -370,3 +370,11 @@ def test_damage_within_a_shard_is_found_when_it_is_read(tmp_path):
     second.write_bytes(first.read_bytes())
     with pytest.raises(ValueError, match=r"train-00001\.array_record is damaged: \d+ tokens instead of \d+"):
         list(Documents.open(tmp_path))
+    # What is learnt is not what its description says.
+    second.write_bytes(bytes(data[:150] + bytes([data[150] ^ 255]) + data[151:]))
+    described = second.with_suffix(".json")
+    raw = json.loads(described.read_text())
+    raw["index"][0][1][0][0] += 1
+    described.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=r"are not those of train-00001\.json"):
+        list(Documents.open(tmp_path))

@@ -288,6 +288,27 @@ def test_what_is_too_long_is_refused_or_dropped(lines, tmp_path, weightless, mod
         assert DocumentsManifest.read(tmp_path / "out").settings.count == 2
 
 
+@pytest.mark.parametrize("mode", ["regenerate", "corpus"])
+def test_rows_that_cannot_be_used_are_named_and_counted(lines, tmp_path, weightless, caplog, mode):
+    """One is no row; of the others the target cannot be asked, or nothing can be learnt."""
+    nothing = {"regenerate": [REPLY], "corpus": [QUESTION]}[mode]
+    good = {"messages": [QUESTION, REPLY]}
+    path = lines(good, {"txt": "x"}, {"text": "x = 1\n"}, {"messages": nothing}, {"text": "y = 2\n"})
+    if mode == "corpus":
+        made = make_data.make_data("demo", path, tmp_path / "out", mode=mode)
+        assert (made.documents, made.skipped, made.unusable) == (3, 0, 2)
+        assert "dropped because they cannot be used: 2" in data.summary(made)
+    else:
+        with pytest.raises(AssertionError, match="weights were loaded"):
+            make_data.make_data("demo", path, tmp_path / "out", mode=mode)
+    assert DocumentsManifest.read(tmp_path / "out").settings.count == 3
+    named = [record.getMessage() for record in caplog.records if record.name == "jetspec_jax.train"]
+    assert [line.split(": ")[:2] for line in named] == [["dropped", f"{path}:{line}"] for line in (2, 4)]
+
+    with pytest.raises(ValueError, match=r"none of 1 rows can be used; .*prompts\.jsonl:1: "):
+        make_data.make_data("demo", lines({"messages": nothing}), tmp_path / "none", mode=mode)
+
+
 def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monkeypatch):
     words = make_data.load_tokenizer(DEMO_TARGET)
     text = words.decode(words.encode("y = 2\n" * 1000)[:2040])
@@ -406,8 +427,8 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
 
 
 def test_bad_prompts_and_targets_before_weights(lines, tmp_path, weightless):
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: expected one of the keys"):
-        make_data.make_data("demo", lines({"text": "x"}, {"txt": "y"}), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"none of 2 rows .*prompts\.jsonl:1: expected one of the keys"):
+        make_data.make_data("demo", lines({"txt": "x"}, {"txt": "y"}), tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="no file"):
         make_data.make_data("demo", tmp_path / "absent.jsonl", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):

@@ -17,6 +17,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
 import train.loop.log
+from tests.train.full_disk import files_of_at_most
 from train.loop.log import NonFiniteLoss, TrainingLog, peak_memory_gib, read_log
 
 
@@ -249,6 +250,17 @@ class TestNonFinite:
         assert "train/other_norm" not in shown(tmp_path)
 
 
+def test_a_full_disk_is_an_error_that_names_the_folder(tmp_path):
+    log = TrainingLog(tmp_path, kept_steps=0)
+    log.write("evaluation", 1, {"tau": 1.0})
+    with files_of_at_most(100):
+        with pytest.raises(OSError, match="too large") as failure:
+            log.write("evaluation", 2, {"tau": [1.0] * 100})
+        with pytest.raises(OSError, match="too large"), log:
+            pass  # what could not be written is tried again
+    assert failure.value.filename == str(tmp_path)
+
+
 class TestResume:
     @pytest.mark.parametrize("kept", [0, 4, 7])
     def test_later_steps_are_dropped_and_done_again(self, tmp_path, kept):
@@ -297,6 +309,7 @@ class TestResume:
             b"[2]",
             b"",
             b'{"step": 2, "x": "\xff"}',
+            b"[" * 100_000,
         ],
     )
     def test_any_other_damage_is_named_and_nothing_is_touched(self, tmp_path, line):
@@ -309,6 +322,13 @@ class TestResume:
             TrainingLog(tmp_path, kept_steps=1)
         assert path.read_bytes() == data
         assert [child.name for child in tmp_path.iterdir()] == ["log.jsonl"]
+
+    @pytest.mark.parametrize("last", [bytes(20), b"\x89PNG", b"[1", b'{"loss": 1.0, "st'])
+    def test_what_cannot_be_the_beginning_of_a_record_is_no_last_line_that_was_cut_off(self, tmp_path, last):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + last)
+        with pytest.raises(ValueError, match=r"line 2 is not a record .*; each line should be .* Remove"):
+            read_log(path)
 
     @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "rename")])
     def test_the_file_is_rewritten_whole_or_not_at_all(self, tmp_path, monkeypatch, owner, name):

@@ -7,6 +7,13 @@ import pytest
 from train.loop.stages import claim
 
 
+@pytest.mark.parametrize("damage", [b"{", b"\x00\xff", b"[]", b"[" * 10_000])
+def test_a_damaged_recipe_is_named(tmp_path, damage):
+    (tmp_path / "recipe.json").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"recipe\.json (is not valid JSON|must hold a JSON object)"):
+        claim(tmp_path, {"seed": 0})
+
+
 def test_a_folder_of_an_earlier_version_goes_on(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"mesh": {"data": -1, "fsdp": 2}}))
     claim(tmp_path, {"mesh": {"data": -1, "fsdp": 2, "expert": 1, "tensor": 1}})

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.events import until
 from tests.marks import wide
+from tests.train.full_disk import files_of_at_most
 from tests.train.head.tiny import losses, records
 from train.loop.checkpoints import Checkpoints, TrainingCheckpointError
 from train.loop.fit import Fit, make_optimizer, schedule
@@ -276,17 +276,6 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_the_checkpoint_before
     trained = run(tmp_path)
     assert records(tmp_path) == records(whole[0])
     same(trained, whole[1])
-
-
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """As on a full disk: writing beyond so many bytes of a file fails."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("best", [False, wide(True)], ids=["state", "best"])
