@@ -105,7 +105,7 @@ def chat_routes(service: Service) -> APIRouter:
                 markers,
                 begun=begun,
                 parser=calls,
-                tools=tools,
+                tools=body.tools or [],
                 forced=forced,
                 several=body.parallel_tool_calls,
             )

@@ -97,6 +97,11 @@ class ServeSettings:
         _check_seconds("drain_seconds", self.drain_seconds, above_zero=False)
         for name in ("api_key", "served_model_name", *(f"allowed_{what}" for what in _LISTS)):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for key in self.api_key:
+            if any(ord(c) < 0x20 or ord(c) == 0x7F for c in key):
+                raise ValueError(
+                    "api_key must hold keys without control characters: no header could carry them"
+                )
         for name, words in (
             ("uvicorn_log_level", LOG_LEVELS),
             ("scheduling_policy", POLICIES),
