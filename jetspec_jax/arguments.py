@@ -38,6 +38,14 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def printable(text: str) -> str:
+    """Text for a message: line breaks and tabs stay, and what else cannot be printed is escaped as in `repr`.
+
+    So nothing in it controls a terminal or turns the direction of the text around it.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def is_integer(value: object) -> bool:
     """Whether it is an integer; a bool is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

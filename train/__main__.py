@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
+from jetspec_jax.arguments import printable
 from jetspec_jax.cli.options import join_as_told
 from jetspec_jax.cli.process import run_interruptibly
 from jetspec_jax.cli.quiet import keep_libraries_quiet, show_own_log
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(INTERRUPTED, file=sys.stderr)
         return 130
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-        print(f"train: {error}", file=sys.stderr)
+        print(f"train: {printable(str(error))}", file=sys.stderr)
         leave(str(error), 2)
         return 2
 

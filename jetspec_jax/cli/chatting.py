@@ -9,11 +9,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from jetspec_jax.arguments import printable
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.cli.figures import figures
 from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED
 from jetspec_jax.cli.process import hear, in_main_thread
 from jetspec_jax.cli.prompts import decode_utf8
+from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import load_llm, sampling_params
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.prompts import encode_chat, templated
@@ -75,7 +77,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         except (ValueError, DeviceMemoryError) as error:
             if not terminal:
                 raise
-            print(f"jetspec-jax: {error}", file=sys.stderr)
+            print(f"jetspec-jax: {printable(str(error))}", file=sys.stderr)
     return 0
 
 
@@ -201,7 +203,7 @@ class _Conversation:
                 if self.state is _State.STOPPING:
                     stream.close()
                 for piece in stream:
-                    print(piece, end="", flush=True)
+                    print(on_screen(piece), end="", flush=True)
                     pieces.append(piece)
                 completion = stream.completion
         except KeyboardInterrupt:

@@ -12,6 +12,7 @@ import flax
 import jax
 
 import jetspec_jax
+from jetspec_jax.arguments import printable
 from jetspec_jax.cli.chatting import add_chat_command
 from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError) as error:
         # Code 1 is a failed check, so no other failure may have it.
-        said = str(error) or type(error).__name__
+        said = printable(str(error)) or type(error).__name__
         print(f"jetspec-jax: {said}", file=errors)
         leave(said, 2)
         return 2
@@ -57,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jetspec_jax.cli.figures import figures, token_count
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
+from jetspec_jax.cli.screen import on_screen
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
@@ -82,7 +83,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         for own, completion in zip(asked, completions, strict=True):
             print(json.dumps({"prompt": own.name, **_report(completion, run), "seed": own.params.seed}))
     elif not alone:
-        print("\n".join(_texts(asked, completions)))
+        print(on_screen("\n".join(_texts(asked, completions))))
     if arguments.stats:
         print(figures(run.completions, run.seconds, warm=run.warm), file=sys.stderr)
     if not arguments.check:
@@ -119,7 +120,7 @@ def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints) -> C
     """Prints the text as it comes."""
     stream = llm.stream(ids, params, routing=hints)
     for piece in stream:
-        print(piece, end="", flush=True)
+        print(on_screen(piece), end="", flush=True)
     print()
     assert stream.completion is not None, "the stream has ended"
     return stream.completion

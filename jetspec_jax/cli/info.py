@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from jetspec_jax.arguments import printable
 from jetspec_jax.cli.options import add_ignore_option
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.inspect.describe import describe
@@ -35,7 +36,7 @@ def _info(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:
-        print("\n\n".join(_table(report) for report in reports))
+        print(printable("\n\n".join(_table(report) for report in reports)))
     return 0 if all(report.get("fits", True) for report in reports) else 1
 
 

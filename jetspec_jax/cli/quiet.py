@@ -6,6 +6,8 @@ import sys
 import warnings
 from typing import Any
 
+from jetspec_jax.arguments import printable
+
 # Read by the libraries themselves, when they are imported or first log; what a user has set is left alone.
 _LEVELS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error"}
 
@@ -14,7 +16,7 @@ class _ToStderr(logging.Handler):
     """Says on standard error what this package logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"jetspec-jax: {record.getMessage()}", file=sys.stderr)
+        print(f"jetspec-jax: {printable(record.getMessage())}", file=sys.stderr)
 
 
 _TO_STDERR = _ToStderr()

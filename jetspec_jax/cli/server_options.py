@@ -43,6 +43,7 @@ SERVER = Group(
         Option("max_prompt_tokens", "of a prompt", int, metavar="N", unset="the context's"),
         Option("max_completions", "of a request: prompts times n", int, metavar="N"),
         Option("max_grammar_bytes", "of a schema, a grammar, or a regular expression", int, metavar="N"),
+        Option("max_grammar_seconds", "of a processor, to compile one of these", float, metavar="SECONDS"),
         Option("max_requests_per_key", "that run or wait at once", int, metavar="N", unset="no bound"),
         Option("request_timeout", "seconds that a request has", float, metavar="SECONDS", unset="no bound"),
         Option("body_timeout", "for headers, and again for the body", float, metavar="SECONDS"),

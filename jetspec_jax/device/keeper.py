@@ -1,6 +1,7 @@
 """The engine that a target keeps: at most one, because its stores take much of a device's memory."""
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ class Keeper:
         line: Held by who waits for the lock, and while a call has it. A thread may take it again.
         lock: Held while anything is done with the engine. A thread may take it again.
         driver: Leads to the driver that serves with it whoever comes; None if there has been none.
+        process: The id of the process that loaded the target.
     """
 
     line: Any = field(default_factory=threading.RLock)
     lock: Any = field(default_factory=threading.RLock)
     driver: "weakref.ref[Any] | None" = None
+    process: int = field(default_factory=os.getpid)
     _kept: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
@@ -31,6 +34,14 @@ class Keeper:
     @engine.setter
     def engine(self, engine: Any) -> None:
         self._kept["engine"] = engine
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a fork of the process that loaded the target, where JAX would hang."""
+        if (own := os.getpid()) != self.process:
+            raise RuntimeError(
+                f"process {own} is a fork of process {self.process}, which loaded the models, and cannot use "
+                'them: start processes by multiprocessing.get_context("spawn"), and load the models in each'
+            )
 
     def take(self) -> None:
         """Keeps the engine no more: another one may be offered."""

@@ -1,5 +1,7 @@
 """The thread that serves the requests of many callers with one engine."""
 
+import atexit
+import os
 import threading
 import time
 import weakref
@@ -15,6 +17,20 @@ from jetspec_jax.engine.serving import Group
 from jetspec_jax.engine.stats import EngineStats, Tally
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.engine.wire import tell
+
+# All that live, to be ended before the interpreter is: a thread that a program leaves in compiled code aborts
+# the process. A fork has the threads of none.
+_DRIVERS: "weakref.WeakSet[Driver]" = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for driver in tuple(_DRIVERS):
+        driver.end()
+
+
+# JAX is imported, so that its own functions for the exit run after this one.
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_DRIVERS.clear)
 
 
 class Driver:
@@ -48,6 +64,7 @@ class Driver:
         # Whether other processes follow this one.
         self._leads = plan.led and is_first()
         group.target.keeper.driver = weakref.ref(self)
+        _DRIVERS.add(self)
 
     @property
     def slots(self) -> int:
@@ -122,6 +139,15 @@ class Driver:
         if thread is not None and not shared:
             thread.join()
         self._let_go(None)
+
+    def end(self) -> None:
+        """Ends all requests with an error, also those of guests, and waits until the thread has ended."""
+        with self._mutex:
+            self._closed, thread = True, self._thread
+            for request in self._requests:
+                request.fail(RuntimeError("the program has ended"))
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
         engine = None

@@ -30,14 +30,17 @@ def matcher_for(target: Target, params: SamplingParams, stop_ids: Collection[int
         ValueError: The grammar cannot be followed with this target: see `Vocabulary.matcher`.
     """
     wanted = params.structured_outputs
-    if wanted is None:
-        return None
+    return None if wanted is None else vocabulary_of(target).matcher(wanted, stop_ids)
+
+
+def vocabulary_of(target: Target) -> Vocabulary:
+    """The target's tokens as grammars see them, made by the first call; raises what `Vocabulary` raises."""
     with _LOCK:
         known = _VOCABULARIES.get(target)
         if known is None:
             known = Vocabulary(target.tokenizer, target.config.vocab_size, target.eos_token_ids)
             _VOCABULARIES[target] = known
-    return known.matcher(wanted, stop_ids)
+    return known
 
 
 class FollowedMatchers:

@@ -428,11 +428,19 @@ def check_request(
 
 
 def check_models(target: object, head: object) -> None:
-    """Raises TypeError for what is no loaded target, or neither None nor a loaded head."""
+    """Checks the kinds, the devices and the process of models.
+
+    Raises:
+        TypeError: What is no loaded target, or neither None nor a loaded head.
+        ValueError: They lie on different devices.
+        RuntimeError: This process is a fork of the one that loaded them.
+    """
     check_type("the target", target, Target, "a Target, as load_target returns it")
     check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
-    if isinstance(target, Target) and isinstance(head, Head):
-        check_places(target.meshes, head.meshes)
+    if isinstance(target, Target):
+        target.keeper.check_process()
+        if isinstance(head, Head):
+            check_places(target.meshes, head.meshes)
 
 
 def check_places(target: Meshes, head: Meshes) -> None:

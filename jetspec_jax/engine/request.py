@@ -12,7 +12,7 @@ from jaxtyping import Int32
 from jetspec_jax.engine.logprobs import TokenLogprobs, rows_of
 from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
-from jetspec_jax.sampling.grammar import Matcher
+from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree.routing import Routing
 
@@ -271,9 +271,15 @@ class Request:
             self.told()
 
     def follow(self) -> None:
-        """Takes its tokens through its grammar, if it has one; it fails where that has no way on."""
-        if self.matcher is not None:
-            self.matcher.advance(self.tokens[self.matcher.count :])
-            if self.matcher.problem is not None:
-                self.finish_reason = None  # what it has got is of no use
-                self.fail(ValueError(f"structured_outputs: {self.matcher.problem}"))
+        """Takes its tokens through its grammar; it fails where that is slow or has no way on."""
+        if self.matcher is None:
+            return
+        self.matcher.advance(self.tokens[self.matcher.count :])
+        problem = self.matcher.problem
+        if problem is None and self.matcher.seconds > MOST_SECONDS:
+            problem = (
+                f"the grammar took {self.matcher.seconds:.1f} s for one tree, of at most {MOST_SECONDS:g}"
+            )
+        if problem is not None:
+            self.finish_reason = None  # what it has got is of no use
+            self.fail(ValueError(f"structured_outputs: {problem}"))

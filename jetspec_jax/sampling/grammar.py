@@ -7,6 +7,7 @@ Shapes: N nodes, V vocabulary.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,16 +15,25 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from jetspec_jax.sampling.compiling import compiled, load_tokens, serialized, words
 from jetspec_jax.sampling.structured import StructuredOutputsParams
 from jetspec_jax.sampling.token_sets import packed
 
 #: Grammars that are kept compiled for each target.
 MOST_KEPT = 64
+#: Processor seconds that the masks of one tree may take; usual are some thousandths.
+MOST_SECONDS = 10.0
 _ALL = np.uint32(0xFFFFFFFF)
 
 
 class Vocabulary:
-    """A target's tokens as grammars see them: made once, for all requests; safe in several threads."""
+    """A target's tokens as grammars see them: made once, for all requests; safe in several threads.
+
+    Attributes:
+        serialized: The tokens as `jetspec_jax.sampling.compiling` reads them in another process.
+        vocab_size: V, of the target.
+        text_bits: The packed set of the tokens that are text.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]):
         """Compiles the tokens, which takes a moment.
@@ -39,18 +49,17 @@ class Vocabulary:
         """
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and the target has none")
+        # Of tokens that the target lacks the bits are cut off.
+        size = max(vocab_size, len(tokenizer))
         try:
-            from llguidance import hf
+            self.serialized = serialized(tokenizer, size, sorted(eos_token_ids))
+            self._tokens = load_tokens(self.serialized)
         except ImportError as error:
             raise ImportError(
                 'structured_outputs needs llguidance: pip install "jetspec-jax[structured]"'
             ) from error
-        # Of tokens that the target lacks the bits are cut off.
-        size, ends = max(vocab_size, len(tokenizer)), sorted(eos_token_ids)
-        try:
-            self._tokens = hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends or None)
         except ValueError as error:
-            raise ValueError(f"llguidance cannot take the target's tokenizer: {_words(error)}") from error
+            raise ValueError(f"llguidance cannot take the target's tokenizer: {words(error)}") from error
         self.vocab_size = vocab_size
         # llguidance allows its own ends where a grammar may end: here a request says which these are.
         self.text_bits = ~packed(self._tokens.eos_tokens, size)
@@ -81,27 +90,9 @@ class Vocabulary:
             return Matcher(start.deep_copy(), self, stop_ids)
 
     def _compiled(self, wanted: StructuredOutputsParams) -> Any:
-        from llguidance import LLMatcher, LLParserLimits, grammar_from
-
         kind, text = wanted.source
-        limits = LLParserLimits(verbose_errors=False)
-        try:
-            if kind in ("json", "json_object"):
-                flexible = not wanted.disable_any_whitespace
-                grammar = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": flexible})
-            else:
-                grammar = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: {kind} does not compile: {_words(error)}") from error
-        start = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
-        if start.is_error():
-            raise ValueError(f"structured_outputs: {kind} does not compile: {_words(start.get_error())}")
-        first = np.frombuffer(start.compute_bitmask(), np.uint32)
-        if start.is_error():
-            raise ValueError(
-                f"structured_outputs: {kind} admits no text of the target's tokens: "
-                f"{_words(start.get_error())}"
-            )
+        start, bits = compiled(self._tokens, kind, text, flexible=not wanted.disable_any_whitespace)
+        first = np.frombuffer(bits, np.uint32)
         self._check_ways_back(kind, start.deep_copy(), first[: len(self.text_bits)] & self.text_bits)
         return start
 
@@ -114,7 +105,7 @@ class Vocabulary:
         walk.consume_token(32 * word + (int(first[word]) & -int(first[word])).bit_length() - 1)
         if not walk.rollback(1):
             raise ValueError(
-                f"structured_outputs: {kind} is none that a tree can follow: {_words(walk.get_error())}"
+                f"structured_outputs: {kind} is none that a tree can follow: {words(walk.get_error())}"
             )
 
 
@@ -125,6 +116,8 @@ class Matcher:
         count: Tokens that it has committed.
         problem: Why the grammar has no way on, in llguidance's words; None while it has. Then only tokens
             that end the request are allowed.
+        seconds: Processor time that the masks of a tree have taken at most. Above `MOST_SECONDS` the
+            scheduler ends the request. The masks do not depend on times: several processes make the same.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, stop_ids: Collection[int]):
@@ -137,6 +130,7 @@ class Matcher:
         """
         self.count = 0
         self.problem: str | None = None
+        self.seconds = 0.0
         self._matcher, self._stop_ids = matcher, frozenset(stop_ids)
         self._text_bits = vocabulary.text_bits
         self._stop_bits = packed(stop_ids, 32 * len(self._text_bits))
@@ -150,14 +144,14 @@ class Matcher:
                 self._end_with(token)
                 return
             if self.problem is None and not self._matcher.consume_token(token):
-                self.problem = _words(self._matcher.get_error())
+                self.problem = words(self._matcher.get_error())
 
     def _end_with(self, token: int) -> None:
         if self.problem is None and not (
             self._matcher.is_accepting() or self._matcher.validate_tokens([token])
         ):
             self._matcher.compute_bitmask()  # meets the dead end, if there is one
-            why = _words(self._matcher.get_error())
+            why = words(self._matcher.get_error())
             self.problem = f"the text ends where the grammar goes on{f': {why}' if why else ''}"
 
     def masks_of_tree(
@@ -177,6 +171,7 @@ class Matcher:
             Packed sets, see `jetspec_jax.sampling.token_sets`. Nodes that can never be accepted, as the
             grammar forbids them, a token before them ends the request, or they are padding, have all.
         """
+        began = time.thread_time()
         masks = np.full((len(tokens), self._words), _ALL, np.uint32)
         children: list[list[int]] = [[] for _ in range(num_nodes)]
         for node, parent in enumerate(parents[1:num_nodes].tolist(), start=1):
@@ -190,6 +185,7 @@ class Matcher:
                 continue
             masks[node] = self._allowed(walk)
             line.extend((depth + 1, child) for child in reversed(children[node]))
+        self.seconds = max(self.seconds, time.thread_time() - began)
         return masks
 
     def _steps_to(self, walk: "_Walk", depth: int, token: int, allowed: UInt32[np.ndarray, "words"]) -> bool:
@@ -236,9 +232,3 @@ class _Walk:
             self._row[:] = 0
             return self._row, True
         return self._row, self._at.is_accepting()
-
-
-def _words(error: object) -> str:
-    """What llguidance says, in one line and without the state that it appends."""
-    said = str(error).partition("\n<state>")[0].partition("\n<non-verbose/>")[0]
-    return " ".join(said.split())

@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse
 from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.serve.errors import ApiError, internal
+from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
 from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.service import Asked, ClientLeft, Service, unless_left
 
@@ -67,7 +67,7 @@ async def answer(
         first = await unless_left(request, _first(deltas))
     except ClientLeft:
         await deltas.aclose()
-        return Response(status_code=499)
+        return Response(status_code=CLIENT_LEFT)
     events = _events(first, deltas, completions, writer, record["request_id"])
     return EventSourceResponse(events, sep="\n")
 

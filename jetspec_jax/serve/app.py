@@ -62,8 +62,11 @@ def make_app(
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await llm.close()
+        try:
+            yield
+        finally:
+            await service.trials.close()
+            await llm.close()
 
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(

@@ -8,9 +8,10 @@ from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.requests import ClientDisconnect
 
 from jetspec_jax.arguments import check_text, shown
-from jetspec_jax.serve.errors import ApiError, invalid
+from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, invalid
 from jetspec_jax.serve.settings import ServeSettings
 
 
@@ -99,6 +100,9 @@ async def _read(request: Request, settings: ServeSettings) -> bytes:
             code="body_timeout",
             headers={"Connection": "close"},
         ) from None
+    except ClientDisconnect:
+        # Also who sends what is no HTTP: the protocol has told them so.
+        raise ApiError(CLIENT_LEFT, "the client left before its body was complete", code="left") from None
     return bytes(body)
 
 

@@ -12,14 +12,16 @@ from jetspec_jax.async_llm import Delta
 from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
+from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
 from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.messages import Message, check_template, encode_messages
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
-from jetspec_jax.serve.sampling import SamplingFields, sampling_params
+from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
 from jetspec_jax.serve.service import Asked, Service
+from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tools import Chosen, Tool, form_of
 
 
@@ -71,20 +73,8 @@ def chat_routes(service: Service) -> APIRouter:
         forced = _forced(body)
         parser = service.settings.reasoning_parser
         markers = None if parser is None else REASONING[parser]
-        shows = {"skip_special_tokens": False} if markers is not None and markers.special else {}
-        tools = body.tools or []
-        try:
-            form = None if forced is None else form_of(tools, forced or None)
-        except (TypeError, ValueError) as error:
-            raise refused(error, (), "tools", body.renamed) from error
-        params = sampling_params(
-            body,
-            service.settings,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            form=form,
-            **shows,
-        )
+        special = markers is not None and markers.special
+        params = await asyncio.to_thread(_params, body, service.settings, special=special)
         prompt = await asyncio.to_thread(
             encode_messages,
             service,
@@ -118,7 +108,7 @@ def chat_routes(service: Service) -> APIRouter:
                 markers,
                 begun=begun,
                 parser=calls,
-                tools=tools,
+                tools=body.tools or [],
                 forced=forced,
                 several=body.parallel_tool_calls,
             )
@@ -147,6 +137,28 @@ def _forced(body: ChatRequest) -> str | None:
     if isinstance(choice, Chosen):
         return choice.function.name
     return "" if choice == "required" else None
+
+
+def _params(body: ChatRequest, settings: ServeSettings, *, special: bool) -> SamplingParams:
+    """How a request is sampled; ``special`` keeps special tokens in its text."""
+    forced, tools = _forced(body), body.tools or []
+    form = None
+    if forced is not None:
+        called = [tool.function for tool in tools if forced in ("", tool.function.name)]
+        check_grammar_size("tools", "schema", [function.parameters for function in called], settings)
+        try:
+            form = form_of(tools, forced or None)
+        except (TypeError, ValueError) as error:
+            raise refused(error, (), "tools", body.renamed) from error
+    shows = {"skip_special_tokens": False} if special else {}
+    return sampling_params(
+        body,
+        settings,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        form=form,
+        **shows,
+    )
 
 
 def _check(body: ChatRequest, service: Service) -> None:

@@ -50,7 +50,9 @@ def completion_routes(service: Service) -> APIRouter:
         body = await read_body(request, CompletionRequest, service.settings)
         model = service.check_model(body.model)
         _check(body)
-        params = sampling_params(body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        params = await asyncio.to_thread(
+            sampling_params, body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs
+        )
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
         own = (body.priority, body.cache_salt, body.budget)

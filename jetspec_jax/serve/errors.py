@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from jetspec_jax.arguments import shortened, shown
+from jetspec_jax.arguments import printable, shortened, shown
 from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 
@@ -22,6 +22,8 @@ ELSEWHERE = {
     "/v1/audio": "this server reads and writes text alone",
     "/v1/images": "this server reads and writes text alone",
 }
+#: The status, in the log and the metrics, of a request whose client has left; nobody reads it.
+CLIENT_LEFT = 499
 #: Characters of a message, whatever it repeats of what was sent.
 MOST_CHARACTERS = 2000
 #: Wrong fields of a request that are told; how many more there are is told too.
@@ -52,7 +54,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         """Takes what the attributes say."""
-        message = shortened(message, MOST_CHARACTERS)
+        message = shortened(printable(message), MOST_CHARACTERS)
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 

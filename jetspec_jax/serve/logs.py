@@ -1,4 +1,4 @@
-"""Lines of JSON for a server's log. No line holds a prompt or an answer."""
+"""Lines of JSON for a server's log, in ASCII. No line holds a prompt or an answer."""
 
 import json
 import logging
@@ -30,7 +30,8 @@ class JsonLines(logging.Formatter):
             line["where"] = [
                 f"{own.filename}:{own.lineno}" for own in traceback.extract_tb(error.__traceback__)[-6:]
             ]
-        return json.dumps(line, ensure_ascii=False)
+        # In ASCII: a path may hold what controls a terminal, or ends a line for other programs.
+        return json.dumps(line)
 
 
 def log(

@@ -1,5 +1,6 @@
 """What stands around all routes: names of requests, the log, keys, and a door that closes."""
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -33,7 +34,10 @@ class Tracking:
         """Passes a request on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get(_HEADER, "")
+        headers = Headers(scope=scope)
+        given = headers.get(_HEADER, "")
+        # Whoever passed this on may have read the other length, and see another request behind it.
+        doubtful = "Content-Length" in headers and "Transfer-Encoding" in headers
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex
         record: dict[str, Any] = {"request_id": name}
         scope.setdefault("state", {})["record"] = record
@@ -44,6 +48,8 @@ class Tracking:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)[_HEADER] = name
+                if doubtful:
+                    MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
         self._service.running += 1
@@ -81,7 +87,8 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service):
         """Stands around an app."""
         self._app, self._service = app, service
-        self._keys = [_digest(key) for key in service.settings.api_key]
+        keys = service.settings.api_key
+        self._keys = [(number, digest) for number, key in enumerate(keys) for digest in _digests(key)]
         self._running: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,11 +120,11 @@ class Gate:
         return key
 
     def _key(self, scope: Scope) -> int:
-        kind, _, given = Headers(scope=scope).get("Authorization", "").partition(" ")
+        kind, _, given = Headers(scope=scope).get("Authorization", "").encode("latin-1").partition(b" ")
         found = -1
-        if kind.lower() == "bearer":
-            digest = _digest(given.strip())
-            for number, own in enumerate(self._keys):
+        if kind.lower() == b"bearer":
+            digest = hashlib.sha256(given.strip()).digest()
+            for number, own in self._keys:
                 if hmac.compare_digest(digest, own):
                     found = number
         if found < 0:
@@ -127,5 +134,9 @@ class Gate:
         return found
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digests(key: str) -> list[bytes]:
+    """Of the bytes that clients send for a key: UTF-8, or Latin-1 where that has all of its characters."""
+    texts = {key.encode()}
+    with contextlib.suppress(UnicodeEncodeError):
+        texts.add(key.encode("latin-1"))
+    return [hashlib.sha256(text).digest() for text in texts]

@@ -63,7 +63,14 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
                 self._stuck = None
 
         def send_400_response(self, msg: str) -> None:
-            """Says what is wrong in the form of all errors."""
+            """Says what is wrong in the form of all errors, unless an answer has begun, and closes."""
+            if self.cycle is not None:
+                # Nothing of this request can be read or answered any more.
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.close()
+                return
             body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             for event in (

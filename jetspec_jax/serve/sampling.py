@@ -1,5 +1,6 @@
 """OpenAI's and vLLM's sampling parameters, and the one place that makes `SamplingParams` of them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -137,7 +138,7 @@ def sampling_params(
         settings: The server's.
         max_tokens: Most tokens of each completion; None goes on to the context's end.
         logprobs: Alternatives that are told with each token.
-        form: What the text must be, where that is not what the request's fields say.
+        form: What the text must be, where that is not what the request's fields say. Its size is checked.
         **fixed: Parameters that the request cannot choose.
 
     Raises:
@@ -150,19 +151,28 @@ def sampling_params(
     try:
         if request.logit_bias is not None:
             given["logit_bias"] = _biases(request.logit_bias)
-        form = _form(request) if form is None else form
-        params = SamplingParams(**given, structured_outputs=form)
+        form = _form(request, settings) if form is None else form
+        return SamplingParams(**given, structured_outputs=form)
     except (TypeError, ValueError) as error:
         raise refused(error, names, renamed=request.renamed) from error
-    if form is not None and (size := len(form.source[1].encode())) > settings.max_grammar_bytes:
-        name = "response_format" if request.response_format is not None else "structured_outputs"
-        raise ApiError(
-            400,
-            f"{name}: its {form.kind} has {size} bytes, and this server reads {settings.max_grammar_bytes}",
-            param=name,
-            code="grammar_too_large",
-        )
-    return params
+
+
+def check_grammar_size(param: str, kind: str, source: Any, settings: ServeSettings) -> None:
+    """Checks the bytes of a grammar as a client sent it, before anything reads it.
+
+    Args:
+        param: The parameter of the request that holds it.
+        kind: What it is: a schema, a regular expression, choices or a grammar.
+        source: Its text, or the JSON value that it is.
+        settings: The server's.
+
+    Raises:
+        ApiError: It is too large.
+    """
+    text = source if isinstance(source, str) else json.dumps(source, ensure_ascii=False)
+    if (size := len(text.encode())) > (most := settings.max_grammar_bytes):
+        message = f"{param}: its {kind} has {size} bytes, and this server reads {most}"
+        raise ApiError(400, message, param=param, code="grammar_too_large")
 
 
 def _check(request: SamplingFields, settings: ServeSettings) -> None:
@@ -199,10 +209,11 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
     return {int(token): check_number(f"logit_bias of token {token}", bias) for token, bias in given.items()}
 
 
-def _form(request: SamplingFields) -> StructuredOutputsParams | None:
+def _form(request: SamplingFields, settings: ServeSettings) -> StructuredOutputsParams | None:
     """The form that the text must have.
 
     Raises:
+        ApiError: It is too large.
         TypeError: As `StructuredOutputsParams`.
         ValueError: As `StructuredOutputsParams`, or there are two.
     """
@@ -212,7 +223,10 @@ def _form(request: SamplingFields) -> StructuredOutputsParams | None:
     if asked is not None and own is not None:
         raise ValueError("response_format and structured_outputs say both what the form is: give one")
     if own is not None:
-        return StructuredOutputsParams(**own.model_dump(by_alias=True))
+        given = own.model_dump(by_alias=True)
+        for kind in ("json", "regex", "choice", "grammar"):
+            check_grammar_size("structured_outputs", kind, given[kind] or "", settings)
+        return StructuredOutputsParams(**given)
     if asked is None:
         return None
     if asked.type == "json_object":
@@ -221,6 +235,7 @@ def _form(request: SamplingFields) -> StructuredOutputsParams | None:
         raise ValueError(
             'response_format of type "json_schema" needs "json_schema": {"name": …, "schema": …}'
         )
+    check_grammar_size("response_format", "schema", asked.json_schema.schema_, settings)
     try:
         return StructuredOutputsParams(json=asked.json_schema.schema_)
     except (TypeError, ValueError) as error:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.errors import ApiError, of_generation, refused
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.settings import ServeSettings
+from jetspec_jax.serve.trials import GrammarTrials
 
 Result = TypeVar("Result")
 
@@ -64,6 +65,7 @@ class Service:
         created: When it was loaded, in seconds since 1970.
         draining: Whether the server ends, and takes no requests.
         running: HTTP requests that are being answered.
+        trials: Where grammars are compiled first.
     """
 
     llm: AsyncLLM
@@ -74,6 +76,11 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     running: int = 0
+    trials: GrammarTrials = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Starts nothing."""
+        self.trials = GrammarTrials(self.llm.llm.target, self.settings.max_grammar_seconds)
 
     @property
     def names(self) -> Sequence[str]:
@@ -111,6 +118,9 @@ class Service:
             )
             raise ApiError(400, message, param="n", code="invalid_value")
         self.check_budget(asked.budget)
+        if asked.params.structured_outputs is not None:
+            with _refusing(asked):
+                await self.trials.check(asked.params.structured_outputs)
         await asyncio.to_thread(self._check, asked)
 
     def check_budget(self, budget: int | None) -> None:
@@ -128,13 +138,8 @@ class Service:
     def _check(self, asked: Asked) -> None:
         for number, prompt in enumerate(asked.prompts):
             self._check_length(asked, len(prompt.ids))
-            try:
-                with naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
-                    check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
-            except (TypeError, ValueError) as error:
-                raise refused(error, asked.names, asked.param, asked.renamed) from error
-            except ImportError as error:
-                raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
+            with _refusing(asked), naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
+                check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
 
     def _check_length(self, asked: Asked, count: int) -> None:
         most, room, asks = self.settings.max_prompt_tokens, self.capacity - count, asked.params.max_tokens
@@ -217,6 +222,17 @@ class Service:
                 raise of_generation(error, asked.names, asked.renamed) from error
             except Exception as error:
                 raise of_generation(error, asked.names, asked.renamed) from error
+
+
+@contextlib.contextmanager
+def _refusing(asked: Asked) -> Iterator[None]:
+    """Tells a client what a check complains about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise refused(error, asked.names, asked.param, asked.renamed) from error
+    except ImportError as error:
+        raise ApiError(400, f"this server has no grammars: {error}", code="unsupported") from error
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -41,7 +41,8 @@ class ServeSettings:
         max_body_bytes: Of a request's body.
         max_prompt_tokens: Of each prompt; None is bounded by the context alone.
         max_completions: Of one request: its prompts times its ``n``.
-        max_grammar_bytes: Of a schema, a grammar, a regular expression, or choices.
+        max_grammar_bytes: Of a schema, a grammar, a regular expression, or choices, before it is read.
+        max_grammar_seconds: Processor time that each of these may take to compile.
         max_requests_per_key: That run or wait at the same time; None is no bound.
         request_timeout: Seconds that a request has once it is read and checked; None is no bound.
         body_timeout: Seconds that a client has to send headers, and again for the body.
@@ -72,6 +73,7 @@ class ServeSettings:
     max_prompt_tokens: int | None = None
     max_completions: int = 128
     max_grammar_bytes: int = 2**16
+    max_grammar_seconds: float = 5.0
     max_requests_per_key: int | None = None
     request_timeout: float | None = None
     body_timeout: float = 30.0
@@ -90,11 +92,16 @@ class ServeSettings:
         for name in ("max_prompt_tokens", "max_requests_per_key"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        for name in ("request_timeout", "body_timeout", "send_timeout"):
+        for name in ("max_grammar_seconds", "request_timeout", "body_timeout", "send_timeout"):
             _check_seconds(name, getattr(self, name), above_zero=True)
         _check_seconds("drain_seconds", self.drain_seconds, above_zero=False)
         for name in ("api_key", "served_model_name", *(f"allowed_{what}" for what in _LISTS)):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for key in self.api_key:
+            if any(ord(c) < 0x20 or ord(c) == 0x7F for c in key):
+                raise ValueError(
+                    "api_key must hold keys without control characters: no header could carry them"
+                )
         for name, words in (
             ("uvicorn_log_level", LOG_LEVELS),
             ("scheduling_policy", POLICIES),

@@ -5,6 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from jetspec_jax.arguments import printable
 from jetspec_jax.engine.detokenizer import detokenizer_of, whole_text
 
 # From this many equal white-space characters on they are counted: four and five dots look alike.
@@ -37,7 +38,7 @@ def visible(text: str, *, ascii_only: bool = False) -> str:
         return ascii(text)
     signs = _RUN.sub(_run, text)
     # Control and direction characters too: a model may emit what would take over a terminal.
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in signs)
+    return printable(signs)
 
 
 def _run(match: re.Match[str]) -> str:

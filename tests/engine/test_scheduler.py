@@ -215,7 +215,7 @@ def test_dispatches_with_a_grammar_are_short(made):
 
     class AsItLikes(Matcher):
         def __init__(self):
-            self.count, self.problem = 0, None
+            self.count, self.problem, self.seconds = 0, None, 0.0
 
         def advance(self, tokens):
             self.count += len(tokens)

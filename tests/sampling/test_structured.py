@@ -36,6 +36,8 @@ def test_equal_forms_are_equal_and_hashable():
         ({"choice": ["\ud800"]}, "surrogate"),
         ({"regex": ""}, "regex must not be empty"),
         ({"regex": "a{3,1000001}"}, "regex must repeat nothing more than"),
+        ({"regex": "a{ 1000001 , }"}, "regex must repeat nothing more than"),
+        ({"regex": "{" + "9" * 60_000 + "}"}, "regex must repeat nothing more than"),
         ({"grammar": 'start: "a"{1000001}'}, "grammar must repeat nothing more than"),
         ({"grammar": "start: \ud800"}, "surrogate"),
     ],
@@ -51,3 +53,10 @@ def test_values_that_are_refused(given, words):
 def test_types_that_are_refused(given):
     with pytest.raises(TypeError, match=f"{next(iter(given))}"):
         StructuredOutputsParams(**given)
+
+
+@pytest.mark.parametrize("part", ["{ ", "{ 1 ", "{1,", " ", "{", "{}", "1", ",", "{ 1 , 2 ", "}{"])
+@pytest.mark.parametrize("name", ["regex", "grammar"])
+def test_a_scan_for_repeats_reads_each_character_once(name, part):
+    text = "{" + part * 200_000 + "x"
+    assert StructuredOutputsParams(**{name: text}).source == (name, text)

@@ -6,6 +6,7 @@ import socket
 import openai
 import pytest
 
+from jetspec_jax.serve.settings import ServeSettings
 from tests.events import PATIENCE
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
@@ -276,6 +277,23 @@ def test_keys():
             assert got.headers["WWW-Authenticate"] == "Bearer"
             for path in ("/health", "/metrics", "/version"):
                 assert http.get(path).status_code == 200
+
+
+def test_keys_beyond_ascii():
+    """Clients send UTF-8, or Latin-1 where a key has no other characters."""
+    with served(Scripted(small_target(), "yes"), api_key=["à", "ключ"]) as own, own.client() as http:
+        for key, status in (
+            ("à".encode(), 200),
+            ("à".encode("latin-1"), 200),
+            ("ключ".encode(), 200),
+            ("ключ".encode("koi8-r"), 401),
+            ("á".encode(), 401),
+            (b"\xc3", 401),
+        ):
+            got = http.get("/v1/models", headers={b"Authorization": b"Bearer " + key})
+            assert got.status_code == status, key
+    with pytest.raises(ValueError, match="api_key must hold keys without control characters"):
+        ServeSettings(api_key=["a\x07"])
 
 
 @pytest.mark.parametrize(

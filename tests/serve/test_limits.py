@@ -153,6 +153,69 @@ def test_who_sends_slowly_is_not_waited_for(target):
                     pass
 
 
+HEAD = f"POST {COMPLETION} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode()
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def counted(server):
+    """HTTP requests for completions by status."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    samples = (sample for family in families for sample in family.samples)
+    return {
+        sample.labels["status"]: sample.value
+        for sample in samples
+        if sample.name == "jetspec:http_requests_total" and sample.labels["path"] == COMPLETION
+    }
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (raw_request({"prompt": "a"})[:-3], b""),
+        (HEAD + b"Content-Length: 100\r\n\r\n", b""),
+        (CHUNKED + b'4\r\n{"pr', b""),
+        (CHUNKED + b"no number\r\n", b"HTTP/1.1 400 "),
+        (CHUNKED + b'1\r\n{\r\n-1\r\n"\r\n', b"HTTP/1.1 400 "),
+        (CHUNKED + b"1\r\n{no end", b"HTTP/1.1 400 "),
+    ],
+)
+def test_who_leaves_amid_a_body_or_breaks_it_is_no_error_of_the_server(target, caplog, sent, answer):
+    with served(Scripted(target)) as own, caplog.at_level(logging.WARNING):
+        with connect(own) as client:
+            client.sendall(sent)
+            until(lambda: not answer or client.recv(20, socket.MSG_PEEK))
+            client.shutdown(socket.SHUT_WR)
+            assert client.makefile("rb").read().startswith(answer)
+        until(lambda: counted(own))
+        assert counted(own) == {"499": 1}
+    assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_a_broken_body_behind_an_answer_closes_the_connection_alone(target, caplog):
+    with served(Scripted(target)) as own, connect(own) as client, caplog.at_level(logging.WARNING):
+        client.sendall(CHUNKED.replace(COMPLETION.encode(), b"/no"))
+        assert client.recv(20).startswith(b"HTTP/1.1 404 ")
+        client.sendall(b"no number\r\n")
+        client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 400 " not in client.makefile("rb").read()
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("path", [COMPLETION, "/no"])
+def test_two_lengths_of_a_body_end_the_connection(target, path):
+    """A proxy may have read the other one, and take what follows for another request."""
+    body = b'{"prompt": "a"}'
+    sent = HEAD.replace(COMPLETION.encode(), path.encode()) + b"Content-Length: 5\r\n"
+    sent += b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    with served(Scripted(target, "abc")) as own, connect(own) as client:
+        client.sendall(sent + b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+        got = client.makefile("rb").read()
+    assert got.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in got.lower()
+
+
 def test_who_reads_nothing_is_dropped(target):
     llm = Scripted(target, "x" * 40_000_000, size=1_000_000)
     with served(llm, send_timeout=0.5) as own:
@@ -363,6 +426,16 @@ def test_lines_of_the_log_hold_no_texts(target):
     assert line["level"] == "info"
     assert {"method": "POST", "path": COMPLETION, "status": 200}.items() <= line.items()
     assert (line["prompt_tokens"], line["completion_tokens"]) == (4, 3)
+
+
+def test_a_line_of_the_log_is_printable():
+    """Paths come from anybody, and may hold what controls a terminal or turns the direction of text."""
+    odd = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x61C, *range(0x2028, 0x202F), 0x2066, 0x2069)))
+    record = logging.makeLogRecord({"msg": odd, "fields": {"path": odd, "é": ["\ud800"]}})
+    line = JsonLines().format(record)
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["path"] == json.loads(line)["message"] == odd
 
 
 def test_metrics(llm):

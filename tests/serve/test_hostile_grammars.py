@@ -1,0 +1,153 @@
+"""Grammars that take too much: refused by a process that may die, while the server answers others."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from jetspec_jax.sampling.structured import StructuredOutputsParams as Wanted
+from jetspec_jax.serve import trials
+from jetspec_jax.serve.errors import ApiError
+from jetspec_jax.serve.trials import GrammarTrials
+from tests.serve.conftest import small_target
+from tests.serve.hostile import COMPLETION, HOSTILE
+from tests.serve.servers import Command
+
+JSON = {"Content-Type": "application/json"}
+FINE = Wanted(json={"type": "object", "properties": {"a": {"type": "integer"}}})
+#: What a trial cannot survive: time, memory, the stack.
+DEADLY = {
+    "time": Wanted(json={"type": "integer", "multipleOf": 999983}),
+    "memory": Wanted(regex="a?" * 30_000),
+    "stack": Wanted(grammar="start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(4000)) + 'a4000: "x"'),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return small_target()
+
+
+def tried(target, *each, seconds=0.5):
+    """What becomes of grammars: why each is refused, or None."""
+
+    async def run():
+        own, outcomes = GrammarTrials(target, seconds), []
+        for wanted in each:
+            try:
+                await own.check(wanted)
+                outcomes.append(None)
+            except ValueError as error:
+                outcomes.append(str(error))
+        await own.close()
+        return outcomes
+
+    return asyncio.run(run())
+
+
+def test_a_grammar_that_takes_too_much_ends_its_trial_alone(target):
+    *refusals, fine = tried(target, *DEADLY.values(), FINE)
+    assert fine is None
+    for kind, said in zip(("json", "regex", "grammar"), refusals, strict=True):
+        assert said.startswith(
+            f"structured_outputs: {kind} takes more than 0.5 seconds or 256 MiB to compile"
+        )
+
+
+def test_what_does_not_compile_is_refused_in_the_words_of_llguidance(target):
+    wrong, fine = tried(target, Wanted(regex="(a"), FINE)
+    assert wrong.startswith("structured_outputs: regex does not compile: ")
+    assert fine is None
+
+
+def test_a_grammar_is_tried_once(target, monkeypatch):
+    made = []
+    own = GrammarTrials._tried
+    monkeypatch.setattr(
+        GrammarTrials, "_tried", lambda self, wanted: made.append(wanted) or own(self, wanted)
+    )
+    wrong = Wanted(regex="(a")
+    assert len({*tried(target, wrong, FINE, wrong, FINE)}) == 2
+    assert made == [wrong, FINE]
+
+
+def test_few_requests_wait_for_the_trials_of_others(target, monkeypatch):
+    monkeypatch.setattr(trials, "MOST_WAITING", 1)
+
+    async def run():
+        own = GrammarTrials(target, 5)
+        first = asyncio.create_task(own.check(FINE))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await own.check(Wanted(regex="a"))
+        await first
+        await own.check(Wanted(regex="a"))
+        await own.close()
+        return caught.value
+
+    error = asyncio.run(run())
+    assert (error.status, error.code) == (429, "queue_full")
+
+
+def test_a_cancelled_request_leaves_no_trial_behind(target):
+    async def run():
+        own = GrammarTrials(target, 60)
+        await own.check(FINE)
+        process = own._process
+        assert process is not None
+        waits = asyncio.create_task(own.check(DEADLY["time"]))
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert await process.wait() == -signal.SIGKILL
+        await own.check(Wanted(regex="a"))
+        await own.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.wide
+def test_a_server_is_well_beside_a_hundred_hostile_requests_and_ends_on_a_signal():
+    """`/health` answers within a second while each of them is read, compiled and served."""
+    words = ("--warm-up", "none", "--max-grammar-seconds", "0.5", "--budget", "4", "--drain-seconds", "1")
+    own, slow = Command(*words), []
+    try:
+        with httpx.Client(base_url=own.url, timeout=600) as http, httpx.Client(base_url=own.url) as health:
+            for number, (path, body) in enumerate(HOSTILE):
+                statuses = []
+
+                def ask(path=path, body=body, statuses=statuses):
+                    statuses.append(http.post(path, content=body, headers=JSON).status_code)
+
+                asks = threading.Thread(target=ask)
+                asks.start()
+                while True:
+                    began = time.monotonic()
+                    assert health.get("/health").status_code == 200
+                    if (seconds := time.monotonic() - began) > 1:
+                        slow.append((number, body[:80], seconds))
+                    asks.join(0.02)
+                    if not asks.is_alive():
+                        break
+                assert statuses[0] < 500, (body[:80], statuses)
+            assert slow == []
+        # A signal ends the process while one of them is compiled.
+        [body] = [body for _, body in HOSTILE if b"999983" in body and b"json" in body][:1]
+        asks = threading.Thread(target=lambda: _ask_once(own.url, body.replace(b"999983", b"999979")))
+        asks.start()
+        own.process.send_signal(signal.SIGTERM)
+        assert own.process.wait(60) == 0
+        asks.join()
+    finally:
+        own.process.kill()
+        own.process.communicate()
+
+
+def _ask_once(url, body):
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{url}{COMPLETION}", content=body, headers=JSON, timeout=60)
