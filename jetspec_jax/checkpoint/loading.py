@@ -42,7 +42,7 @@ class Target:
         weights: Its parameters, a plain pytree.
         eos_token_ids: Tokens that end a sequence.
         tokenizer: A transformers tokenizer, or None when the checkpoint has none.
-        mesh: The devices that share the weights; None is one.
+        mesh: The devices that share the weights: as for `load_target`.
         copies: The same target on other devices; calls that decode are served by all of them.
         keeper: The engine that decoded last, for the next call; it is freed with the target.
     """
@@ -54,6 +54,10 @@ class Target:
     mesh: Mesh | None = None
     copies: "tuple[Target, ...]" = ()
     keeper: Keeper = field(default_factory=Keeper, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Gives the mesh both of its axes."""
+        _name_axes(self)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -80,7 +84,7 @@ class Head:
     Attributes:
         config: Its geometry.
         weights: Its parameters, a plain pytree.
-        mesh: The devices that share the weights; None is one.
+        mesh: The devices that share the weights: as for `load_target`.
         copies: The same head on the devices of each of a target's copies.
     """
 
@@ -88,6 +92,10 @@ class Head:
     weights: Weights
     mesh: Mesh | None = None
     copies: "tuple[Head, ...]" = ()
+
+    def __post_init__(self) -> None:
+        """Gives the mesh both of its axes."""
+        _name_axes(self)
 
     @property
     def meshes(self) -> Meshes:
@@ -98,6 +106,11 @@ class Head:
         """Its size and what it drafts."""
         attention = "causal" if self.config.causal else "bidirectional"
         return f"Head({_size(self.config.layers)}, block size {self.config.block_size}, {attention})"
+
+
+def _name_axes(model: Target | Head) -> None:
+    if model.mesh is not None:
+        object.__setattr__(model, "mesh", as_mesh(model.mesh))
 
 
 def _size(config: ModelConfig) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jetspec_jax.cache.attention import attend_over
@@ -29,6 +29,7 @@ from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.on_mesh import check_proposer, on_mesh
 from jetspec_jax.decode.proposer import Proposer, taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
+from jetspec_jax.device.mesh import as_mesh
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
@@ -130,8 +131,9 @@ class Round:
             no larger than the bucket.
         adjusts: Whether slots may want masks, biases and penalties: their states have arrays for these.
         logprobs: Whether records tell log-probabilities of what is committed.
-        mesh: The devices that share the models; None is one. What the three parts of a round see is then a
-            device's own part: `on_mesh` makes programs of them.
+        mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one may
+            be missing; None is one device. The three parts of a round then see a device's part of each array:
+            `on_mesh` makes programs of them.
     """
 
     target: ModelConfig
@@ -150,8 +152,12 @@ class Round:
         """Checks the settings.
 
         Raises:
+            TypeError: The mesh is none.
             ValueError: A setting is out of its range.
         """
+        if not isinstance(self.mesh, AbstractMesh | None):
+            # Programs name both axes, and are equal for equal devices.
+            object.__setattr__(self, "mesh", as_mesh(self.mesh))
         if self.bucket not in BUCKETS:
             raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")
         if self.bucket > 1 and self.proposer is None:

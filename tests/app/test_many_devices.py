@@ -12,9 +12,10 @@ from jetspec_jax import LLM, Head, SamplingParams, Target, generate_tree, load_d
 from jetspec_jax.checkpoint import loading
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli import command
+from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.device.groups import meshes_for
 from jetspec_jax.engine import engine as engines
-from tests.decode.tiny import TINY, save_tiny_pair
+from tests.decode.tiny import TINY, head_config, save_tiny_pair
 from tests.meshes import mesh_of, need_devices
 
 MIXTURE = Path(__file__).parents[1] / "families" / "goldens" / "qwen3_moe"
@@ -98,6 +99,23 @@ class TestTokens:
         LLM(folders[0], mesh=one_axis())
         LLM(folders[0])
         assert not [one for one in caplog.records if "devices" in one.message]
+
+
+class TestMeshesOfCallers:
+    """Any mesh whose axes are known, of any type and in any order, is the mesh that programs name."""
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    @pytest.mark.parametrize("axes", [("tensor",), ("expert", "tensor"), ("tensor", "expert")])
+    def test_makes_the_same_decoder_and_the_same_models(self, axes, axis_type):
+        shape = [2 if axis == "tensor" else 1 for axis in axes]
+        mesh = jax.make_mesh(shape, axes, axis_types=(axis_type,) * len(axes), devices=jax.devices()[:2])
+        assert TreeDecoder(TINY, mesh=mesh) == TreeDecoder(TINY, mesh=mesh_of(1, 2))
+        assert Target(TINY, {}, mesh=mesh).mesh == Head(head_config(TINY), {}, mesh).mesh == mesh_of(1, 2)
+
+    def test_an_unknown_axis_is_named(self):
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        with pytest.raises(ValueError, match=r"mesh has the axes \['data'\]"):
+            TreeDecoder(TINY, mesh=mesh)
 
 
 @pytest.mark.usefixtures("no_type_checks")
