@@ -21,6 +21,7 @@ def test_equal_outputs_do_not_part(target):
     assert first_divergence(target, PROMPT, SamplingParams(), [1, 2], (1, 2)) is None
 
 
+@pytest.mark.wide
 def test_the_first_difference_and_the_gap_there(target):
     found = first_divergence(target, PROMPT, SamplingParams(), [5, 6, 7, 8], [5, 6, 9, 9])
     row = np.sort(np.asarray(logits(target, [[*PROMPT, 5, 6]]))[0, -1])

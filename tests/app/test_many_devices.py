@@ -242,6 +242,7 @@ class TestCommands:
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
+    @pytest.mark.wide
     def test_generate(self, folders, expected, capsys):
         words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
         places = ("--tensor-parallel", "2", "--data-parallel", "2")
@@ -251,6 +252,7 @@ class TestCommands:
         if len(jax.devices()) > 4:
             assert f"jetspec-jax: decoding on the first 4 of {len(jax.devices())} devices\n" in err
 
+    @pytest.mark.wide
     def test_tree(self, folders, expected, capsys):
         words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
         places = ("--expert-parallel", "1", "--tensor-parallel", "2")

@@ -208,6 +208,7 @@ def test_the_drawing_of_the_readme_is_what_its_command_draws(capsys):
     np.testing.assert_allclose(found, said, atol=0.1)  # percents and logarithms, rounded
 
 
+@pytest.mark.wide
 def test_json_is_one_object_with_all_rounds_or_one(capsys, llm, traced):
     code, out, _ = run(capsys, *RUN, "--json", PROMPT)
     whole = json.loads(out)

@@ -107,6 +107,7 @@ def rounds(pair, work):
     return follow(pair, work, TreeSettings(16, width=3), implementation="xla")
 
 
+@pytest.mark.wide
 def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
     hits, nodes = {}, {}
     for one in rounds:
@@ -127,6 +128,7 @@ def test_counts_equal_a_plain_loop_over_plain_decoding(texts, rounds):
     assert count_tree(rounds).nodes.sum() == sum((one.trace.depths < 7).sum() for one in rounds)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["depth_rank_histogram", "class_histogram"])
 def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     made = json.loads(json.dumps(tables(rounds, least_share=0.3)))
@@ -159,6 +161,7 @@ def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
     assert min(measured) < 3
 
 
+@pytest.mark.wide
 def test_branches_are_sums_of_plain_forwards(pair, work, texts):
     chains = follow(pair, work, TreeSettings(8, width=3, algorithm="chain"), implementation="xla")
     found = branches_of(chains)
@@ -205,6 +208,7 @@ def folder(pair, work, tmp_path_factory):
     return folder
 
 
+@pytest.mark.wide
 def test_the_commands_write_reports_and_pictures(folder):
     table, report = (json.loads((folder / f"{name}.json").read_text()) for name in ("profile", "diagnose"))
     assert len(Profile.parse(table).depth_rank_accept[0]) == 3

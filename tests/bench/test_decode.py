@@ -87,6 +87,7 @@ def measured(tmp_path_factory, tiny_pair, compiled):
 
 
 class TestReport:
+    @pytest.mark.wide
     def test_all_methods_are_compared_with_plain_decoding(self, measured):
         report = read(measured)
         rows = {(row["temperature"], row["method"]): row for row in report["rows"]}

@@ -74,6 +74,7 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path):
     assert (tmp_path / "out" / "ledger.png").stat().st_size > 10_000
 
 
+@pytest.mark.wide
 def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair):
     code, report = run(tmp_path / "ledger.json", "--dtypes", "float32", "--temperatures", "0")
     assert code == 1
@@ -90,6 +91,7 @@ def test_a_mistake_is_listed_and_is_the_exit_code(tmp_path, capsys, broken, pair
     assert repr(entry["token_text"]) in out
 
 
+@pytest.mark.wide
 def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
     held = []
 
@@ -106,6 +108,7 @@ def test_a_pair_is_gone_before_the_next_is_loaded(tmp_path, monkeypatch):
     assert report["dtype"] == ["float32", "bfloat16"]
 
 
+@pytest.mark.wide
 def test_two_equally_good_tokens_are_a_tie(tmp_path, broken, monkeypatch):
     row = np.zeros(TINY.vocab_size, np.float32)
     monkeypatch.setattr("jetspec_jax.inspect.exactness.perturbed_logits", lambda *_: row)
@@ -115,6 +118,7 @@ def test_two_equally_good_tokens_are_a_tie(tmp_path, broken, monkeypatch):
     assert (report["rows"][0]["ties"], report["rows"][0]["mistakes"]) == (1, 0)
 
 
+@pytest.mark.wide
 def test_bfloat16_is_listed_and_not_judged(tmp_path, broken):
     code, report = run(tmp_path / "ledger.json", "--dtypes", "bfloat16", "--temperatures", "0")
     assert code == 0
@@ -147,6 +151,7 @@ def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
     assert (rows[0]["token"], rows[0]["plain"]) == ("1 '[/red]:smile:'", "nothing")
 
 
+@pytest.mark.wide
 def test_totals_count_up_to_the_first_difference(tmp_path):
     outputs = [Completion("", list(range(10)), "length", [2, 4], [16, 16])] * 3
     prompts = [text_prompt(f"p:{i}") for i in range(3)]
@@ -187,6 +192,7 @@ def test_a_pair_with_a_key_that_is_to_be_ignored(tmp_path):
     assert own.head.config.num_target_layers == own.target.config.num_layers
 
 
+@pytest.mark.wide
 def test_the_demo_has_500_prompts():
     parser = argparse.ArgumentParser()
     add_pair_arguments(parser, prompts=500, max_tokens=8)

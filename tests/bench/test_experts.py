@@ -38,6 +38,7 @@ def run(path, arguments):
 
 
 class TestCommand:
+    @pytest.mark.wide
     def test_report(self, report_of, capsys):
         words = "--implementation xla --baselines ragged_dot --dtypes float32 --rows 1 --repeats 1 --seed 3"
         report = report_of("kernel", f"--operation experts {words}")

@@ -43,6 +43,7 @@ def plant(monkeypatch, change):
 
 
 class TestReport:
+    @pytest.mark.wide
     def test_every_case_has_a_time_and_a_floor(self, report_of):
         report = report_of("kernel", "--implementation xla --repeats 2 --seed 3 --batch 2")
         assert report["implementation"] == "xla"

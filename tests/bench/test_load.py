@@ -105,6 +105,7 @@ def test_all_parts_of_a_tiny_shape(report_of):
     assert report["tokens_checked"] == 2 * 48  # plainly, and with trees
 
 
+@pytest.mark.wide
 def test_outputs_that_differ_are_an_error(pair, monkeypatch):
     prompts = [([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))]
     expected = traffic.check_outputs(pair, [], prompts, 64)

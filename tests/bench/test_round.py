@@ -56,6 +56,7 @@ def made_up_times(monkeypatch):
 
 
 class TestReport:
+    @pytest.mark.wide
     def test_every_case_has_its_phases_floors_and_host_work(self, report_of, capsys):
         report = report_of(
             "round",
@@ -190,6 +191,7 @@ class TestReport:
 
 
 class TestMeasuring:
+    @pytest.mark.wide
     def test_phases_in_a_row_are_a_round(self):
         """However often each is repeated."""
         case = RoundCase(batch=2, context=70, budget=16, algorithm="hybrid")

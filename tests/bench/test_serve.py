@@ -142,6 +142,7 @@ def rounds_of():
     return RecordedRounds([json.loads((RESULTS / name).read_text()) for name in RECORDED])
 
 
+@pytest.mark.wide
 def test_overload_and_a_whole_report(report_of):
     """Twelve come at once to one slot and two places: the others are told when to come again."""
     llm, _ = replaying(1, 1, 2)

@@ -200,6 +200,7 @@ class TestType:
 
 
 class TestMemory:
+    @pytest.mark.wide
     def test_one_copy_of_the_weights(self, tmp_path):
         """What Python and NumPy hold at most: all weights once, and a few tensors on their way."""
         raw = {**UNTIED, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024}

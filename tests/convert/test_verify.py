@@ -58,6 +58,7 @@ class TestRight:
             assert (found.differing, found.differing_files) == ((), ())
             assert found.parameters == {"target": 19, "head": 11}[name]
 
+    @pytest.mark.wide
     def test_with_a_target_of_either_layout(self, pair):
         for target in ("target", "target-orbax"):
             found = verify(pair / "head", pair / "head-orbax", target=pair / target)
@@ -86,6 +87,7 @@ class TestRight:
         # Without the word the change of type is a difference.
         assert not verify(source, tmp_path / "rounded").ok
 
+    @pytest.mark.wide
     def test_the_outputs_are_the_models(self, pair):
         """What is compared is what the library computes, so that a difference there shows here."""
         target = load_target(pair / "target", dtype="float32")

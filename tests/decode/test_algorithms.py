@@ -12,6 +12,7 @@ from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import BUCKETS, Algorithm, Plan, algorithm_names, get_algorithm
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import SLIDING, TinyEngine, random_head, random_target, serve
+from tests.marks import wide
 
 ORACLE = OracleProposer(SLIDING.vocab_size)
 NEW_TOKENS = 24
@@ -27,6 +28,10 @@ def target():
     return random_target(SLIDING, 0)
 
 
+# The default, the chain, one with caps, and the one that changes buckets.
+IN_SHORT = ("top_nodes", "chain", "task_router", "auto")
+
+
 @pytest.fixture(scope="module")
 def plain(target):
     free = [
@@ -38,7 +43,7 @@ def plain(target):
     return [completion.token_ids for completion in generate(target, PROMPTS, free)]
 
 
-@pytest.mark.parametrize("name", algorithm_names())
+@pytest.mark.parametrize("name", [name if name in IN_SHORT else wide(name) for name in algorithm_names()])
 def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, name, monkeypatch):
     """The oracle hides what follows among decoys, so that paths are deep and branch."""
     # Rounds of one price: what they take here must not keep "auto" from trees.
@@ -60,6 +65,7 @@ def test_trees_of_every_algorithm_give_plain_decoding_s_tokens(target, plain, na
     assert max(length for completion in completions for length in completion.accept_lengths) > 1
 
 
+@pytest.mark.wide
 def test_routing_is_each_request_s_own(target):
     """Of a math prompt a chain is drafted, of a chat a tree, in one batch and one program."""
     head = random_head(SLIDING, 1)

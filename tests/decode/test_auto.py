@@ -146,6 +146,7 @@ def test_the_choice_follows_what_is_accepted(target, head, oracle):
     assert good.token_ids == bad.token_ids == plain[0][:200]
 
 
+@pytest.mark.wide
 def test_nothing_compiles_after_a_first_request(target, head, monkeypatch):
     """Whatever was chosen for it, and in other engines of the same kind, which are not timed again."""
     monkeypatch.setattr(round_costs, "REPEATS", 1)

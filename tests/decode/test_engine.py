@@ -80,6 +80,7 @@ def tau(completions):
 # Pages
 
 
+@pytest.mark.wide
 def test_no_slot_is_longer_than_its_pages(oracle_engine):
     """A slot that has ended is attended over while others decode, and what it overshot lies on no page."""
     prompts, params = [prompt_of(38), prompt_of(41)], [sampled(0, max_tokens=26), sampled(1, max_tokens=80)]

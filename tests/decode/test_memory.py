@@ -146,6 +146,7 @@ def held_by_each(tree):
     return list(held.values())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("parts", [2, wide(4)])
 def test_the_workspace_of_a_device_is_at_least_what_xla_reserves(parts):
     config = dataclasses.replace(TINY, vocab_size=8192)
@@ -187,6 +188,7 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("chunk", "config"),
     [((1, 1024), TINY), ((4, 128), TINY), wide((1, 1024), HYBRID), wide((4, 128), HYBRID)],
@@ -215,6 +217,7 @@ WANTS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("part", WANTS)
 def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     """When an engine is made for them, and when one that there is gets them."""
@@ -243,6 +246,7 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
         assert parts["adjustments of 2 x 64 tokens"] == 2 * array_bytes(adjust)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("wants", [wide((True, False)), wide((False, True)), (True, True)], ids=str)
 def test_the_workspace_of_what_requests_want(wants):
     config = dataclasses.replace(TINY, vocab_size=8192)
@@ -374,6 +378,7 @@ def llm():
     return LLM(random_target(TINY, 0))
 
 
+@pytest.mark.wide
 def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
     alone = [llm.generate([[i, 1]], SHORT)[0] for i in (1, 2)]
     decoder = llm.target.keeper.engine.plan.decoder

@@ -15,6 +15,7 @@ from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, bind, weights_of
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import TINY, head_config, random_head, random_target, with_windows
+from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
 CONFIG = with_windows(TINY, 6, None)
@@ -75,7 +76,7 @@ def assert_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-@pytest.mark.parametrize("kind", ["plain", "plain beside a head", "head", "oracle"])
+@pytest.mark.parametrize("kind", [wide("plain"), "plain beside a head", wide("head"), "oracle"])
 def test_a_round_launched_apart(target, sequences, kind):
     """Three programs give the state and the record of the one that they make together, bit for bit."""
     head = random_head(CONFIG, 4)
@@ -124,7 +125,7 @@ def test_the_proposer_is_shown_every_committed_token_once_and_in_order(target, s
         assert np.isnan(shown[length:]).all()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [wide(1), 2])
 @pytest.mark.parametrize(
     ("program", "bucket"), [("plain", 1), ("decode", 1), ("decode", 16), ("prefill", 16)]
 )

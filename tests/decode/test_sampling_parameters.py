@@ -141,6 +141,7 @@ def come_and_go():
     return prompts, params
 
 
+@pytest.mark.wide
 def test_requests_that_come_and_go(target, head):
     """They take over each other's slots, make room for longer words, lose their slots and go on."""
     prompts, params = come_and_go()

@@ -87,6 +87,7 @@ def same(deltas, expected):
     assert "".join(delta.text for delta in deltas) == expected.text
 
 
+@pytest.mark.wide
 def test_many_at_once_get_what_each_gets_alone(llm, models):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 64, int(rng.integers(1, 30))).tolist() for _ in range(24)]

@@ -152,6 +152,7 @@ def test_a_call_from_inside_of_a_wait(llm, expected, monkeypatch):
     assert inside == [expected[1:3]]
 
 
+@pytest.mark.wide
 def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
     llm = LLM(*pair, **{**TREE, "max_slots": 2})
     llm.warm_up()
@@ -164,6 +165,7 @@ def test_after_the_warm_up_nothing_compiles_with_any_copy(pair):
     assert seen == []
 
 
+@pytest.mark.wide
 def test_callers_of_a_loop_are_served_by_all_copies(pair, expected, served):
     """Also those of a call, and one leaves; nothing compiles, and the figures are those of both."""
     beside, params = LLM(*pair, **TREE), params_of(LENGTHS)

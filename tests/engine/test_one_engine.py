@@ -137,6 +137,7 @@ def test_beside_an_open_stream_others_get_engines_of_their_own(target, head, exp
     assert (stream.completion.token_ids, stream.completion.text) == (expected, text)
 
 
+@pytest.mark.wide
 def test_beside_a_stream_s_engine_that_is_too_small():
     config = dataclasses.replace(CONFIG, max_position_embeddings=4096)
     llm = LLM(random_target(config, 0, tokenizer=word_tokenizer(64)), **TREE)

@@ -74,6 +74,7 @@ def serve_waves(engine, asked):
     return served
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [

@@ -54,6 +54,7 @@ def test_many_chunks_of_a_recurrence(family, target):
     assert_rounded(logits(target, LONG_IDS)[LONG_PLACES], long_in_float64(family))
 
 
+@pytest.mark.wide
 @EACH_PART
 @pytest.mark.parametrize(
     "sizes", [wide((1,) * 33), (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"]

@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from jetspec_jax.checkpoint.reading import read_headers, read_weights
@@ -9,6 +10,7 @@ from jetspec_jax.config import parse_model_config
 from tests.families.goldens import FOLDER
 
 
+@pytest.mark.wide
 def test_what_is_written_is_what_was_read(family, tmp_path):
     """The text model's tensors as transformers lays them out, bit for bit; what is left unread is gone."""
     golden = FOLDER / family

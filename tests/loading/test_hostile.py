@@ -135,6 +135,7 @@ class TestBounds:
         (folder / "config.json").write_text(raw)
         refused(folder, f"{key} must be a positive number", "config.json")
 
+    @pytest.mark.wide
     def test_the_most_layers(self, folder):
         """As many as are read at all are still held against the files in seconds."""
         (folder / "config.json").write_text(json.dumps({**V4, "num_hidden_layers": 512}))

@@ -155,6 +155,7 @@ def test_interpreted(case):
         np.testing.assert_allclose(own, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("no_type_checks")
 def test_the_loop_lowers_for_cuda(monkeypatch):
     """As many launches as on one device, but for the filters, which have no kernel for parts.

@@ -89,6 +89,7 @@ def hold(tmp_path):
     return file
 
 
+@pytest.mark.wide
 def test_sigterm_lets_eight_streams_end(folder, hold):
     words = ("--max-num-seqs", "8", "--dtype", "float32", "--warm-up", "none")
     command = Command(folder, *words, "--drain-seconds", str(PATIENCE), held=(hold, 8))

@@ -107,6 +107,7 @@ def test_a_prompt_of_before_is_cached(client):
     assert again.choices[0].text == first.choices[0].text
 
 
+@pytest.mark.wide
 def test_every_sampling_parameter_arrives(client, alone):
     extra = {
         "top_k": 20,

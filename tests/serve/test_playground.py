@@ -162,6 +162,7 @@ def test_rounds_are_the_text_of_plain_decoding(http, alone, sampled):
     check(watched(http, **sampled), whole)
 
 
+@pytest.mark.wide
 def test_paths_of_several_tokens_are_the_text_too():
     llm, params = LLM(budget=16), SamplingParams(max_tokens=40)
     traced = Traces(llm, 1).begin(read_prompt(llm.target, PROMPT), params, None)
@@ -171,6 +172,7 @@ def test_paths_of_several_tokens_are_the_text_too():
     assert len(rounds) < 20
 
 
+@pytest.mark.wide
 def test_the_api_tells_the_same_rounds(http):
     asked = {**ASKED, "stream": True, "return_rounds": True}
     with http.stream("POST", "/v1/completions", json={**asked, "budget": 1}) as response:

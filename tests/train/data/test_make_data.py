@@ -102,6 +102,7 @@ class TestRegenerate:
         make(tmp_path, target, prompts, shard_documents=shard_documents, slots=slots)
         assert [d.tokens.tolist() for d in read(tmp_path)] == [d.tokens.tolist() for d in read(made)]
 
+    @pytest.mark.wide
     def test_a_draft_head_changes_nothing(self, made, target, prompts, tmp_path):
         make(tmp_path, target, prompts, head=random_head(TINY, 1), tree=TreeSettings(16, 3))
         assert contents(tmp_path) == contents(made)

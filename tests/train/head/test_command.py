@@ -81,6 +81,7 @@ def trained(folder):
     return folder / "work"
 
 
+@pytest.mark.wide
 def test_a_head_from_documents(trained, folder):
     target = load_target(folder / "target", dtype="float32")
     config = load_draft_head(trained / "draft_head", dtype="float32", target=target).config
@@ -138,6 +139,7 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     assert "fit.learning_rate: 0.001 there, 1e-05 here" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_head_that_did_not_become_better_is_kept_and_said_so(trained, folder, tmp_path, capsys):
     begun = trained / "draft_head"
     recipe = tmp_path / "again.toml"

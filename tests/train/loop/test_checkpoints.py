@@ -79,7 +79,7 @@ DAMAGES = {
     "no-state": lambda place: shutil.rmtree(place / "state"),
     "empty-folder": empty,
 }
-IN_SHORT = ("flipped-bit", "no-metadata", "no-host", "empty-folder")
+IN_SHORT = ("flipped-bit", "no-host")
 
 
 @pytest.mark.parametrize("damage", [name if name in IN_SHORT else wide(name) for name in DAMAGES])

@@ -135,6 +135,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, tmp_path, looks):
     same(trained, whole[1])
 
 
+@pytest.mark.wide
 def test_what_is_drawn_on_the_device_goes_on_too(tmp_path):
     with pytest.raises(OutOfTime):
         run(tmp_path / "stopped", StopAfter(8), batches=DrawnOnDevice())
@@ -149,6 +150,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.wide
 def test_a_run_that_died_in_an_evaluation_goes_on_from_its_last_checkpoint(whole, tmp_path):
     calls = []
 
@@ -212,6 +214,7 @@ def test_the_first_of_the_highest_scores_is_kept(tmp_path):
     assert (best.step, best.score) == (12, -1.0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("after", "wanted"),
     [
