@@ -18,6 +18,8 @@ from jetspec_jax.models import bind
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.tiny import HYBRID, TinyEngine, random_head, random_target, serve
 from tests.decode.waves import serve_waves, with_nan
+from tests.families.goldens import LONG_IDS, LONG_PLACES, golden_target, long_in_float64
+from tests.float64 import Reference, assert_rounded
 from tests.marks import wide
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -31,40 +33,30 @@ def target():
     return random_target(CONFIG, 7)
 
 
-def test_a_prompt_in_chunks_of_any_size():
-    """The states and the next token are those of the whole prompt at once."""
-    attention, recurrent, _ = CONFIG.layers
-    config = dataclasses.replace(CONFIG, layers=(recurrent, attention, recurrent))
-    target = random_target(config, 7)
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 200)).astype(np.int32)
+@pytest.mark.parametrize("size", [128, 7, 1])
+def test_a_prompt_in_chunks_of_any_size(size):
+    """Logits are float64's all along the prompt, so that its states are, too; and stores held NaN before."""
+    golden, length = golden_target("qwen3_5"), 200
     tables = jnp.arange(4, dtype=jnp.int32)[None]
 
     @jax.jit
     def step(stores, slots, tokens, count):
-        model, block = bind(config, target.weights), Block.chain(tokens, num_nodes=count)
+        model, block = bind(golden.config, golden.weights), Block.chain(tokens, num_nodes=count)
         output = model(block.tokens, block.positions(slots.lengths), attend_over(stores, slots, block))
-        last = jnp.take_along_axis(output.hidden, count[:, None, None] - 1, axis=1)
         stores = commit(stores, slots, output.stash, chain_path(*tokens.shape), count)
-        return stores, slots._replace(lengths=slots.lengths + count), model.logits(last)
+        return stores, slots._replace(lengths=slots.lengths + count), model.logits(output.hidden)
 
-    found = []
-    for size in (200, 128, 7, 1):
-        slots = Slots.of(tables, jnp.zeros(1, jnp.int32))
-        stores = with_nan(empty_stores(config, 4, PAGE, FLOAT32, slots))
-        for start in range(0, 200, size):
-            count = min(size, 200 - start)
-            chunk = np.resize(tokens[:, start : start + count], (1, size))
-            stores, slots, rows = step(stores, slots, chunk, jnp.full(1, count, jnp.int32))
-        kept = [store for store in stores if isinstance(store, RecurrentStore)]
-        found.append((jax.tree.map(np.asarray, kept), int(rows.argmax())))
-    (whole, token), *others = found
-    assert len(whole) == 2
-    for kept, next_token in others:
-        assert next_token == token
-        # The last layer's inputs come from attention, which rounds chunks of another size in another way.
-        for ours, expected, tolerance in zip(kept, whole, (1e-5, 5e-5), strict=True):
-            np.testing.assert_allclose(ours.state, expected.state, atol=tolerance)
-            np.testing.assert_allclose(ours.rows, expected.rows, atol=tolerance)
+    slots = Slots.of(tables, jnp.zeros(1, jnp.int32))
+    stores, found = with_nan(empty_stores(golden.config, 4, PAGE, FLOAT32, slots)), []
+    for start in range(0, length, size):
+        count = min(size, length - start)
+        chunk = np.resize(LONG_IDS[:, start : start + count], (1, size))
+        stores, slots, rows = step(stores, slots, chunk, jnp.full(1, count, jnp.int32))
+        found.append(np.asarray(rows[:, :count]))
+    found = np.concatenate(found, axis=1)[LONG_PLACES]
+    expected = long_in_float64("qwen3_5")
+    assert found.shape[1] == 13
+    assert_rounded(found, Reference(*(of_all[:, :13] for of_all in expected)))
 
 
 @pytest.mark.parametrize(
