@@ -95,7 +95,7 @@ def test_requests_that_grow_two_live_slots_at_a_time(runner, models):
     assert tokens == expected
     # A dispatch that waits for the compiler, or for a prompt, is not timed.
     assert records[0].seconds is None
-    assert all(0 < record.seconds < 60 for record in records[1:])
+    assert all(record.seconds > 0 for record in records[1:])
     with compilations() as seen:
         again, _ = run(runner, 5)
     assert again == expected
