@@ -122,7 +122,9 @@ def _json(body: bytes) -> Any:
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
-        raise ApiError(400, f"the body is no valid JSON: {error}", code="invalid_json") from error
+        # Python's own words name a setting of this process.
+        said = "an integer has too many digits" if "sys.set_int_max_str_digits" in str(error) else error
+        raise ApiError(400, f"the body is no valid JSON: {said}", code="invalid_json") from error
 
 
 def _no_number(word: str) -> NoReturn:

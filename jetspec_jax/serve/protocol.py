@@ -5,7 +5,7 @@ import json
 from typing import Any, cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from jetspec_jax.serve.errors import ApiError
 from jetspec_jax.serve.settings import ServeSettings
@@ -64,10 +64,11 @@ def protocol_for(settings: ServeSettings) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Says what is wrong in the form of all errors, unless an answer has begun, and closes."""
-            if self.cycle is not None:
+            cycle = cast("RequestResponseCycle | None", self.cycle)
+            if cycle is not None:
                 # Nothing of this request can be read or answered any more.
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
+                cycle.disconnected = True
+                cycle.message_event.set()
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
                 self.transport.close()
                 return

@@ -44,6 +44,7 @@ def refused(response, status, param, *words):
         (b'{"prompt": "a", "temperature": NaN}', "application/json", 400, ["NaN is no number"]),
         (b'{"prompt": "a", "temperature": 1e999}', "application/json", 400, ["beyond all floats"]),
         (b'{"prompt": "a", "seed": -Infinity}', "application/json", 400, ["-Infinity is no number"]),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", 400, ["too many digits"]),
         (b"[" * 100_000, "application/json", 400, ["nested too deeply"]),
         (b'{"prompt": "' + b"a" * 2**23 + b'"}', "application/json", 413, ["4194304 bytes"]),
     ],
