@@ -118,13 +118,27 @@ def _json(body: bytes) -> Any:
         message = f"the body is no valid UTF-8: byte {error.start} is 0x{body[error.start]:02x}"
         raise ApiError(400, message, code="invalid_unicode") from error
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        return read_json(text)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
         # Python's own words name a setting of this process.
         said = "an integer has too many digits" if "sys.set_int_max_str_digits" in str(error) else error
         raise ApiError(400, f"the body is no valid JSON: {said}", code="invalid_json") from error
+
+
+def read_json(text: str, *, strict: bool = True) -> Any:
+    """A JSON value whose numbers are all finite.
+
+    Args:
+        text: The value.
+        strict: Whether strings must escape control characters such as line feeds.
+
+    Raises:
+        ValueError: The text is no such value.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite, strict=strict)
 
 
 def _no_number(word: str) -> NoReturn:

@@ -226,7 +226,7 @@ class ChatWriter:
     def take(self, choice: int, delta: Delta) -> Iterable[dict[str, Any]]:
         """A chunk, unless there is nothing to tell yet."""
         own, last = self._texts[choice], delta.finish_reason is not None
-        told = own.feed(delta.text, last=last)
+        told = own.feed(delta.text, last=last, cut=delta.finish_reason == "length")
         told = {name: value for name, value in told.items() if value}
         if "tool_calls" in told:
             start = own.calls - len(told["tool_calls"])
@@ -255,7 +255,7 @@ class ChatWriter:
         choices = []
         for choice, own in enumerate(completions):
             text = self._texts[choice]
-            told = text.feed(own.text or "", last=True)
+            told = text.feed(own.text or "", last=True, cut=own.finish_reason == "length")
             message: dict[str, Any] = {"role": "assistant", "content": told["content"], "refusal": None}
             if told["reasoning_content"]:
                 message["reasoning_content"] = told["reasoning_content"]

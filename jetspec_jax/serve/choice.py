@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jetspec_jax.serve.parsers import Markers
+from jetspec_jax.serve.calls import Call, Finder, ListedCalls, NamedCall
+from jetspec_jax.serve.harmony import Harmony
+from jetspec_jax.serve.json_calls import JsonCalls
+from jetspec_jax.serve.parsers import MESSAGE_CALLS, Markers
 from jetspec_jax.serve.reasoning import Reasoning
-from jetspec_jax.serve.tools import ListedCalls, NamedCall, TaggedCalls, Tool
+from jetspec_jax.serve.tagged_calls import TaggedCalls
+from jetspec_jax.serve.tools import Tool
 
 
 class ChoiceText:
@@ -37,18 +41,32 @@ class ChoiceText:
         """
         self.calls = 0
         self._reasoning, self._several = Reasoning(markers, begun=begun), several
-        self._finder: TaggedCalls | NamedCall | ListedCalls | None = None
+        self._finder: Finder | None = None
+        self._messages: Harmony | None = None
         if forced is not None:
             self._finder = NamedCall(forced) if forced else ListedCalls()
-        elif parser is not None and tools:
-            self._finder = TaggedCalls(parser, tools)
+        elif parser == MESSAGE_CALLS and tools and markers is not None and markers.messages:
+            self._messages = Harmony(begun=begun, reads_calls=True)
+        elif parser == "hermes" and tools:
+            self._finder = JsonCalls()
+        elif parser in ("qwen3_coder", "qwen3_xml") and tools:
+            self._finder = TaggedCalls(tools)
 
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Takes a piece; gives what is new of "content", "reasoning_content" and "tool_calls"."""
-        reasoning, content = self._reasoning.feed(text, last=last)
-        calls = []
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> dict[str, Any]:
+        """Takes a piece; gives what is new of "content", "reasoning_content" and "tool_calls".
+
+        Args:
+            text: The piece.
+            last: Whether it is the last one.
+            cut: Whether the text ends because it may not be longer.
+        """
+        calls: list[Call] = []
+        if self._messages is not None:
+            reasoning, content, calls = self._messages.feed(text, last=last)
+        else:
+            reasoning, content = self._reasoning.feed(text, last=last)
         if self._finder is not None:
-            content, calls = self._finder.feed(content, last=last)
+            content, calls = self._finder.feed(content, last=last, cut=cut)
         if not self._several:
             calls = calls[: max(0, 1 - self.calls)]
         self.calls += len(calls)

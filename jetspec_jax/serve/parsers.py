@@ -11,13 +11,14 @@ class Markers:
         start: Before it.
         end: After it.
         special: Whether they are special tokens, which are no text unless a request asks for them.
-        without: What stands there instead of ``start`` where there is no reasoning.
+        messages: Whether answers are sequences of messages, in which reasoning may come several times; see
+            `harmony`.
     """
 
     start: str
     end: str
     special: bool = False
-    without: str | None = None
+    messages: bool = False
 
 
 _THINK = Markers("<think>", "</think>")
@@ -28,13 +29,10 @@ REASONING = {
     "deepseek_r1": _THINK,
     "step3": _THINK,
     "gemma4": Markers("<|channel>thought\n", "<channel|>", special=True),
-    "openai_gptoss": Markers(
-        "<|channel|>analysis<|message|>",
-        "<|end|><|start|>assistant<|channel|>final<|message|>",
-        special=True,
-        without="<|channel|>final<|message|>",
-    ),
+    "openai_gptoss": Markers("<|channel|>analysis<|message|>", "<|end|>", special=True, messages=True),
 }
 
-#: Names of ``--tool-call-parser``: JSON in tags, and functions and parameters as tags.
-TOOL_CALLS = ("hermes", "qwen3_coder", "qwen3_xml")
+#: The parser of calls that are messages, which needs the parser of messages.
+MESSAGE_CALLS, MESSAGES = "openai", "openai_gptoss"
+#: Names of ``--tool-call-parser``: JSON in tags, functions and parameters as tags, and messages to functions.
+TOOL_CALLS = ("hermes", "qwen3_coder", "qwen3_xml", MESSAGE_CALLS)

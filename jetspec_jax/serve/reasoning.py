@@ -1,18 +1,15 @@
 """Reasoning at the beginning of an answer, taken apart from the answer while both arrive."""
 
+from jetspec_jax.serve.calls import held
+from jetspec_jax.serve.harmony import Harmony
 from jetspec_jax.serve.parsers import Markers
-
-
-def held(text: str, marker: str) -> int:
-    """Characters at the end of a text that may be the beginning of a marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 class Reasoning:
     """Tells reasoning and answer apart, piece by piece.
 
-    Reasoning stands at the very beginning, once: later markers are text of the answer.
+    Reasoning stands at the very beginning, once: later markers are text of the answer. `Harmony` reads
+    answers that are sequences of messages.
     """
 
     def __init__(self, markers: Markers | None, *, begun: bool = False):
@@ -23,10 +20,19 @@ class Reasoning:
             begun: Whether the prompt has opened it already.
         """
         self._markers, self._text = markers, ""
+        self._messages = Harmony(begun=begun) if markers is not None and markers.messages else None
         self._state = "answer" if markers is None else "reasoning" if begun else "start"
+        # White space before the first marker.
+        self._spaces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """Takes a piece of text; gives what is known now of reasoning and answer."""
+        if self._messages is not None:
+            return self._messages.feed(text, last=last)[:2]
+        if self._state == "start" and not self._text:
+            begun = text.lstrip()
+            self._spaces.append(text[: len(text) - len(begun)])
+            text = begun
         self._text += text
         reasoning = ""
         if self._state == "start":
@@ -47,11 +53,8 @@ class Reasoning:
     def _begin(self, last: bool) -> None:
         """Finds out what comes, as far as the text so far tells."""
         assert self._markers is not None
-        start, without = self._markers.start, self._markers.without
-        text = self._text.lstrip()
-        if text.startswith(start):
-            self._text, self._state = text[len(start) :], "reasoning"
-        elif without is not None and text.startswith(without):
-            self._text, self._state = text[len(without) :], "answer"
-        elif last or not any(marker.startswith(text) for marker in (start, without) if marker is not None):
-            self._state = "answer"
+        start = self._markers.start
+        if self._text.startswith(start):
+            self._text, self._state = self._text.removeprefix(start), "reasoning"
+        elif last or not start.startswith(self._text):
+            self._text, self._state = "".join(self._spaces) + self._text, "answer"

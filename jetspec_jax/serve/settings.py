@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
-from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
+from jetspec_jax.serve.parsers import MESSAGE_CALLS, MESSAGES, REASONING, TOOL_CALLS
 
 #: Who is served first: as they come, or by the ``priority`` of a request.
 POLICIES = ("fcfs", "priority")
@@ -112,6 +112,8 @@ class ServeSettings:
             if (value := getattr(self, name)) not in words:
                 known = ", ".join(str(word) for word in words if word is not None)
                 raise ValueError(f"{name} must be one of {known}, not {shown(value)}")
+        if self.tool_call_parser == MESSAGE_CALLS and self.reasoning_parser != MESSAGES:
+            raise ValueError(f"tool_call_parser {MESSAGE_CALLS} needs reasoning_parser {MESSAGES}: give both")
         if self.max_requests_per_key is not None and not self.api_key:
             raise ValueError("max_requests_per_key needs keys to tell clients apart: give some as api_key")
 

@@ -1,0 +1,157 @@
+"""Calls as JSON in tags: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+
+import re
+
+from jetspec_jax.serve.calls import Call, Spaced, described_call, held, read_value
+from jetspec_jax.serve.pieces import Pieces
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# Characters that decide: outside of strings, where JSON also has words and numbers, and within.
+_OUTSIDE, _INSIDE = re.compile(r"[^\s\w,:.+-]"), re.compile(r'["\\]')
+
+
+class JsonCalls:
+    """Finds calls as JSON objects in tags; what is no call stays text.
+
+    An object ends at its last bracket, so its strings may hold the tags, and the closing tag may be missing.
+    The last bracket before a closing tag may be missing, too. Several objects may stand between two tags.
+
+    An object that breaks off is read again for tags. That still takes linear time: an object breaks off at a
+    "<" outside of its strings, and of two objects that both reach a later tag one is outside there. So no
+    character is part of more than two objects that break off.
+    """
+
+    def __init__(self) -> None:
+        """Begins before the first piece of text."""
+        self._pieces, self._spaced = Pieces(), Spaced()
+        self._object: _Object | None = None
+        self._opened, self._closing = "", False
+
+    def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+        """As `Finder.feed`."""
+        pieces, shown, calls = self._pieces, [], []
+        pieces.feed(text)
+        more = True
+        while more:
+            if self._closing:
+                more = self._close(last)
+            elif self._object is None:
+                more = self._search(shown, last)
+            else:
+                more = self._read(shown, calls, last)
+        return "".join(shown), calls
+
+    def _search(self, shown: list[str], last: bool) -> bool:
+        """Shows text up to the next tag; False where there is none yet."""
+        pieces = self._pieces
+        place = pieces.text.find(_OPEN, pieces.place)
+        end = (
+            place
+            if place >= 0
+            else len(pieces.text) - (0 if last else held(pieces.text[pieces.place :], _OPEN))
+        )
+        shown.append(self._spaced.text(pieces.read(end)))
+        if place >= 0:
+            self._begin(_OPEN)
+        elif last:
+            shown.append(self._spaced.end())
+        return place >= 0
+
+    def _begin(self, opened: str) -> None:
+        """An object may begin here, after a tag."""
+        self._pieces.mark()
+        self._pieces.read(self._pieces.place + len(opened))
+        self._object, self._opened = _Object(), opened
+
+    def _read(self, shown: list[str], calls: list[Call], last: bool) -> bool:
+        """Reads the object after a tag; False where its end is not there yet."""
+        pieces, own = self._pieces, self._object
+        assert own is not None
+        pieces.place = own.read(pieces.text, pieces.place)
+        missing = ""
+        if own.depth == 1 and own.broken:
+            rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
+            if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
+                return False
+            missing = "}" if rest == _CLOSE else ""
+        if not (own.broken or own.whole or last):
+            return False
+        call = None
+        if own.whole or missing:
+            value = read_value(pieces.marked()[len(self._opened) :] + missing)
+            # Where the last bracket is missing, the arguments might be missing, too.
+            given = isinstance(value, dict) and not value.keys().isdisjoint(("arguments", "parameters"))
+            call = described_call(value) if given or not missing else None
+        self._object = None
+        if call is None:
+            pieces.rewind(len(self._opened))
+            shown.append(self._spaced.text(self._opened))
+        else:
+            pieces.rewind(pieces.since_mark(pieces.place))
+            self._spaced.call()
+            calls.append(call)
+            self._closing = True
+        return True
+
+    def _close(self, last: bool) -> bool:
+        """Skips the closing tag after a call; False where it is not there yet."""
+        pieces = self._pieces
+        rest = pieces.text[pieces.place :]
+        pieces.place += len(rest) - len(rest.lstrip())
+        rest = pieces.text[pieces.place : pieces.place + len(_CLOSE)]
+        if rest != _CLOSE and _CLOSE.startswith(rest) and not last:
+            return False
+        # A text may also end within the tag.
+        if _CLOSE.startswith(rest):
+            pieces.read(pieces.place + len(rest))
+        elif rest.startswith("{"):
+            self._begin("")
+        self._closing = False
+        return True
+
+
+class _Object:
+    """Finds the end of a JSON object without reading what is in it.
+
+    Attributes:
+        depth: Brackets that are open.
+        whole: Whether the last one is closed.
+        broken: Whether something stands there that no JSON object has.
+    """
+
+    def __init__(self) -> None:
+        """Begins before the object."""
+        self.depth, self.whole, self.broken = 0, False, False
+        self._in_string = self._escaped = False
+
+    def read(self, text: str, place: int) -> int:
+        """Reads on from a place; gives the place after the object, or where it is broken, or the end."""
+        self.broken = False
+        while place < len(text):
+            if self._escaped:
+                self._escaped = False
+                place += 1
+                continue
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, place)
+            if self.depth == 0 and text[place : found.start() if found else None].strip():
+                self.broken = True
+                return place
+            if found is None:
+                return len(text)
+            place, sign = found.start(), found[0]
+            if sign == '"' and self.depth:
+                self._in_string = not self._in_string
+            elif sign == "\\" and self._in_string:
+                self._escaped = True
+            elif sign == "{" or (sign == "[" and self.depth):
+                self.depth += 1
+            elif sign in "]}" and self.depth:
+                self.depth -= 1
+                if self.depth == 0:
+                    self.whole = True
+                    return place + 1
+            else:
+                self.broken = True
+                return place
+            place += 1
+        return place

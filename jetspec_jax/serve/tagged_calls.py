@@ -1,0 +1,187 @@
+"""Calls in tags: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``."""
+
+import re
+from collections.abc import Sequence
+
+from jetspec_jax.serve import tag_reader as tags
+from jetspec_jax.serve.calls import Call, Spaced, call_with, held
+from jetspec_jax.serve.pieces import Pieces
+from jetspec_jax.serve.tag_reader import Tag, TagReader
+from jetspec_jax.serve.tools import Tool
+from jetspec_jax.serve.typed_values import ObjectSchema
+
+# The names of tags have a bound, so that a search takes linear time.
+_LONGEST_NAME = 128
+_FIXED = tags.OPEN, tags.CLOSE, tags.FUNCTION_END, tags.PARAMETER_END
+_NAMED = tags.FUNCTION, tags.PARAMETER
+_TAG = re.compile(rf"({'|'.join(_FIXED)})|({'|'.join(_NAMED)})([^<>\n]{{1,{_LONGEST_NAME}}})>")
+# Calls that the end of the text may leave open: each makes the rest be read again.
+_MOST_OPEN = 8
+
+
+class TaggedCalls:
+    """Finds calls in tags; `tag_reader` says which tags are structure. What is no call stays text.
+
+    A call may lack its ``<tool_call>`` if it names a tool and is neither in a fenced block nor after a quote.
+    Reading takes linear time: a call that fails does so at its first tags, or at the end of the text.
+    """
+
+    def __init__(self, tools: Sequence[Tool]):
+        """Begins before the first piece of text."""
+        self._schemas = {tool.function.name: ObjectSchema(tool.function.parameters) for tool in tools}
+        self._pieces, self._spaced, self._lines = Pieces(), Spaced(), _Lines()
+        self._reader: TagReader | None = None
+        self._open_left = _MOST_OPEN
+        self._shown: list[str] = []
+        self._calls: list[Call] = []
+
+    def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+        """As `Finder.feed`."""
+        self._pieces.feed(text)
+        while self._step(last):
+            pass
+        while last and self._reader is not None:
+            self._finish(self._reader, cut)
+            while self._step(last):
+                pass
+        if last:
+            self._shown.append(self._spaced.end())
+        shown, self._shown = self._shown, []
+        calls, self._calls = self._calls, []
+        return "".join(shown), calls
+
+    def _step(self, last: bool) -> bool:
+        """Reads text and the tag after it; False where there is no whole tag."""
+        pieces, reader = self._pieces, self._reader
+        found = _TAG.search(pieces.text, pieces.place)
+        unread = _held(pieces.text, pieces.place)
+        if last and not (reader is not None and _closes(reader, pieces.text[len(pieces.text) - unread :])):
+            unread = 0
+        text = pieces.read(found.start() if found else len(pieces.text) - unread)
+        if reader is None:
+            self._show(text)
+        else:
+            reader.text(text)
+            if reader.over:
+                self._settle(reader)
+                return True
+        if found is None:
+            return False
+        kind, name = found[1] or found[2], (found[3] or "").strip()
+        if reader is None and not (kind == tags.OPEN or (kind == tags.FUNCTION and self._may_begin(name))):
+            self._show(pieces.read(found.end()))
+            return True
+        if reader is None:
+            pieces.mark()
+            reader = self._reader = TagReader(self._has_parameter)
+        begin = pieces.since_mark(pieces.place)
+        pieces.read(found.end())
+        tag = Tag(kind, name, begin, pieces.since_mark(pieces.place))
+        if begin or kind != tags.OPEN:
+            reader.tag(tag)
+        if reader.over:
+            self._settle(reader)
+        return True
+
+    def _finish(self, reader: TagReader, cut: bool) -> None:
+        """Ends an open call with the text, which may end in the middle of a closing tag."""
+        pieces = self._pieces
+        end = pieces.since_mark(pieces.place)
+        if rest := pieces.read(len(pieces.text)):
+            if reader.may_end:
+                reader.tag(Tag(tags.CLOSE, "", end, end + len(rest)))
+            else:
+                reader.text(rest)
+        if not reader.over:
+            reader.finish(pieces.since_mark(pieces.place), cut=cut)
+        self._open_left -= 1
+        if reader.failed or not self._open_left:
+            inner = [] if cut or not self._open_left else reader.inner
+            self._give_up(inner[0] if inner else pieces.since_mark(pieces.place))
+        else:
+            self._settle(reader)
+
+    def _settle(self, reader: TagReader) -> None:
+        """Takes a call that has ended, or the first tag of what is none as text."""
+        if reader.end is None:
+            found = _TAG.match(self._pieces.marked())
+            assert found is not None
+            self._give_up(found.end())
+            return
+        text = self._pieces.marked(reader.end)
+        call = self._call(reader, text)
+        if call is None:
+            self._give_up(reader.end)
+            return
+        self._reader = None
+        self._pieces.rewind(reader.end)
+        self._spaced.call()
+        self._lines.last = ""
+        self._calls.append(call)
+
+    def _give_up(self, length: int) -> None:
+        """Shows so many characters of what seemed to be a call, and goes on after them."""
+        self._reader = None
+        text = self._pieces.marked(length)
+        self._pieces.rewind(length)
+        self._show(text)
+
+    def _call(self, reader: TagReader, text: str) -> Call | None:
+        """The call; None where a parameter has two values."""
+        schema, arguments = self._schemas.get(reader.name) or ObjectSchema(None), {}
+        for own in reader.values:
+            written = text[own.begin : own.end].removeprefix("\n")
+            written = written.removesuffix("\n") if own.closed else written.rstrip("\n")
+            value = schema.value(own.key, written)
+            if arguments.setdefault(own.key, value) != value:
+                return None
+        return call_with(reader.name, arguments)
+
+    def _show(self, text: str) -> None:
+        self._lines.feed(text)
+        self._shown.append(self._spaced.text(text))
+
+    def _may_begin(self, name: str) -> bool:
+        """Whether a function's tag begins a call without ``<tool_call>``."""
+        return name in self._schemas and not self._lines.fenced and self._lines.last not in tuple("`'\"")
+
+    def _has_parameter(self, function: str, key: str) -> bool:
+        schema = self._schemas.get(function)
+        return schema is None or schema.lists(key)
+
+
+class _Lines:
+    """What a text is at its end.
+
+    Attributes:
+        fenced: Whether it is within a block between lines that begin with three backticks.
+        last: Its last character.
+    """
+
+    def __init__(self) -> None:
+        self.fenced, self.last, self._begin = False, "", ""
+
+    def feed(self, text: str) -> None:
+        """Takes a piece of text."""
+        for number, line in enumerate(text.split("\n")):
+            before = "" if number else self._begin
+            self._begin = before if len(before) == 3 else (before + line).lstrip()[:3]
+            self.fenced ^= self._begin == "```" != before
+        self.last = text[-1:] or self.last
+
+
+def _held(text: str, place: int) -> int:
+    """Characters at the end of a text, after a place, that may be the beginning of a tag."""
+    begin = text.rfind("<", max(place, len(text) - _LONGEST_NAME - len(tags.PARAMETER)))
+    if begin < 0:
+        return 0
+    rest = text[begin:]
+    name = next((rest[len(own) :] for own in _NAMED if rest.startswith(own)), None)
+    begun = held(rest, *_FIXED, *_NAMED) == len(rest) if name is None else not re.search("[>\n]", name)
+    return len(rest) if begun else 0
+
+
+def _closes(reader: TagReader, text: str) -> bool:
+    """Whether a text is surely the beginning of a tag after the last value."""
+    begun = any(own.startswith(text) for own in (tags.FUNCTION_END, tags.CLOSE))
+    return begun and len(text) > (0 if reader.ended else 1)
