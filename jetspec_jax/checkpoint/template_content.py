@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Iterator
-from typing import ClassVar
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.parser import Parser
 
 # Filters that give a part, or something of each part.
 _OF_PARTS = frozenset(("map", "selectattr", "rejectattr", "select", "reject", "first", "last"))
@@ -15,9 +15,9 @@ _OF_PARTS = frozenset(("map", "selectattr", "rejectattr", "select", "reject", "f
 class _Generation(jinja2.ext.Extension):
     """The ``generation`` block of transformers' templates, read as the statements in it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
