@@ -47,8 +47,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a benchmark; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    """Runs a benchmark; returns the exit code. Without ``argv`` the whole process is the benchmark's."""
+    if argv is not None:
+        return _run(list(argv))
+    try:
+        from jetspec_jax.cli.process import run_program
+
+        return run_program(lambda: _run(sys.argv[1:]), "bench: interrupted")
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

@@ -13,11 +13,6 @@ parameter is made of, and it is listed: towers for images, heads that predict fu
 of older exporters, and files that are neither configs, weights nor the tokenizer's. So a folder that was
 converted there and back holds exactly the tensors of the key tables, in their first form and under their
 first prefix: experts that were fused may be written one by one, and what was MXFP4 is bfloat16.
-The library's functions are `to_orbax`, `to_huggingface` and `verify`; `convert.orbax_io` reads and writes the
-Orbax folders.
+`to_orbax` and `to_huggingface` are in `convert.conversion`, `verify` in `convert.verification`, and
+`convert.orbax_io` reads and writes the Orbax folders.
 """
-
-from convert.conversion import Conversion, to_huggingface, to_orbax
-from convert.verification import Verification, verify
-
-__all__ = ["Conversion", "Verification", "to_huggingface", "to_orbax", "verify"]

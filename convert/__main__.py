@@ -1,134 +1,22 @@
 """``python -m convert SOURCE DESTINATION``: see ``python -m convert --help``."""
 
-import argparse
-import re
 import sys
-from collections.abc import Sequence
-
-from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
-from convert.folders import Checkpoint, locate
-from convert.verification import Verification, check_target, verify
-from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
-from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
-from jetspec_jax.cli.options import add_allow_option, add_ignore_option
-
-# Names that are shown of the tensors left out for one reason; the rest are counted.
-MAX_NAMES = 3
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Converts; returns the exit code: 1 where --verify finds a difference, 2 for every error."""
-    arguments = _parser().parse_args(argv)
+def main() -> int:
+    """Runs the command as the whole program of this process; returns its exit code."""
     try:
-        return _run(arguments)
+        from jetspec_jax.cli.process import run_program
+
+        return run_program(_main, "convert: interrupted")
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"convert: {error}", file=sys.stderr)
-        return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m convert",
-        description="Converts a target or a draft head between Hugging Face safetensors and Orbax. The "
-        "direction follows from what SOURCE is. Every parameter keeps its bits.",
-    )
-    parser.add_argument("source", metavar="SOURCE", help="Hugging Face folder, hub id, or Orbax folder")
-    parser.add_argument("destination", metavar="DESTINATION", help="folder to write; it must not exist")
-    parser.add_argument("--verify", action="store_true", help="read both again and compare bits and outputs")
-    parser.add_argument(
-        "--target", metavar="PATH_OR_ID", help="with --verify of a draft head: the target to draft for"
-    )
-    parser.add_argument(
-        "--dtype",
-        default=STORED,
-        choices=[STORED, *map(str, FILE_DTYPES.values())],
-        help="type of all parameters (default: stored, each as it is); config.json is copied as it is",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help=f"largest safetensors file, as in 500MB or 5GB (default: {MAX_SHARD_BYTES // 10**9}GB)",
-    )
-    add_ignore_option(parser)
-    add_allow_option(parser)
-    return parser
+def _main() -> int:
+    from convert.command import main
 
-
-def _run(arguments: argparse.Namespace) -> int:
-    def found(place: str) -> Checkpoint:
-        ignored, nonfinite = arguments.ignore_config_key, arguments.allow_nonfinite
-        return locate(place, ignore_config_keys=ignored, allow_nonfinite=nonfinite)
-
-    destination, target = arguments.destination, None
-    # All that can be said before the weights are read is said now.
-    shard_bytes = None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size)
-    checkpoint = found(arguments.source)
-    if arguments.target is not None:
-        if not arguments.verify:
-            raise ValueError("--target is used by --verify only")
-        target = check_target(checkpoint, found(arguments.target))
-    if checkpoint.layout == "huggingface":
-        if shard_bytes is not None:
-            raise ValueError("--max-shard-size is about safetensors, and this writes an Orbax folder")
-        done = to_orbax(checkpoint, destination, dtype=arguments.dtype)
-    else:
-        done = to_huggingface(
-            checkpoint,
-            destination,
-            dtype=arguments.dtype,
-            max_shard_bytes=MAX_SHARD_BYTES if shard_bytes is None else shard_bytes,
-        )
-    _report(done)
-    if not arguments.verify:
-        return 0
-    verified = verify(checkpoint, found(destination), target=target, dtype=arguments.dtype)
-    _report_verification(verified, arguments.dtype)
-    return 0 if verified.ok else 1
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a size such as ``500MB`` or ``5GB``, in powers of 1,000.
-
-    Raises:
-        ValueError: It is no such size, or 0.
-    """
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?B|)", text.strip().upper())
-    if match is None or not int(match[1]):
-        raise ValueError(f"a size is a number of bytes, or one with KB, MB, GB or TB, not {text!r}")
-    return int(match[1]) * (UNITS[match[2]] if match[2] != "B" else 1)
-
-
-def _report(done: Conversion) -> None:
-    layout = {"orbax": "an Orbax folder", "huggingface": "a Hugging Face folder"}[done.layout]
-    print(
-        f"{done.destination}: {layout} of the {done.kind}, {done.parameters} parameters, "
-        f"{done.nbytes / 2**20:,.1f} MiB"
-    )
-    for reason, names in done.left_out.items():
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        print(f"left out: {', '.join(names[:MAX_NAMES])}{more} ({reason})")
-
-
-def _report_verification(found: Verification, dtype: str) -> None:
-    rounded = "" if parse_dtype(dtype) is None else f", rounded to {dtype}"
-    if found.differing:
-        print(
-            f"verify: {len(found.differing)} of {found.parameters} parameters differ{rounded}: "
-            f"{', '.join(found.differing)}"
-        )
-    else:
-        print(f"verify: all {found.parameters} parameters are equal, bit for bit{rounded}")
-    if found.differing_files:
-        print(f"verify: these files differ: {', '.join(found.differing_files)}")
-    print(
-        f"verify: {found.compared}: largest difference {found.largest_difference:.3g}, "
-        f"relative {found.relative_difference:.3g}{'' if found.finite else ', and not all are finite'}"
-    )
-    print("verify: passed" if found.ok else "verify: FAILED")
+    return main()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
-from jetspec_jax.generate import generate
+from jetspec_jax.generation import generate
 from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.llm import LLM
 from jetspec_jax.progress import waiting

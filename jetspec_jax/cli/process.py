@@ -3,6 +3,7 @@
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -52,12 +53,22 @@ def hear(told: Callable[[int], object], *signals: signal.Signals) -> None:
         in_main_thread(install)
 
 
-def run_interruptibly(
-    main: Callable[[], int],
-    message: str = "jetspec-jax: interrupted",
-    tell: Callable[[], object] = lambda: None,
-) -> int:
+def run_program(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
+    """Runs a main program as `run_interruptibly` does; also from its end on an interrupt has code 130.
+
+    For the last call of a process: Python no longer raises interrupts afterwards.
+    """
+    try:
+        return run_interruptibly(main, message)
+    finally:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+
+def run_interruptibly(main: Callable[[], int], message: str = "jetspec-jax: interrupted") -> int:
     """Runs a main program in a thread, and waits for it; an interrupt ends the process with code 130.
+
+    Other processes that share the work are told of it.
 
     Python looks for signals only between its own steps and in the main thread, which a compiler may keep for
     minutes; other libraries' callbacks swallow what is raised in them; and Python must not take itself down
@@ -67,7 +78,6 @@ def run_interruptibly(
     Args:
         main: Returns the exit code; what it raises is raised here.
         message: A line for standard error, said on an interrupt.
-        tell: Called then, to tell other processes of it.
     """
     global _asked
     outcome: Future[int] = Future()
@@ -89,8 +99,15 @@ def run_interruptibly(
     except KeyboardInterrupt:
         try:
             os.write(2, f"\n{message}\n".encode())
-            tell()
+            _tell_others()
         finally:  # also on a second interrupt
             os._exit(130)
     finally:
         _asked = None
+
+
+def _tell_others() -> None:
+    # Nothing is imported here: the thread that works may be importing it.
+    joining = sys.modules.get("jetspec_jax.device.joining")
+    if (tell := getattr(joining, "tell_of_interrupt", None)) is not None:
+        tell()

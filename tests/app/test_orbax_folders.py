@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import jetspec_jax.checkpoint
-from convert import to_orbax
+from convert.conversion import to_orbax
 from jetspec_jax.cli import command
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from convert.__main__ import main, parse_size
+from convert.command import main, parse_size
 from tests.convert.checkpoints import DRAFT, UNTIED, files_of, make, random_values, read_raw, shapes_of
 
 FULL_DISK = """
@@ -14,12 +14,12 @@ import json
 import resource
 import sys
 
-import convert.__main__
+import convert.command
 
 for limit, folder, destination in json.loads(sys.argv[1]):
     # No file can grow beyond this, which a program meets as it meets a full disk: a write fails.
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    print(convert.__main__.main([folder, destination]))
+    print(convert.command.main([folder, destination]))
 """
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from convert import orbax_io, to_huggingface, to_orbax
+from convert import orbax_io
+from convert.conversion import to_huggingface, to_orbax
 from convert.orbax_io import read_orbax
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.orbax_arrays import stored_arrays

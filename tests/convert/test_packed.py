@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from convert import to_huggingface, to_orbax, verify
-from convert.verification import differing_files
+from convert.conversion import to_huggingface, to_orbax
+from convert.verification import differing_files, verify
 from jetspec_jax import load_target
 from tests.convert.checkpoints import files_of
 from tests.loading.published import without, write

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert import to_huggingface, to_orbax, verify
-from convert.__main__ import main
+from convert.command import main
+from convert.conversion import to_huggingface, to_orbax
 from convert.orbax_io import read_orbax
+from convert.verification import verify
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from tests.convert.checkpoints import (

@@ -6,7 +6,8 @@ import weakref
 import numpy as np
 import pytest
 
-from convert import to_huggingface, to_orbax, verify
+from convert.conversion import to_huggingface, to_orbax
+from convert.verification import verify
 from jetspec_jax.checkpoint.orbax import OrbaxParameters
 from jetspec_jax.checkpoint.reading import StoredParameters
 from tests.convert.checkpoints import UNTIED, make, random_values, shapes_of

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from convert import __main__ as command
-from convert import outputs, to_huggingface, to_orbax, verification, verify
+from convert import command, outputs, verification
+from convert.conversion import to_huggingface, to_orbax
 from convert.folders import locate
 from convert.orbax_io import read_orbax, write_orbax
+from convert.verification import verify
 from jetspec_jax import draft_logits, load_draft_head, load_target, logits
 from tests.convert.checkpoints import (
     DRAFT,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from convert import to_huggingface, to_orbax
+from convert.conversion import to_huggingface, to_orbax
 from jetspec_jax import (
     CheckpointError,
     DeviceMemoryError,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from convert import orbax_io, to_orbax
+from convert import orbax_io
+from convert.conversion import to_orbax
 from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.checkpoint import reading
 from jetspec_jax.checkpoint.orbax import read_orbax_weights

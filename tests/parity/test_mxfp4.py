@@ -4,7 +4,7 @@ import torch
 import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from convert import to_huggingface, to_orbax
+from convert.conversion import to_huggingface, to_orbax
 from jetspec_jax import load_target, logits
 from jetspec_jax.models.key_table import Key
 from tests.loading.published import write

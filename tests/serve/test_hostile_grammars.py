@@ -144,8 +144,8 @@ def test_a_server_is_well_beside_a_hundred_hostile_requests_and_ends_on_a_signal
                     wrong.append((path, body[:80], statuses[0]))
         assert (slow, wrong) == ([], [])
         # A signal ends the process while grammars wait to be compiled.
-        deadly = {"prompt": "a", "structured_outputs": {"regex": ".*" * 10_000}}
-        bodies = [json.dumps(deadly | {"max_tokens": number}).encode() for number in range(1, 9)]
+        forms = [{"regex": ".*" * (10_000 + number)} for number in range(8)]
+        bodies = [json.dumps({"prompt": "a", "structured_outputs": form}).encode() for form in forms]
         asks = [threading.Thread(target=ask, args=(own.url, COMPLETION, body, [])) for body in bodies]
         for one in asks:
             one.start()

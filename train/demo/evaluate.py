@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.generate import generate, generate_tree
+from jetspec_jax.generation import generate, generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.manifest import HELDOUT, TRAIN

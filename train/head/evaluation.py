@@ -16,7 +16,7 @@ from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.device.sharding import on_one_device
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.generate import generate_tree
+from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Document, Documents

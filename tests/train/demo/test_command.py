@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-import train.__main__
+import train.command
 import train.demo.command
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target, logits
 from tests.train.folders import read
@@ -156,7 +156,7 @@ def test_a_time_limit_ends_cleanly_and_says_what_is_left(recipe, corpus, tmp_pat
         make_pair(recipe, tmp_path, corpus, minutes=0.0)
     monkeypatch.setattr(train.demo.command, "DEMO", recipe)
     arguments = ["demo", "--work", str(tmp_path), "--corpus", str(corpus), "--minutes", "0"]
-    assert train.__main__.main(arguments) == 0
+    assert train.command.main(arguments) == 0
     assert "stopped" in capsys.readouterr().out
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_corpus_is_one_error(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.demo.command, "DEMO", recipe)
     (tmp_path / "Lib").mkdir()
     arguments = ["demo", "--work", str(tmp_path / "w"), "--corpus", str(tmp_path / "Lib")]
-    assert train.__main__.main(arguments) == 2
+    assert train.command.main(arguments) == 2
     assert "is not the corpus tiny: " in capsys.readouterr().err
 
 

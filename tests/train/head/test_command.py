@@ -7,7 +7,7 @@ import pytest
 
 from jetspec_jax import load_draft_head, load_target
 from tests.train.folders import write_target
-from train.__main__ import main
+from train.command import main
 from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
 from train.head.command import NOT_IMPROVED

@@ -1,0 +1,49 @@
+"""The command ``python -m train``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jetspec_jax import enable_compilation_cache
+from jetspec_jax.arguments import printable
+from jetspec_jax.cli.options import join_as_told
+from jetspec_jax.cli.quiet import show_own_log
+from jetspec_jax.device.joining import leave
+from train.ablations import command as ablations
+from train.data import command as data
+from train.demo import command as demo
+from train.head import command as head
+from train.loop.stages import OutOfTime
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    0 is done, or cleanly ended by a time limit; 2 an error; 3 a finished head that is no better than the one
+    that it began as; 130 an interrupt.
+    """
+    show_own_log()
+    parser = argparse.ArgumentParser(prog="python -m train", description="Training of draft heads.")
+    parser.add_argument(
+        "--compilation-cache",
+        default="auto",
+        metavar="DIR|auto|off",
+        help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (data, head, ablations, demo):
+        module.add_command(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        join_as_told(parsed)
+        enable_compilation_cache(parsed.compilation_cache, together=True)
+        return parsed.run(parsed)
+    except OutOfTime as stop:
+        print(f"{stop}; the same command goes on")
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        print(f"train: {printable(str(error))}", file=sys.stderr)
+        leave(str(error), 2)
+        return 2
