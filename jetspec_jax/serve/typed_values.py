@@ -26,8 +26,8 @@ _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False
 _MOST_REFERENCES = 64
 
 
-def _parsed(text: str) -> int | float | list[Any] | dict[str, Any] | None:
-    """A number, an array or an object; None where the text is none."""
+def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
+    """A JSON value but its words; None where the text is none."""
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = read_json(text, strict=False)
@@ -35,7 +35,7 @@ def _parsed(text: str) -> int | float | list[Any] | dict[str, Any] | None:
         with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             # As Python writes them: its words and quotes.
             value = json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
-    return None if isinstance(value, str | bool) else value
+    return value
 
 
 class _Allowed(NamedTuple):
@@ -84,8 +84,9 @@ class ObjectSchema:
         value = _parsed(stripped)
         if isinstance(value, float) and not {"number", "string"} & types and value.is_integer():
             return int(value)
-        known = value is not None and (_NAMES[type(value)] in types or "string" not in types)
-        return value if known else text
+        if types == _ALL or "string" not in types:
+            return text if value is None else value
+        return value if _NAMES[type(value)] in types - {"null", "string"} else text
 
     def lists(self, name: str) -> bool:
         """Whether the schema lists a property, or lists none at all."""
