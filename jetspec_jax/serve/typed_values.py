@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import warnings
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ _NAMES = {
 _ALL = frozenset(_NAMES.values())
 #: As JSON and as Python write them.
 _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
+# Python's syntax tree of a text takes many times its characters in memory.
+_LONGEST_LITERAL = 2**16
 # Different references that are followed: a chain of them may be as long as a body.
 _MOST_REFERENCES = 64
 
@@ -31,8 +34,11 @@ def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = read_json(text, strict=False)
-    if value is None and text[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    if value is None and text[:1] in ("[", "{") and len(text) <= _LONGEST_LITERAL:
+        with (
+            contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError),
+            warnings.catch_warnings(action="ignore"),
+        ):
             # As Python writes them: its words and quotes.
             value = json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
     return value

@@ -64,6 +64,8 @@ DEFINITIONS = {
         ({"type": "object"}, '{"a": 1}', {"a": 1}),
         ({"type": "object"}, "{'a': False}", {"a": False}),
         ({"type": "object"}, "{1, 2}", "{1, 2}"),
+        ({"type": "object"}, r"{'a': '\d'}", {"a": r"\d"}),
+        ({"type": "array"}, "[" + "None," * 100_000 + "]", "[" + "None," * 100_000 + "]"),
         ({"type": "object"}, "[" * 100_000, "[" * 100_000),
         ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
         (ANYTHING, "true", True),
