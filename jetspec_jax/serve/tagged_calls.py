@@ -130,9 +130,7 @@ class TaggedCalls:
         """The call; None where a parameter has two values."""
         schema, arguments = self._schemas.get(reader.name) or ObjectSchema(None), {}
         for own in reader.values:
-            written = text[own.begin : own.end].removeprefix("\n")
-            written = written.removesuffix("\n") if own.closed else written.rstrip("\n")
-            value = schema.value(own.key, written)
+            value = schema.value(own.key, _written(text[own.begin : own.end], own.closed))
             if arguments.setdefault(own.key, value) != value:
                 return None
         return call_with(reader.name, arguments)
@@ -168,6 +166,15 @@ class _Lines:
             self._begin = before if len(before) == 3 else (before + line).lstrip()[:3]
             self.fenced ^= self._begin == "```" != before
         self.last = text[-1:] or self.last
+
+
+def _written(text: str, closed: bool) -> str:
+    """A value without the line ends around it, and the white space before a tag on a line of its own."""
+    text = text.removeprefix("\n")
+    if not closed:
+        return text.rstrip("\n")
+    lines, newline, last = text.rpartition("\n")
+    return lines if newline and not last.strip() else text
 
 
 def _held(text: str, place: int) -> int:

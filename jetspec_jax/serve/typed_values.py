@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import warnings
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
@@ -22,20 +23,25 @@ _NAMES = {
 _ALL = frozenset(_NAMES.values())
 #: As JSON and as Python write them.
 _WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
+# Python's syntax tree of a text takes many times its characters in memory.
+_LONGEST_LITERAL = 2**16
 # Different references that are followed: a chain of them may be as long as a body.
 _MOST_REFERENCES = 64
 
 
-def _parsed(text: str) -> int | float | list[Any] | dict[str, Any] | None:
-    """A number, an array or an object; None where the text is none."""
+def _parsed(text: str) -> int | float | str | list[Any] | dict[str, Any] | None:
+    """A JSON value but its words; None where the text is none."""
     value = None
     with contextlib.suppress(ValueError, RecursionError):
         value = read_json(text, strict=False)
-    if value is None and text[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    if value is None and text[:1] in ("[", "{") and len(text) <= _LONGEST_LITERAL:
+        with (
+            contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError),
+            warnings.catch_warnings(action="ignore"),
+        ):
             # As Python writes them: its words and quotes.
             value = json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
-    return None if isinstance(value, str | bool) else value
+    return value
 
 
 class _Allowed(NamedTuple):
@@ -84,8 +90,9 @@ class ObjectSchema:
         value = _parsed(stripped)
         if isinstance(value, float) and not {"number", "string"} & types and value.is_integer():
             return int(value)
-        known = value is not None and (_NAMES[type(value)] in types or "string" not in types)
-        return value if known else text
+        if types == _ALL or "string" not in types:
+            return text if value is None else value
+        return value if _NAMES[type(value)] in types - {"null", "string"} else text
 
     def lists(self, name: str) -> bool:
         """Whether the schema lists a property, or lists none at all."""

@@ -92,7 +92,10 @@ OUTSIDE = [
     *(("top_p", value, r"\(0, 1\]") for value in (0, -0.0, 1.0001, HUGE)),
     *(("min_p", value, r"\[0, 1\]") for value in (-1e-9, 1.0001, HUGE)),
     *(("top_k", value, "at least -1") for value in (-2, -HUGE)),
-    *(("seed", value, r"0\.\.18446744073709551615") for value in (-1, 2**64, HUGE)),
+    *(
+        ("seed", value, r"-9223372036854775808\.\.18446744073709551615")
+        for value in (-(2**63) - 1, 2**64, -HUGE)
+    ),
     *(("max_tokens", value, "at least 1") for value in (0, -1, -HUGE)),
     *(("n", value, r"1\.\.16384") for value in (0, -1, 16385, HUGE)),
     *(("stop", value, "not empty") for value in ("", ["a", ""])),

@@ -13,11 +13,13 @@ class Scripted(Kept):
     Attributes:
         gate: A semaphore from which each piece of the requests to come takes one; None lets them all pass.
         open: Requests that have not ended.
+        reason: Why texts end.
     """
 
     def __init__(self, target, text="", *, size=3, error=None, gate=None):
         super().__init__(target, max_slots=1)
         self.text, self.size, self.failure, self.gate = text, size, error, gate
+        self.reason = "stop"
         self.asked, self.open, self.warmed = [], 0, []
 
     async def warm_up(self, sampling_params=None):
@@ -37,7 +39,7 @@ class Scripted(Kept):
                 yield Delta(self.text[start : start + self.size], [1])
             if self.failure is not None:
                 raise self.failure
-            whole = Completion(self.text, tokens or [0], "stop", [1] * max(1, len(tokens)), [1], ids)
-            yield Delta("", [], finish_reason="stop", completion=whole)
+            whole = Completion(self.text, tokens or [0], self.reason, [1] * max(1, len(tokens)), [1], ids)
+            yield Delta("", [], finish_reason=self.reason, completion=whole)
         finally:
             self.open -= 1

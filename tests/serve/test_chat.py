@@ -37,6 +37,13 @@ TOOLS = [
     }
 ]
 
+LOOK = [("look", {"x": 1})]
+CUT_CALL = "<function=look>\n<parameter=x>\n1\n</parameter>\n"
+MESSAGE_CALL = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+    '<|constrain|>json<|message|>{"x": 1}'
+)
+
 
 @pytest.fixture(scope="module")
 def scripted():
@@ -209,6 +216,36 @@ def test_calls_are_found_in_the_text(tooled, scripted):
     result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "seen"}
     tooled.chat.completions.create(model=MODEL, messages=[*MESSAGES, message, result], tools=TOOLS)
     assert scripted.asked[-1][0].endswith("[assistant]I look.(look 1)(look 2)[tool]seen[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("parsers", "text", "answers"),
+    [
+        (("qwen3_coder", None), CUT_CALL, {"stop": ("", "", LOOK), "length": (CUT_CALL, "", [])}),
+        (("openai", "openai_gptoss"), MESSAGE_CALL, dict.fromkeys(("stop", "length"), ("", "Hm.", LOOK))),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_calls_in_tags_and_as_messages(scripted, parsers, text, answers):
+    settings = dict(zip(("tool_call_parser", "reasoning_parser"), parsers, strict=True))
+    given = {"messages": MESSAGES, "tools": TOOLS}
+    scripted.text = text
+    with (
+        served(scripted, **settings) as own,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for reason, (content, reasoning, calls) in answers.items():
+            scripted.reason = reason
+            [choice] = client.chat.completions.create(model=MODEL, **given).choices
+            assert choice.message.content == (content or None)
+            assert getattr(choice.message, "reasoning_content", "") == reasoning
+            told = [call.function for call in choice.message.tool_calls or []]
+            assert [(function.name, json.loads(function.arguments)) for function in told] == calls
+            assert choice.finish_reason == ("tool_calls" if calls and reason == "stop" else reason)
+            made = streamed(client, **given)
+            assert (made["content"], made["reasoning_content"]) == (content, reasoning)
+            assert (made["tool_calls"], made["reason"]) == (calls, choice.finish_reason)
+    scripted.reason = "stop"
 
 
 def test_what_is_no_call_stays_text(tooled, scripted):

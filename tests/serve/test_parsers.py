@@ -172,6 +172,10 @@ class TestTags:
             expected = ("", "", [LOOK]) if whole else (text, "", [])
             assert put_together([text], parser="qwen3_coder", cut=True) == expected
 
+    def test_tags_may_be_indented(self):
+        call = TAGGED_CALL.replace("\n<", "\n  <")
+        assert everywhere(call, parser="qwen3_coder") == ("", "", [LOOK])
+
     def test_functions_without_parameters(self):
         for text in ("<function=now>\n</function>", "<tool_call><function=now></tool_call>"):
             assert everywhere(text, parser="qwen3_coder") == ("", "", [("now", {})])
