@@ -11,6 +11,7 @@ thousand times at some tokens and not at all at others.
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 #: Half the distance of 1 from the next float32.
@@ -44,6 +45,25 @@ class Rounding:
         rounded = np.array(x)
         rounded[1:] *= 1 + self._rng.uniform(-UNIT, UNIT, x[1:].shape)
         return rounded
+
+
+def rounding_of(forward, weights, terms):
+    """How far rounding may move each row of a float32 forward's results, where there is no reference.
+
+    The computed product of n terms is the exact one of weights that are off by up to sqrt(n) roundings. So
+    all weights are changed by that much, with random signs: four root mean squares of what that changes.
+    """
+    rng, here = np.random.default_rng(0), forward(weights)
+
+    def changed(weight):
+        signs = rng.choice(np.array([-1, 1], np.float32), weight.shape)
+        return weight * (1 + np.float32(np.sqrt(terms) * UNIT) * signs)
+
+    draws = [forward(jax.tree.map(changed, weights)) for _ in range(SAMPLES)]
+    return [
+        4 * np.sqrt(np.mean([np.abs(own - rows).max(axis=-1) ** 2 for own in others], axis=0))
+        for rows, *others in zip(here, *draws, strict=True)
+    ]
 
 
 class Reference(NamedTuple):
