@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
+from jetspec_jax.checkpoint.gguf.header import is_gguf
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
@@ -20,21 +21,30 @@ OTHER_LAYOUTS = ("*/*.safetensors",)
 
 
 def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local folder of a checkpoint; a hub id's files are downloaded, or found in the hub's cache.
+    """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
 
     Args:
-        path_or_id: A folder or a hub id.
+        path_or_id: A folder, a GGUF file or a hub id.
         patterns: Which files of a hub id to fetch.
 
     Raises:
-        FileNotFoundError: Neither a folder with a ``config.json`` nor a hub id that can be fetched.
+        FileNotFoundError: Neither a folder with a ``config.json``, nor a GGUF file, nor a hub id that can be
+            fetched.
         CheckpointError: The ``config.json`` is no file.
     """
     folder = local_path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
         check_regular(folder / "config.json")
         if not (folder / "config.json").is_file():
+            if files := sorted(path.name for path in folder.glob("*.gguf")):
+                raise FileNotFoundError(
+                    f"{folder} is a folder; name one of its GGUF files: {', '.join(files)}"
+                )
             raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
+        return folder
+    if is_gguf(folder):
+        if not os.path.exists(folder):
+            raise FileNotFoundError(f"{folder}: there is no such file")
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path_or_id)):
         raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
