@@ -9,6 +9,8 @@ from typing import Any
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
 from jetspec_jax.checkpoint.gguf.header import is_gguf
+from jetspec_jax.checkpoint.gguf.smollm2 import NAME as SMOLLM2
+from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
@@ -24,7 +26,7 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
     """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
 
     Args:
-        path_or_id: A folder, a GGUF file or a hub id.
+        path_or_id: A folder, a GGUF file, a hub id, or "smollm2": see `find_smollm2`.
         patterns: Which files of a hub id to fetch.
 
     Raises:
@@ -32,6 +34,8 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
             fetched.
         CheckpointError: The ``config.json`` is no file.
     """
+    if path_or_id == SMOLLM2:
+        return find_smollm2()
     folder = local_path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
         check_regular(folder / "config.json")
@@ -74,7 +78,7 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
         FileNotFoundError: There are no weights, or the hub cannot be reached.
         CheckpointError: A file is corrupt; or the weights are pickled.
     """
-    if folder == local_path(path_or_id) or has_weights(folder):
+    if is_gguf(folder) or folder == local_path(path_or_id) or has_weights(folder):
         return read_headers(folder)
     import huggingface_hub
 

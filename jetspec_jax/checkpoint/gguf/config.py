@@ -63,8 +63,8 @@ def _common(fields: Fields, header: Header) -> Raw:
     fields.only("attention.causal", True, default=True)
     hidden_size = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count", most=MAX_HEADS)
-    default = hidden_size // heads
-    head_dim = fields.integer("attention.key_length", "rope.dimension_count", most=MAX_HEADS, default=default)
+    key = fields.name("attention.key_length", "rope.dimension_count")
+    head_dim = fields.integer(key, most=MAX_HEADS, default=hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         fields.only(key, head_dim, default=head_dim)
     return {
