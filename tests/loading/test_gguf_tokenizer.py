@@ -136,6 +136,7 @@ class TestByteLevel:
             ({"ggml__merges": None}, "merges must be a list"),
             ({"ggml__merges": ["a b", "x"]}, "holds 1 that join no two tokens to a third"),
             ({"ggml__merges": ["d e"]}, "holds 1 that join no two tokens to a third"),
+            ({"chat_template": ["a"]}, "chat_template must be a string, not list"),
             ({"ggml__eos_token_id": 10**6}, "eos_token_id 1000000 lies outside"),
             ({"ggml__eos_token_id": -1}, "eos_token_id must be a token id, not -1"),
             ({"ggml__eos_token_id": "a"}, "eos_token_id must be a token id, not 'a'"),
@@ -202,6 +203,10 @@ class TestSentencePiece:
         for _ in range(100):
             text = "".join(rng.choices(LETTERS + " ", k=rng.randint(1, 30)))
             assert pieces(tokenizer, text) == merged("▁" + text.replace(" ", "▁"), ranks), repr(text)
+
+    def test_scores_are_missing(self):
+        with pytest.raises(ValueError, match="scores are 1, and there are"):
+            tokenizer_of(sentence_piece(0, ggml__scores=[1.0]))
 
     def test_bytes_of_unknown_characters(self):
         tokenizer = tokenizer_of(sentence_piece(0))

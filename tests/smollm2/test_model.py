@@ -13,6 +13,8 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from jetspec_jax import SamplingParams, load_target
+from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.inspect.describe import describe
 from tests.decode.oracle import OracleProposer, plant
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.wide
 GOLDENS = json.loads((Path(__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 PROMPTS, GREEDY = ([golden[key] for golden in GOLDENS] for key in ("prompt", "greedy"))
 TOKENS = len(GREEDY[0])
+PARAMS = [SamplingParams(max_tokens=TOKENS)] * len(PROMPTS)
 CAPACITY = 256
-SLOTS = 8
 #: transformers' own way from GGUF to a tokenizer takes GPT-2's pre-tokenizer here. It differs from SmolLM2's,
 #: which the file names, where digits come after several spaces.
 CUT_OTHERWISE = {14}
@@ -53,8 +55,8 @@ def test_it_is_found_and_described(target):
 
 def test_plain_tokens(target):
     """No two best logits of a golden are nearer than 1e-3: a tie excuses no difference."""
-    engine = TinyEngine(target, settings=PLAIN, slots=SLOTS, capacity=CAPACITY)
-    completions = serve(engine, PROMPTS, [SamplingParams(max_tokens=TOKENS)] * len(PROMPTS))
+    engine = TinyEngine(target, settings=PLAIN, slots=len(PROMPTS), capacity=CAPACITY)
+    completions = serve(engine, PROMPTS, PARAMS)
     assert [completion.token_ids for completion in completions] == GREEDY
 
 
@@ -64,14 +66,14 @@ def test_tokens_of_trees(target):
     engine = TinyEngine(
         target,
         settings=TreeSettings(budget=16, width=3),
-        slots=SLOTS,
+        slots=len(PROMPTS),
         capacity=CAPACITY,
         proposer=Proposer(2**16),
-        proposer_weights=plant(sequences[:SLOTS], CAPACITY),
+        proposer_weights=plant(sequences, CAPACITY),
     )
-    completions = serve(engine, PROMPTS[:SLOTS], [SamplingParams(max_tokens=TOKENS)] * SLOTS)
-    assert [completion.token_ids for completion in completions] == GREEDY[:SLOTS]
-    assert np.mean([length for own in completions for length in own.accept_lengths]) > 2
+    completions = serve(engine, PROMPTS, PARAMS)
+    assert [completion.token_ids for completion in completions] == GREEDY
+    assert np.mean([length for own in completions for length in own.accept_lengths]) > 3
 
 
 def encoded(tokenizer):
@@ -86,6 +88,6 @@ def test_prompts(target):
     """The template with its default system message, and the ids."""
     found = encoded(target.tokenizer)
     assert {number for number, ids in enumerate(found) if ids != PROMPTS[number]} == CUT_OTHERWISE
-    other = load_target("smollm2", dtype="float32").tokenizer
+    other = load_tokenizer(find_smollm2())
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert encoded(other) == PROMPTS

@@ -58,12 +58,15 @@ def special_ids(header: Header) -> dict[str, Any]:
     Raises:
         ValueError: One is no token id.
     """
-    metadata, tokens = header.metadata, header.metadata.get(f"{_KEYS}tokens") or []
-    types = metadata.get(f"{_KEYS}token_type") or [_CONTROL] * len(tokens)
+    metadata = header.metadata
+    tokens = _list(metadata, "tokens", str, [])
+    types = _list(metadata, "token_type", int, [_CONTROL] * len(tokens))
     names = ("eos", "eot", "eom")
     ends = [own for name in names if (own := _id(metadata, f"{name}_token_id")) is not None]
     ends += [
-        tokens.index(own) for own in _ENDS_OF_TURNS if own in tokens and types[tokens.index(own)] == _CONTROL
+        number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if token in _ENDS_OF_TURNS and kind == _CONTROL
     ]
     return {
         "bos_token_id": _id(metadata, "bos_token_id"),
@@ -103,6 +106,9 @@ def read_tokenizer(header: Header) -> Any:
     built.add_tokens([AddedToken(token, normalized=False, special=special) for token, special in added])
     if (count := built.get_vocab_size()) != len(tokens):
         raise ValueError(f"{_KEYS}tokens are {len(tokens)}, and they make a tokenizer of {count}")
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"tokenizer.chat_template must be a string, not {type(template).__name__}")
     import transformers
 
     return transformers.PreTrainedTokenizerFast(
@@ -110,7 +116,7 @@ def read_tokenizer(header: Header) -> Any:
         **_special_tokens(metadata, tokens),
         add_bos_token=metadata.get(f"{_KEYS}add_bos_token", add_bos),
         add_eos_token=metadata.get(f"{_KEYS}add_eos_token", False),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -172,7 +178,10 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizer
         # Gemma's scores are not in the order in which its tokens were merged; their places are.
         scores = {token: -float(number) for token, number in vocab.items()}
     else:
-        scores = dict(zip(tokens, _list(metadata, "scores", float), strict=True))
+        given = _list(metadata, "scores", float)
+        if len(given) != len(tokens):
+            raise ValueError(f"{_KEYS}scores are {len(given)}, and there are {len(tokens)} tokens")
+        scores = dict(zip(tokens, given, strict=True))
     unknown = _special_tokens(metadata, tokens).get("unk_token")
     built = tokenizers.Tokenizer(
         models.BPE(
