@@ -1,4 +1,4 @@
-"""Hugging Face safetensors to and from sharded Orbax, run from a checkout as ``python -m convert``.
+"""Hugging Face safetensors to and from sharded Orbax, and from GGUF: ``python -m convert``, from a checkout.
 
 A Hugging Face folder is what is published and what other engines load. An Orbax folder holds the same
 parameters in the pytree of this library, in chunks that a mesh of devices reads in parallel::

@@ -33,10 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m convert",
-        description="Converts a target or a draft head between Hugging Face safetensors and Orbax. The "
-        "direction follows from what SOURCE is. Every parameter keeps its bits.",
+        description="Converts a target or a draft head between Hugging Face safetensors and Orbax, and a "
+        "target in GGUF to Hugging Face safetensors. The direction follows from what SOURCE is. Every "
+        "parameter keeps its bits; quantised ones are widened to float32, unless --dtype says otherwise.",
     )
-    parser.add_argument("source", metavar="SOURCE", help="Hugging Face folder, hub id, or Orbax folder")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="Hugging Face folder, hub id, Orbax folder or GGUF file"
+    )
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write; it must not exist")
     parser.add_argument("--verify", action="store_true", help="read both again and compare bits and outputs")
     parser.add_argument(

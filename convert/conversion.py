@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import nnx
 
-from convert.folders import Checkpoint, converted_files, locate
+from convert.folders import LAYOUTS, Checkpoint, Layout, converted_files, locate
 from convert.orbax_io import write_orbax
 from jetspec_jax.checkpoint.content import CheckpointError
 from jetspec_jax.checkpoint.files import refuse_existing
@@ -70,7 +70,7 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     checkpoint = _source(source, "huggingface")
     to = parse_dtype(dtype)
     left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
-    arrays, files = checkpoint.opened(to), converted_files(checkpoint.folder)
+    arrays, files = checkpoint.opened(to), converted_files(checkpoint)
     write_orbax(destination, checkpoint.kind, files, nnx.traversals.unflatten_mapping(arrays))
     return _conversion(checkpoint, destination, "orbax", arrays.values(), left_out)
 
@@ -82,10 +82,10 @@ def to_huggingface(
     dtype: str = STORED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
-    """Converts an Orbax folder to a Hugging Face checkpoint in the published layout.
+    """Converts an Orbax folder or a GGUF file to a Hugging Face checkpoint in the published layout.
 
     Args:
-        source: An Orbax folder, or what `locate` found.
+        source: An Orbax folder or a GGUF file, or what `locate` found.
         destination: The folder to write; it must not exist.
         dtype: As for `to_orbax`.
         max_shard_bytes: Tensors of more bytes than this go into several files and an index.
@@ -93,12 +93,14 @@ def to_huggingface(
     Raises:
         FileExistsError: The destination exists.
         FileNotFoundError: There is no such folder.
-        CheckpointError: As for `read_orbax_weights`; or a value is not finite in the type that is named.
-        ValueError: It is no Orbax folder.
+        CheckpointError: As for `read_orbax_weights` and `read_weights`; or a value is not finite in the type
+            that is named.
+        ValueError: It is neither; or tensors of a GGUF file that make up one parameter are of different types
+            and none is named.
         OSError: The destination cannot be written; nothing is left of it.
     """
     refuse_existing(Path(destination))
-    checkpoint = _source(source, "orbax")
+    checkpoint = _source(source, "orbax", "gguf")
     to = parse_dtype(dtype)
     arrays = checkpoint.opened(to)
     save_checkpoint(
@@ -106,7 +108,7 @@ def to_huggingface(
         checkpoint.raw,
         nnx.traversals.unflatten_mapping(arrays),
         dtype=None,
-        extra_files=converted_files(checkpoint.folder),
+        extra_files=converted_files(checkpoint),
         max_shard_bytes=max_shard_bytes,
         config=checkpoint.config,
     )
@@ -125,11 +127,11 @@ def parse_dtype(dtype: str) -> Any:
     return words.get(dtype)
 
 
-def _source(source: str | Path | Checkpoint, layout: str) -> Checkpoint:
+def _source(source: str | Path | Checkpoint, *layouts: Layout) -> Checkpoint:
     checkpoint = locate(source)
-    if checkpoint.layout != layout:
-        names = {"huggingface": "a Hugging Face folder", "orbax": "an Orbax folder"}
-        raise CheckpointError(f"{checkpoint.folder} is {names[checkpoint.layout]}, not {names[layout]}")
+    if checkpoint.layout not in layouts:
+        wanted = " or ".join(LAYOUTS[layout] for layout in layouts)
+        raise CheckpointError(f"{checkpoint.folder} is {LAYOUTS[checkpoint.layout]}, not {wanted}")
     return checkpoint
 
 

@@ -1,8 +1,9 @@
-"""What a folder is: a Hugging Face checkpoint or an Orbax one, a target's or a draft head's."""
+"""What a checkpoint is: a Hugging Face folder, an Orbax one or a GGUF file; a target's or a draft head's."""
 
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,26 @@ from jetspec_jax.checkpoint.content import (
     read_object,
     small_files,
 )
+from jetspec_jax.checkpoint.gguf.config import read_config
+from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
 from jetspec_jax.checkpoint.hub import local_path, resolve
 from jetspec_jax.checkpoint.orbax import MANIFEST, is_orbax, open_orbax
 from jetspec_jax.checkpoint.parts import Parameters
 from jetspec_jax.checkpoint.reading import open_parameters
 from jetspec_jax.checkpoint.tensor_plan import ParameterPath, expected_parameters
+from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models.mxfp4 import without_mxfp4
 
-Layout = Literal["huggingface", "orbax"]
+Layout = Literal["huggingface", "orbax", "gguf"]
+
+#: What people call the layouts.
+LAYOUTS: dict[Layout, str] = {
+    "huggingface": "a Hugging Face folder",
+    "orbax": "an Orbax folder",
+    "gguf": "a GGUF file",
+}
 
 #: Weights that are read here only to say why they are not.
 PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -37,9 +48,9 @@ class Checkpoint:
     """A checkpoint whose config is known to be valid; its weights are not looked at yet.
 
     Attributes:
-        folder: Where it is.
+        folder: Where it is: a folder, or a GGUF file.
         layout: How its weights are stored.
-        raw: Its ``config.json``.
+        raw: Its ``config.json``, or what the metadata of a GGUF file make one hold.
         config: What that says.
         allow_nonfinite: Whether its weights may be NaN or infinite.
     """
@@ -78,10 +89,10 @@ def locate(
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
 ) -> Checkpoint:
-    """Finds a checkpoint: a folder of either layout, or a hub id, whose files are fetched.
+    """Finds a checkpoint: a folder of either layout, a GGUF file, or a hub id, whose files are fetched.
 
     Args:
-        path_or_id: The folder or the hub id; what has been found already is returned as it is.
+        path_or_id: The folder, the file or the hub id; what has been found already is returned as it is.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for.
         allow_nonfinite: Whether weights may be NaN or infinite, which is refused when they are read.
 
@@ -95,8 +106,8 @@ def locate(
     if not os.path.isdir(folder):
         folder = resolve(path_or_id)
     layout = _layout(folder)
-    path = folder / "config.json"
-    raw = read_object(path)
+    path = folder if layout == "gguf" else folder / "config.json"
+    raw = read_config(read_header(folder), ignore_config_keys) if layout == "gguf" else read_object(path)
     with content_of(path):
         config = parse_config(raw, ignore_config_keys=ignore_config_keys, where=str(path))
     return Checkpoint(folder, layout, raw, config, allow_nonfinite)
@@ -113,19 +124,40 @@ def kept_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def converted_files(folder: Path) -> dict[str, bytes]:
-    """What becomes of `kept_files`: the same bytes, but for a ``config.json`` of weights in MXFP4.
+def converted_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The files that a conversion writes beside the weights, by name.
 
-    They are widened, so that has to go from it.
+    They are those of `kept_files`, byte for byte, but for a ``config.json`` of weights in MXFP4: they are
+    widened, so that has to go from it. Of a GGUF file they are made of its metadata.
     """
-    files = kept_files(folder)
+    if checkpoint.layout == "gguf":
+        return _files_of_gguf(checkpoint)
+    files = kept_files(checkpoint.folder)
     raw = json.loads(files["config.json"])
     if (widened := without_mxfp4(raw)) != raw:
-        files["config.json"] = (json.dumps(widened, indent=2) + "\n").encode()
+        files["config.json"] = _json(widened)
     return files
 
 
+def _files_of_gguf(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The config of a GGUF file, its tokenizer as transformers saves it, and the tokens that end a text."""
+    tokenizer, vocab_size = load_tokenizer(checkpoint.folder), checkpoint.raw["vocab_size"]
+    ends = {"eos_token_id": list(read_eos_token_ids(checkpoint.folder, tokenizer, vocab_size))}
+    files = {"config.json": _json(checkpoint.raw), "generation_config.json": _json(ends)}
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            files |= kept_files(Path(folder))
+    return files
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
 def _layout(folder: Path) -> Layout:
+    if is_gguf(folder):
+        return "gguf"
     check_regular(folder / "config.json")
     check_regular(folder / MANIFEST)
     has_config = (folder / "config.json").is_file()

@@ -107,7 +107,7 @@ def verify(
     return Verification(
         parameters=len(ours),
         differing=tuple(differing),
-        differing_files=tuple(differing_files(before.folder, after.folder)),
+        differing_files=tuple(differing_files(before, after)),
         compared=_describe(before, drafted_for),
         largest_difference=float(np.abs(difference).max()),
         relative_difference=float(np.sqrt(np.mean(np.square(difference))) / max(size, 1e-30)),
@@ -138,9 +138,9 @@ def check_target(checkpoint: Checkpoint, target: str | Path | Checkpoint | None)
     return found
 
 
-def differing_files(source: Path, destination: Path) -> list[str]:
+def differing_files(source: Checkpoint, destination: Checkpoint) -> list[str]:
     """Config and tokenizer files of the destination that are not what a conversion makes of the source's."""
-    before, after = converted_files(source), kept_files(destination)
+    before, after = converted_files(source), kept_files(destination.folder)
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 

@@ -71,6 +71,7 @@ class LLM:
         implementation: str | None = None,
         ignore_config_keys: Collection[str] = (),
         allow_nonfinite: bool = False,
+        tokenizer: str | Path | None = None,
         compilation_cache: str | Path = "auto",
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
@@ -83,7 +84,8 @@ class LLM:
         on the device: plain on a CPU, which the log says once, and the default tree elsewhere.
 
         Args:
-            target: A folder, a hub id, a loaded target, or "demo" (the default): the small embedded pair.
+            target: A folder, a GGUF file, a hub id, a loaded target, or "demo" (the default): the small
+                embedded pair.
             draft_head: A folder, a hub id, a loaded head, or "demo": the embedded one. None is that head for
                 the demo, and plain decoding for any other target.
             model: vLLM's name for the target.
@@ -103,6 +105,7 @@ class LLM:
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
                 no effect; one that is understood cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
+            tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the target's own.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
             mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one
@@ -129,7 +132,13 @@ class LLM:
         if draft_head == "demo":
             draft_head = DEMO_DRAFT_HEAD
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
-        ours = target if isinstance(target, Target) else replace(reading, path_or_id=target)
+        if tokenizer is not None and isinstance(target, Target):
+            raise ValueError(
+                "tokenizer is for a target that is yet to be loaded, and this one is loaded already"
+            )
+        ours = (
+            target if isinstance(target, Target) else replace(reading, path_or_id=target, tokenizer=tokenizer)
+        )
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)

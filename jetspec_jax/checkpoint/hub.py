@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
+from jetspec_jax.checkpoint.gguf.header import is_gguf
+from jetspec_jax.checkpoint.gguf.smollm2 import NAME as SMOLLM2
+from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
 from jetspec_jax.progress import waiting
@@ -20,21 +23,32 @@ OTHER_LAYOUTS = ("*/*.safetensors",)
 
 
 def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local folder of a checkpoint; a hub id's files are downloaded, or found in the hub's cache.
+    """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
 
     Args:
-        path_or_id: A folder or a hub id.
+        path_or_id: A folder, a GGUF file, a hub id, or "smollm2": see `find_smollm2`.
         patterns: Which files of a hub id to fetch.
 
     Raises:
-        FileNotFoundError: Neither a folder with a ``config.json`` nor a hub id that can be fetched.
+        FileNotFoundError: Neither a folder with a ``config.json``, nor a GGUF file, nor a hub id that can be
+            fetched.
         CheckpointError: The ``config.json`` is no file.
     """
+    if path_or_id == SMOLLM2:
+        return find_smollm2()
     folder = local_path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
         check_regular(folder / "config.json")
         if not (folder / "config.json").is_file():
+            if files := sorted(path.name for path in folder.glob("*.gguf")):
+                raise FileNotFoundError(
+                    f"{folder} is a folder; name one of its GGUF files: {', '.join(files)}"
+                )
             raise FileNotFoundError(f"{folder} has no config.json, so it is no checkpoint")
+        return folder
+    if is_gguf(folder):
+        if not os.path.exists(folder):
+            raise FileNotFoundError(f"{folder}: there is no such file")
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path_or_id)):
         raise FileNotFoundError(f"{path_or_id} is neither a folder nor a hub id (owner/name)")
@@ -64,7 +78,7 @@ def find_headers(path_or_id: str | Path, folder: Path) -> Headers:
         FileNotFoundError: There are no weights, or the hub cannot be reached.
         CheckpointError: A file is corrupt; or the weights are pickled.
     """
-    if folder == local_path(path_or_id) or has_weights(folder):
+    if is_gguf(folder) or folder == local_path(path_or_id) or has_weights(folder):
         return read_headers(folder)
     import huggingface_hub
 

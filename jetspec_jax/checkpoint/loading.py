@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
+from jetspec_jax.checkpoint.tokenizer import load_named_tokenizer, load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.keeper import Keeper
@@ -125,8 +125,9 @@ def load_target(
     mesh: Mesh | None = None,
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> Target:
-    """Loads a target from a local folder or from the Hugging Face hub.
+    """Loads a target from a local folder, a GGUF file or the Hugging Face hub.
 
     Args:
         path_or_id: As in `Source`.
@@ -135,6 +136,7 @@ def load_target(
             be missing; None is one device.
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
+        tokenizer: As in `Source`.
 
     Raises:
         FileNotFoundError: There is no such folder, or the hub cannot be reached.
@@ -143,7 +145,7 @@ def load_target(
         ValueError: An argument is out of its range; a TypeError where it is of another type.
         DeviceMemoryError: A device cannot hold the weights, or its part of them.
     """
-    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite)
+    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer)
     return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
@@ -206,7 +208,9 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
             others=lambda own=own: with_more_devices(config, own, needs),
         )
     folder = source.folder
-    tokenizer = load_tokenizer(folder)  # before the weights, which take longer
+    named = source.tokenizer
+    # Before the weights, which take longer.
+    tokenizer = load_tokenizer(folder) if named is None else load_named_tokenizer(named)
     eos = read_eos_token_ids(folder, tokenizer, config.vocab_size)
     target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
     copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)

@@ -1,4 +1,4 @@
-"""Parameters from safetensors, by the key table of their module.
+"""Parameters from safetensors or a GGUF file, by the key table of their module.
 
 All names, shapes and types are checked against the module (`tensor_plan`) before a tensor is read. Then
 parameters go one by one from the file to the device. The host holds two at most: it makes one while the one
@@ -24,6 +24,8 @@ from jetspec_jax.checkpoint.content import CheckpointError, content_of, read_obj
 from jetspec_jax.checkpoint.copying import SMALL, THREADS, Copies, all_finite
 from jetspec_jax.checkpoint.files import is_inside
 from jetspec_jax.checkpoint.finite import is_finite
+from jetspec_jax.checkpoint.gguf.header import is_gguf
+from jetspec_jax.checkpoint.gguf.tensors import GgufTensors
 from jetspec_jax.checkpoint.parts import Placement, check_blocks, take_rows, to_devices
 from jetspec_jax.checkpoint.tensor_file import TensorFile
 from jetspec_jax.checkpoint.tensor_plan import (
@@ -57,7 +59,7 @@ def read_weights(
     *,
     allow_nonfinite: bool = False,
 ) -> Weights:
-    """Reads the parameters of a config's module from a folder of safetensors.
+    """Reads the parameters of a config's module from a folder of safetensors, or from a GGUF file.
 
     One line of the log says what else the folder holds, if it does.
 
@@ -148,7 +150,7 @@ class StoredParameters:
     """
 
     folder: Path
-    files: Mapping[str, TensorFile]
+    files: Mapping[str, TensorFile | GgufTensors]
     plan: TensorPlan
     dtypes: Mapping[ParameterPath, np.dtype]
     placement: Placement | None
@@ -206,7 +208,7 @@ class StoredParameters:
     def _tensors(self, key: Key, rows: OwnRows | None) -> tuple[Key, list[np.ndarray]] | None:
         """The tensors of an entry as far as rows need them, and the entry of those; None is nothing."""
         if rows is None:
-            return key, [self.files[name].tensor(name) for name in key.names]
+            return key, [np.asarray(self.files[name].tensor(name)) for name in key.names]
         found = key.of_part(rows)
         if found is None:
             return None
@@ -274,7 +276,7 @@ class Headers:
 
 
 def read_headers(folder: Path) -> Headers:
-    """The headers of a folder's safetensors.
+    """The headers of a folder's safetensors, or that of a GGUF file.
 
     Raises:
         CheckpointError: A file is corrupt; or the weights are pickled.
@@ -356,8 +358,11 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _open(folder: Path) -> tuple[dict[str, TensorFile], Headers]:
+def _open(folder: Path) -> tuple[Mapping[str, TensorFile | GgufTensors], Headers]:
     """Opens all shards: the file that holds each stored tensor, by the tensor's name, and all headers."""
+    if is_gguf(folder):
+        file = GgufTensors.open(folder)
+        return dict.fromkeys(file.stored, file), Headers(str(folder), file.stored, [], folder.stat().st_size)
     paths = _shards(folder)
     opened = [TensorFile.open(path) for path in paths]
     tensors, wrong = merge_shards([file.stored for file in opened], _weight_map(folder))
@@ -366,7 +371,11 @@ def _open(folder: Path) -> tuple[dict[str, TensorFile], Headers]:
 
 
 def _equal(
-    name: str, other: str, files: Mapping[str, TensorFile], ranges: Sequence[tuple[int, int]], width: int
+    name: str,
+    other: str,
+    files: Mapping[str, TensorFile | GgufTensors],
+    ranges: Sequence[tuple[int, int]],
+    width: int,
 ) -> bool:
     """Whether ranges of rows of two matrices hold the same values, of whatever types; some at a time."""
     step = max(1, _COMPARED_BYTES // (4 * width))

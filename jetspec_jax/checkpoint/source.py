@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.content import content_of, read_object
+from jetspec_jax.checkpoint.gguf.config import read_config
+from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
 from jetspec_jax.checkpoint.hub import CONFIG_PATTERNS, resolve
 from jetspec_jax.config import (
     DraftHeadConfig,
@@ -36,10 +38,12 @@ class Source:
 
     Attributes:
         path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
-            Orbax, or a hub id such as ``Qwen/Qwen3-8B``.
+            Orbax, or a GGUF file of a target, or a hub id such as ``Qwen/Qwen3-8B``.
         dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
+            Those of a GGUF file are given without the architecture's name in front.
         allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
+        tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the checkpoint's own.
 
     Raises:
         TypeError: One of them is of another type.
@@ -49,12 +53,15 @@ class Source:
     dtype: str = "auto"
     ignore_config_keys: Collection[str] = ()
     allow_nonfinite: bool = False
+    tokenizer: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Checks types."""
         path, dtype, keys = self.path_or_id, self.dtype, self.ignore_config_keys
         if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"a checkpoint is a folder or a hub id, not {type(path).__name__}")
+            raise TypeError(f"a checkpoint is a folder, a GGUF file or a hub id, not {type(path).__name__}")
+        if not isinstance(self.tokenizer, str | os.PathLike | None):
+            raise TypeError(f"tokenizer must be a folder or a hub id, not {type(self.tokenizer).__name__}")
         if not isinstance(dtype, str):
             raise TypeError(f"dtype must be a string, not {type(dtype).__name__}")
         listed = isinstance(keys, Collection) and not isinstance(keys, str | bytes)
@@ -70,17 +77,24 @@ class Source:
 
     @cached_property
     def folder(self) -> Path:
-        """The local folder with all files; those of a hub id are downloaded, or found in the hub's cache."""
+        """The local folder with all files, or the GGUF file; those of a hub id are downloaded if need be."""
         return resolve(self.path_or_id)
 
     @cached_property
+    def config_folder(self) -> Path:
+        """The local folder with ``config.json``, or the GGUF file; of a hub id, nothing else is fetched."""
+        return resolve(self.path_or_id, CONFIG_PATTERNS)
+
+    @property
     def config_path(self) -> Path:
-        """The local ``config.json``; of a hub id, nothing else is fetched."""
-        return resolve(self.path_or_id, CONFIG_PATTERNS) / "config.json"
+        """The local ``config.json``, or the GGUF file."""
+        return self.config_folder if is_gguf(self.config_folder) else self.config_folder / "config.json"
 
     @cached_property
     def raw_config(self) -> dict[str, Any]:
-        """What ``config.json`` holds."""
+        """What ``config.json`` holds, or what the metadata of the GGUF file make one hold."""
+        if is_gguf(self.config_folder):
+            return read_config(read_header(self.config_folder), self.ignore_config_keys)
         return read_object(self.config_path)
 
     @cached_property

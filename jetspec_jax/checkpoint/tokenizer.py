@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.content import (
+    SMALL_PATTERNS,
     CheckpointError,
     check_regular,
     content_of,
     read_object,
     small_files,
 )
+from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
+from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer, special_ids
+from jetspec_jax.checkpoint.hub import local_path, resolve
 from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
 
@@ -20,15 +24,33 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 _TEXT = "def f(x): return 'é'\n"
 
 
+def load_named_tokenizer(path_or_id: str | Path) -> Any:
+    """The tokenizer of a folder, which needs no ``config.json``, of a GGUF file or of a hub id.
+
+    Raises:
+        FileNotFoundError: There is no such place, or no tokenizer.
+        CheckpointError: As for `load_tokenizer`.
+    """
+    folder = local_path(path_or_id)
+    place = folder if folder.is_dir() else resolve(path_or_id, SMALL_PATTERNS)
+    if (tokenizer := load_tokenizer(place)) is None:
+        raise FileNotFoundError(f"{place} holds no tokenizer; a folder of one has {' or '.join(FILES)}")
+    return tokenizer
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's transformers tokenizer, or None when it has none.
+    """The transformers tokenizer of a checkpoint's folder or GGUF file, or None when it has none.
 
     No code of the folder is run, and nothing is fetched.
 
     Raises:
         CheckpointError: It is one in Python only, which cannot decode token by token, or the folder's files
-            are not readable, or too large.
+            are not readable, or too large, or a GGUF file holds one that is not supported.
     """
+    if is_gguf(folder):
+        header = read_header(folder)
+        with waiting(f"loading the tokenizer of {folder.name}"), content_of(folder, Exception):
+            return read_tokenizer(header)
     if not any((folder / name).exists() for name in FILES):
         return None
     for name in FILES:
@@ -65,7 +87,7 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
     out: the target cannot emit it.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint: a folder, or a GGUF file.
         tokenizer: Its transformers tokenizer, or None.
         vocab_size: Of the target.
 
@@ -73,13 +95,8 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
         CheckpointError: An id of a config is no token id, or lies outside the vocabulary; or a file is not
             readable.
     """
-    generation = folder / "generation_config.json"
     with content_of(folder):
-        ids = parse_eos_token_ids(
-            read_object(folder / "config.json"),
-            read_object(generation) if generation.exists() else None,
-            folder=folder,
-        )
+        ids = _ids_of_gguf(folder) if is_gguf(folder) else _ids_of_configs(folder)
     if beyond := [token for token in ids if token >= vocab_size]:
         raise CheckpointError(f"{folder}: eos_token_id {beyond} lies outside the vocabulary of {vocab_size}")
     if tokenizer is None or tokenizer.eos_token is None:
@@ -87,3 +104,15 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[i
     # `tokenizer.eos_token_id` may be the id of unknown words.
     own = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token)
     return ids if own is None or own in ids or own >= vocab_size else (*ids, own)
+
+
+def _ids_of_configs(folder: Path) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    config = read_object(folder / "config.json")
+    return parse_eos_token_ids(
+        config, read_object(generation) if generation.exists() else None, folder=folder
+    )
+
+
+def _ids_of_gguf(path: Path) -> tuple[int, ...]:
+    return parse_eos_token_ids(special_ids(read_header(path)), None, folder=path)

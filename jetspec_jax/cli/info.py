@@ -17,7 +17,7 @@ def add_info_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
     parser.set_defaults(run=_info)
-    parser.add_argument("path", metavar="PATH_OR_ID", help="folder or hub id, or demo")
+    parser.add_argument("path", metavar="PATH_OR_ID", help="folder, GGUF file or hub id, or demo")
     parser.add_argument(
         "--target", metavar="PATH_OR_ID", help="for a draft head: the target that it should fit"
     )

@@ -220,7 +220,7 @@ MODELS = Group(
     "models and trees",
     LLM,
     (
-        Option("target", "folder or hub id", metavar="PATH_OR_ID", unset="the embedded demo"),
+        Option("target", "folder, GGUF file or hub id", metavar="PATH_OR_ID", unset="the embedded demo"),
         Option("model", "another name of --target", metavar="PATH_OR_ID"),
         Option("draft_head", "likewise", metavar="PATH_OR_ID", unset="the demo's; else plain decoding"),
         Option(
@@ -285,6 +285,12 @@ MODELS = Group(
             recurs=True,
         ),
         Option("allow_nonfinite", "read weights that are NaN or infinite all the same"),
+        Option(
+            "tokenizer",
+            "folder, GGUF file or hub id whose tokenizer to use",
+            metavar="PATH_OR_ID",
+            unset="the target's",
+        ),
         Option(
             "compilation_cache",
             "where compiled programs are kept; auto is the user's cache folder, on a GPU",

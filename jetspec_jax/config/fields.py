@@ -27,14 +27,15 @@ MAX_TEXT_BYTES = 2**28
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
 
 # Keys of training, of the tokenizer and of transformers' own bookkeeping: no forward pass depends on them.
+# Nor does one depend on keys that begin with an underscore, which transformers keeps for itself.
 INERT_KEYS = frozenset(
     {
-        "_name_or_path",
         "architectures",
         "auto_map",  # names code in the repository, which is never fetched nor run
         "attention_dropout",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "cls_token_id",
         "dtype",
         "eos_token_id",
         "id2label",
@@ -46,8 +47,10 @@ INERT_KEYS = frozenset(
         "pad_token_id",
         "problem_type",
         "return_dict",
+        "sep_token_id",
         "torch_dtype",
         "transformers_version",
+        "unk_token_id",
         "use_cache",
     }
 )
@@ -58,6 +61,7 @@ HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
+    "pretraining_tp": (None, 1),
     "tie_encoder_decoder": (None, False),
 }
 
@@ -290,7 +294,7 @@ class Fields:
             for key, harmless in HARMLESS_ONLY.items():
                 if key in self.raw and key not in self.used:
                     self.only(key, *harmless, default=harmless[0])
-            self.used.update(INERT_KEYS)
+            self.used.update(INERT_KEYS, (key for key in self.raw if key.startswith("_")))
         if unknown := sorted(self.unread().difference(self.ignored)):
             options = " ".join(f"{IGNORE_OPTION} {key}" for key in unknown)
             raise ValueError(

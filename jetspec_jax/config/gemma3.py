@@ -63,7 +63,7 @@ def _layer_types(fields: Fields) -> list[str]:
     """The list; in the older dialect, every so many-th layer is full, counted from 1."""
     num_layers = read_num_layers(fields)
     # Beside the list, newer files repeat the pattern under this name, whether or not the list has it.
-    fields.inert("_sliding_window_pattern", "sliding_window_pattern")
+    fields.inert("sliding_window_pattern")
     if (kinds := read_layer_types(fields, num_layers)) is not None:
         return kinds
     fields.assume(sliding_window_pattern=6)  # left out like the sizes above

@@ -140,7 +140,10 @@ class LayerConfig:
         window: Tokens that a query sees, its own included; None is all.
         attention_scale: What products of queries and keys are multiplied with; None is head_dim^-0.5.
         keys_as_values: Whether the projected keys are also the values, before both are normed.
+        qkv_bias: Whether the projections of queries, keys and values have biases.
+        output_bias: Whether the output projection of attention has a bias.
         mlp_size: Features of the dense feed-forward block; 0 where there is none.
+        mlp_bias: Whether that block's products have biases.
         activation: Between that block's two products.
         experts: The routed experts, if there are any.
         recurrence: What a recurrent layer has in place of attention; None is attention.
@@ -153,7 +156,10 @@ class LayerConfig:
     window: int | None = None
     attention_scale: float | None = None
     keys_as_values: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     mlp_size: int = 0
+    mlp_bias: bool = False
     activation: Activation = SILU
     experts: Experts | None = None
     recurrence: Recurrence | None = None

@@ -52,6 +52,8 @@ def read(fields: Fields) -> ModelConfig:
     check_top_k(fields, experts, *top_k)
     shared = {
         **heads,
+        "qkv_bias": True,
+        "output_bias": True,
         "rope": _rope(fields, heads["head_dim"]),
         "experts": experts,
     }

@@ -26,15 +26,30 @@ def read_decoder(fields: Fields, rope: Rope | None = None) -> dict[str, Any]:
     }
 
 
-def read_heads(fields: Fields) -> dict[str, Any]:
+def read_heads(fields: Fields, hidden_size: int | None = None) -> dict[str, Any]:
     """Query heads, KV heads and their size, as arguments of `LayerConfig`.
+
+    Args:
+        fields: The config.
+        hidden_size: Of families whose files may leave out ``head_dim``, which is then ``hidden_size`` divided
+            by the query heads, and ``num_key_value_heads``, which is then as many as the query heads. None:
+            both must be there.
 
     Raises:
         ValueError: One of them is missing or out of its range, or they do not go together.
     """
     heads = fields.integer("num_attention_heads", most=MAX_HEADS)
-    kv_heads = fields.integer("num_key_value_heads", most=MAX_HEADS)
-    head_dim = fields.integer("head_dim", most=MAX_HEADS)
+    default_kv_heads = default_head_dim = None
+    if hidden_size is not None:
+        default_kv_heads = heads
+        if "head_dim" not in fields and hidden_size % heads:
+            raise ValueError(
+                f"{fields.where}: without head_dim, hidden_size {hidden_size} must be a multiple of "
+                f"num_attention_heads {heads}"
+            )
+        default_head_dim = hidden_size // heads
+    kv_heads = fields.integer("num_key_value_heads", most=MAX_HEADS, default=default_kv_heads)
+    head_dim = fields.integer("head_dim", most=MAX_HEADS, default=default_head_dim)
     check_heads(fields.where, heads, kv_heads, head_dim)
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
@@ -120,6 +135,30 @@ def read_window(fields: Fields, slides: bool) -> int | None:
     """
     fields.inert("sliding_window")
     return fields.integer("sliding_window", most=MAX_TOKENS) if slides else None
+
+
+def read_late_windows(fields: Fields, num_layers: int) -> list[int | None]:
+    """Each layer's window, by Qwen's keys: layers from ``max_window_layers`` on slide, and only if told to.
+
+    Raises:
+        ValueError: Layers slide, and a key that says how is missing; or ``layer_types`` contradicts the keys.
+    """
+    slides = fields.flag("use_sliding_window")
+    kinds = read_layer_types(fields, num_layers)
+    fields.inert("sliding_window", "max_window_layers")
+    if kinds is None:
+        if not slides:
+            return [None] * num_layers
+        # Both keys must be there: the defaults that another reader would fill in change the maths.
+        window = fields.integer("sliding_window", most=MAX_TOKENS)
+        first = fields.integer("max_window_layers", least=0)
+        return [window if layer >= first else None for layer in range(num_layers)]
+    if SLIDING not in kinds:
+        return [None] * num_layers
+    if not slides:
+        raise ValueError(f"{fields.where}: layer_types has sliding layers, but no sliding window is in use")
+    window = fields.integer("sliding_window", most=MAX_TOKENS)
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def read_exceptions(fields: Fields, num_layers: int) -> dict[int, Fields]:

@@ -13,6 +13,9 @@ from jetspec_jax.config.geometry import Linear, Llama3, Rope, Scaling, Yarn
 FULL, SLIDING = "full_attention", "sliding_attention"
 #: The rope types of the Qwen3 families.
 QWEN3_TYPES = ("default", "yarn")
+#: Those of Llama and Mistral, and the base of their files that name none, as all readers have it.
+LLAMA_TYPES = ("default", "linear", "llama3", "yarn")
+LLAMA_THETA = 10000.0
 
 
 def read_rope(

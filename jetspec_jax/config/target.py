@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jetspec_jax.arguments import shown
-from jetspec_jax.config import gemma3, gemma4, gpt_oss, qwen3, qwen3_5, qwen3_moe, qwen3_next, step
+from jetspec_jax.config import (
+    gemma3,
+    gemma4,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+    step,
+)
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 
@@ -28,6 +40,9 @@ class Wrapper(NamedTuple):
 
 #: The families whose configs are read; `jetspec_jax.models` has a class for each.
 READERS: Mapping[str, Read] = {
+    "llama": llama.read,
+    "mistral": mistral.read,
+    "qwen2": qwen2.read,
     "qwen3": qwen3.read,
     "qwen3_moe": qwen3_moe.read,
     "gemma3_text": gemma3.read,
@@ -51,8 +66,9 @@ MODEL_TYPES = (*READERS, *WRAPPERS)
 _POSITIONS = "its rotary embedding has positions on three axes, and images enter several layers"
 #: Relatives of these families, and what they have that no model here has; their text models end in "_text".
 RELATIVES: Mapping[str, str] = {
-    "qwen2": "its queries and keys have biases and no norms",
-    "qwen2_moe": "its queries and keys have biases and no norms",
+    "llama4": "its layers without rotary embeddings scale queries by position",
+    "qwen2_moe": "it has biases in attention together with routed and shared experts",
+    "qwen2_vl": _POSITIONS,
     "qwen3_vl": _POSITIONS,
     "qwen3_vl_moe": _POSITIONS,
     "gemma2": "its attention scores are capped",

@@ -33,7 +33,7 @@ def describe(
     """Describes a target or a draft head as plain data.
 
     Args:
-        path_or_id: A local folder or a hub id.
+        path_or_id: A local folder, a GGUF file or a hub id.
         target: For a draft head, the target to hold it against.
         ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
 
@@ -42,7 +42,7 @@ def describe(
         ValueError: It is not valid, or ``target`` was given for something that is no head.
     """
     source = Source(path_or_id, ignore_config_keys=ignore_config_keys)
-    folder, config = source.config_path.parent, source.config
+    folder, config = source.config_folder, source.config
     if isinstance(config, DraftHeadConfig):
         kind, model, about_head = "draft head", config.layers, _head(config)
         fit = {} if target is None else _fit(config, replace(source, path_or_id=target))
@@ -81,7 +81,7 @@ def _fit(head: DraftHeadConfig, target: Source) -> dict[str, Any]:
         check_head_fits(head, config)
     except ValueError as error:
         problem = str(error)
-    return {"target": str(path.parent), "fits": problem is None, "fit_problem": problem}
+    return {"target": str(target.config_folder), "fits": problem is None, "fit_problem": problem}
 
 
 def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

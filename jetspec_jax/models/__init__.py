@@ -16,6 +16,7 @@ from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
+from jetspec_jax.models.llama import Llama
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
@@ -24,6 +25,9 @@ from jetspec_jax.models.step import Step
 from jetspec_jax.models.transformer import Transformer
 
 FAMILIES: dict[str, type[Transformer]] = {
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Llama,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3MoE,
     "gemma3_text": Gemma3,

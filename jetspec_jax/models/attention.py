@@ -36,6 +36,12 @@ class Attention(nnx.Module):
         m, h, e = config.hidden_size, own.num_heads, own.head_dim
         self.make_projection(m, own, rngs=rngs, dtype=dtype)
         self.o_proj = param(rngs, (h, e, m), ("heads", "head_dim", "embed"), dtype)
+        if own.qkv_bias:
+            g = own.num_kv_heads
+            self.qkv_bias = param(rngs, (g, h // g + 2, e), PROJECTION_AXES[1:], dtype)
+        if own.output_bias:
+            self.o_bias = param(rngs, (m,), ("embed",), dtype)
+        self.has_qkv_bias, self.has_output_bias = own.qkv_bias, own.output_bias
         if self.NORM is not None:
             self.q_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
             self.k_norm = self.NORM(e, config.rms_norm_eps, axis="head_dim", dtype=dtype)
@@ -67,8 +73,9 @@ class Attention(nnx.Module):
         return out, kv
 
     def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
-        """Queries, keys and values in one product."""
-        return einsum("bnm,mgre->bngre", x, self.qkv_proj[...])
+        """Queries, keys and values in one product, and their biases if there are any."""
+        projected = einsum("bnm,mgre->bngre", x, self.qkv_proj[...])
+        return projected + self.qkv_bias[...].astype(x.dtype)[None, None] if self.has_qkv_bias else projected
 
     def finish(
         self, projected: Float[Array, "B N G R2 E"], positions: Int[Array, "B N"]
@@ -95,4 +102,11 @@ class Attention(nnx.Module):
 
     def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """What the heads' outputs, of the layer's input ``x``, add to the residual stream."""
-        return joined(einsum("bnhe,hem->bnm", out, self.o_proj[...]), out.shape[2], self.num_heads)
+        added = joined(einsum("bnhe,hem->bnm", out, self.o_proj[...]), out.shape[2], self.num_heads)
+        return added + self.o_bias[...].astype(added.dtype)[None, None] if self.has_output_bias else added
+
+
+class PlainAttention(Attention):
+    """Attention without norms of queries and keys: Llama's, and that of all who follow it."""
+
+    NORM = None

@@ -24,14 +24,21 @@ class MLP(nnx.Module):
         self.gate_up_proj = param(rngs, (m, 2, f), ("embed", "gate_up", "mlp"), dtype)
         self.down_proj = param(rngs, (f, m), ("mlp", "embed"), dtype)
         self.activation, self.features = config.layers[layer].activation, f
+        self.has_bias = config.layers[layer].mlp_bias
+        if self.has_bias:
+            self.gate_up_bias = param(rngs, (2, f), ("gate_up", "mlp"), dtype)
+            self.down_bias = param(rngs, (m,), ("embed",), dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
         """Applies the block to every token."""
-        return joined(self.own(x), self.down_proj.shape[0], self.features)
+        added = joined(self.own(x), self.down_proj.shape[0], self.features)
+        return added + self.down_bias[...].astype(x.dtype)[None, None] if self.has_bias else added
 
     def own(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """What this device's features add to the block's output."""
+        """What this device's features add to the block's output, without the bias of ``down``."""
         gate_up = einsum("bnm,mkf->bnkf", x, self.gate_up_proj[...])
+        if self.has_bias:
+            gate_up = gate_up + self.gate_up_bias[...].astype(x.dtype)[None, None]
         return einsum(
             "bnf,fm->bnm", gated_activation(gate_up, activation=self.activation), self.down_proj[...]
         )

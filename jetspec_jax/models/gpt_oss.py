@@ -1,19 +1,17 @@
 """GPT-OSS: sinks, biases everywhere, and experts in every layer, which published files hold in MXFP4.
 
-Shapes: B sequences, N tokens, T tokens of all sequences, M model, H query heads, G KV heads, E head size; of
-routers, E experts.
+Shapes: T tokens of all sequences, M model, H query heads; of routers, E experts.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.models.attention import Attention
+from jetspec_jax.models.attention import PlainAttention
 from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.feed_forward import ExpertMLP
-from jetspec_jax.models.key_table import ENDS, LAYER_KEYS, Key
+from jetspec_jax.models.key_table import ATTENTION_BIAS_KEYS, ENDS, LAYER_KEYS, Key
 from jetspec_jax.models.layers import WideRMSNorm, param
 from jetspec_jax.models.transformer import Transformer
 
@@ -21,31 +19,17 @@ _ATTENTION, _MLP = "layers.{}.self_attn.", "layers.{}.mlp."
 _GATE_UP, _DOWN = f"{_MLP}experts.gate_up_proj", f"{_MLP}experts.down_proj"
 
 
-class GptOssAttention(Attention):
-    """Attention with biases and sinks, and without norms of queries and keys."""
-
-    NORM = None
+class GptOssAttention(PlainAttention):
+    """Attention with sinks."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         """Makes layer ``layer``'s attention."""
         super().__init__(config, layer, rngs=rngs, dtype=dtype)
-        own = config.layers[layer]
-        h, g, e = own.num_heads, own.num_kv_heads, own.head_dim
-        self.qkv_bias = param(rngs, (g, h // g + 2, e), ("kv_heads", "qkv", "head_dim"), dtype)
-        self.o_bias = param(rngs, (config.hidden_size,), ("embed",), dtype)
-        self.sinks = param(rngs, (h,), ("heads",), dtype)
-
-    def project(self, x: Float[Array, "B N M"]) -> Float[Array, "B N G R2 E"]:
-        """Queries, keys and values in one product, and their biases."""
-        return super().project(x) + self.qkv_bias[...].astype(x.dtype)[None, None]
+        self.sinks = param(rngs, (config.layers[layer].num_heads,), ("heads",), dtype)
 
     def sink_logits(self) -> Float32[Array, "H"]:
         """A learnt logit for every head."""
         return self.sinks[...].astype(jnp.float32)
-
-    def output(self, out: Float[Array, "B N H E"], x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        """The output projection with its bias."""
-        return super().output(out, x) + self.o_bias[...].astype(x.dtype)[None, None]
 
 
 class GptOssExperts(ExpertMLP):
@@ -79,15 +63,7 @@ class GptOss(Transformer):
     LAYER = GptOssLayer
     KEYS = (
         *ENDS,
-        *(key.under("model.") for key in LAYER_KEYS),
-        Key(f"model.{_ATTENTION}q_proj.bias", f"{_ATTENTION}qkv_bias", "g r e -> (g r e)", np.s_[:, :-2]),
-        *(
-            Key(
-                f"model.{_ATTENTION}{name}.bias", f"{_ATTENTION}qkv_bias", "g e -> (g e)", part, repeated=True
-            )
-            for name, part in (("k_proj", np.s_[:, -2]), ("v_proj", np.s_[:, -1]))
-        ),
-        Key(f"model.{_ATTENTION}o_proj.bias", f"{_ATTENTION}o_bias"),
+        *(key.under("model.") for key in (*LAYER_KEYS, *ATTENTION_BIAS_KEYS)),
         Key(f"model.{_ATTENTION}sinks", f"{_ATTENTION}sinks"),
         Key(f"model.{_MLP}router.weight", f"{_MLP}router"),
         Key(f"model.{_MLP}router.bias", f"{_MLP}router_bias"),

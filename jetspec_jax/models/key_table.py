@@ -301,3 +301,26 @@ SANDWICH_KEYS = tuple(
     Key(f"layers.{{}}.{norm}.weight", f"layers.{{}}.{norm}.weight")
     for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 )
+
+#: The biases of attention's projections, where a config says that there are any.
+ATTENTION_BIAS_KEYS = tuple(
+    Key(
+        f"layers.{{}}.self_attn.{name}.bias", f"layers.{{}}.self_attn.{path}", layout, part, repeated=repeated
+    )
+    for name, path, layout, part, repeated in (
+        ("q_proj", "qkv_bias", "g r e -> (g r e)", np.s_[:, :-2], False),
+        ("k_proj", "qkv_bias", "g e -> (g e)", np.s_[:, -2], True),
+        ("v_proj", "qkv_bias", "g e -> (g e)", np.s_[:, -1], True),
+        ("o_proj", "o_bias", "", ..., False),
+    )
+)
+
+#: The biases of the dense feed-forward block, likewise.
+MLP_BIAS_KEYS = tuple(
+    Key(f"layers.{{}}.mlp.{name}.bias", f"layers.{{}}.mlp.{path}", "", part)
+    for name, path, part in (
+        ("gate_proj", "gate_up_bias", 0),
+        ("up_proj", "gate_up_bias", 1),
+        ("down_proj", "down_bias", ...),
+    )
+)

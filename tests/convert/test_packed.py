@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from convert.conversion import to_huggingface, to_orbax
+from convert.folders import locate
 from convert.verification import differing_files, verify
 from jetspec_jax import load_target
 from tests.convert.checkpoints import files_of
@@ -47,19 +48,19 @@ def test_the_comparison_allows_that(place):
 
 
 def test_and_no_more(place):
-    assert differing_files(place / "packed", place / "orbax") == []
-    assert differing_files(place / "orbax", place / "back") == []
+    assert differing_files(locate(place / "packed"), locate(place / "orbax")) == []
+    assert differing_files(locate(place / "orbax"), locate(place / "back")) == []
     with config(place / "orbax", {**WIDENED, "attention_dropout": 0.5}):
-        assert differing_files(place / "packed", place / "orbax") == ["config.json"]
+        assert differing_files(locate(place / "packed"), locate(place / "orbax")) == ["config.json"]
     with config(place / "orbax", TINY):
-        assert differing_files(place / "packed", place / "orbax") == ["config.json"]
+        assert differing_files(locate(place / "packed"), locate(place / "orbax")) == ["config.json"]
 
 
 def test_an_orbax_folder_whose_config_still_says_so(place, tmp_path):
     """As conversions made them."""
     with config(place / "orbax", TINY):
         to_huggingface(place / "orbax", tmp_path / "back")
-        assert differing_files(place / "orbax", tmp_path / "back") == []
+        assert differing_files(locate(place / "orbax"), locate(tmp_path / "back")) == []
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == WIDENED
 
 

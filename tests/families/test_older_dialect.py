@@ -61,6 +61,21 @@ OLDER = {
             "rope_theta": 150000,
         },
     ),
+    "llama": (
+        ("dtype", "rope_parameters"),
+        {
+            **VERSION_4,
+            "_name_or_path": "somewhere",
+            "rope_scaling": {
+                "factor": 4.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 24,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+        },
+    ),
     # As published: they repeat the part of a head that turns.
     "qwen3_5": (
         ("rope_parameters",),

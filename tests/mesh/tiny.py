@@ -14,7 +14,7 @@ from tests.families.goldens import FOLDER
 VOCAB = 67
 # Three KV heads, which neither two nor eight parts divide.
 QWEN3 = dataclasses.replace(TINY.layers[0], num_heads=24, num_kv_heads=3)
-DENSE = ("qwen3", "gemma3", "gemma4_dense", "qwen3_5")
+DENSE = ("qwen3", "gemma3", "gemma4_dense", "qwen3_5", "llama")
 MIXTURES = ("qwen3_moe", "gpt_oss", "gemma4", "step3p7", "qwen3_5_moe", "qwen3_next")
 
 

@@ -127,7 +127,54 @@ SHARED_EXPERT = {
 # Queries and keys are normalised, and those of a tiny model are so short that this is mostly noise.
 LONGER = {"conv1d": 5.0, "in_proj_qkv": 2.0}
 
+
+def llama(*, golden=False, **changes):
+    """A Llama. The rope types stretch an original context that the sequences of the tests are longer than."""
+    settings = {**COMMON, "intermediate_size": 48, **changes}
+    return Family(lambda: transformers.LlamaConfig(**settings), transformers.LlamaForCausalLM, golden=golden)
+
+
+def mistral(**changes):
+    """A Mistral."""
+    settings = {**COMMON, "intermediate_size": 48, **changes}
+    return Family(
+        lambda: transformers.MistralConfig(**settings), transformers.MistralForCausalLM, golden=False
+    )
+
+
+def stretched(kind, **settings):
+    """The rotary embedding of a rope type."""
+    return {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0, **settings}
+
+
 FAMILIES = {
+    "llama": llama(
+        golden=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=stretched(
+            "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=24
+        ),
+    ),
+    # The size of a head follows from the hidden size.
+    "llama_tied": llama(head_dim=None, num_key_value_heads=None, tie_word_embeddings=True),
+    "llama_linear": llama(rope_parameters=stretched("linear")),
+    "llama_yarn": llama(rope_parameters=stretched("yarn", original_max_position_embeddings=24)),
+    "mistral": mistral(sliding_window=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "mistral_full": mistral(sliding_window=None),
+    "qwen2": Family(
+        lambda: transformers.Qwen2Config(
+            **{key: value for key, value in COMMON.items() if key != "head_dim"},
+            intermediate_size=48,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        transformers.Qwen2ForCausalLM,
+        golden=False,
+    ),
     # The sequences of the tests are longer than the original context, and the prefixes of their trees not.
     "qwen3_yarn": Family(
         lambda: transformers.Qwen3Config(

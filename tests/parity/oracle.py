@@ -169,7 +169,7 @@ def in_one_forward(model, prefix, tree):
     )
     # A window goes by positions, not by places in the sequence.
     config = model.config.get_text_config()
-    near = positions[:, :, None] - positions[:, None, :] < (config.sliding_window or size)
+    near = positions[:, :, None] - positions[:, None, :] < (getattr(config, "sliding_window", None) or size)
 
     def additive(mask):
         lowest = torch.finfo(torch.float32).min

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from jetspec_jax.config import parse_model_config
-from tests.loading import test_gemma3, test_gemma4, test_qwen3_5
+from tests.loading import test_gemma3, test_gemma4, test_llama, test_qwen3_5
 from tests.loading.published import without
 from tests.loading.test_gpt_oss import GPT_OSS_20B
 from tests.loading.test_qwen3_moe import OLDER, QWEN3_30B_A3B
@@ -18,6 +18,12 @@ pytestmark = pytest.mark.parity
 @pytest.mark.parametrize(
     ("theirs", "raw"),
     [
+        (transformers.LlamaConfig, test_llama.LLAMA_2_7B),
+        (transformers.LlamaConfig, test_llama.LLAMA_3_1_8B),
+        (transformers.LlamaConfig, test_llama.SMOLLM2_135M),
+        (transformers.MistralConfig, test_llama.MISTRAL_7B),
+        (transformers.MistralConfig, {**test_llama.MISTRAL_7B, "sliding_window": None}),
+        (transformers.Qwen2Config, test_llama.QWEN2_5_7B),
         (transformers.GptOssConfig, GPT_OSS_20B),
         (transformers.GptOssConfig, without(GPT_OSS_20B, "rope_scaling", "rope_theta")),
         (transformers.GptOssConfig, {**GPT_OSS_20B, "rope_scaling": None, "rope_theta": 2e5}),
