@@ -119,6 +119,19 @@ def ask(url, path, body, statuses):
         statuses.append(0)
 
 
+def slowest_health(http, url, path, body):
+    """Asks for `/health` while a request is served: the longest wait in seconds, and the request's status."""
+    statuses, longest = [], 0.0
+    asks = threading.Thread(target=ask, args=(url, path, body, statuses))
+    asks.start()
+    while asks.is_alive():
+        began = time.monotonic()
+        assert http.get("/health").status_code == 200
+        longest = max(longest, time.monotonic() - began)
+        asks.join(0.02)
+    return longest, statuses[0]
+
+
 @pytest.mark.wide
 def test_a_server_is_well_beside_a_hundred_hostile_requests_and_ends_on_a_signal():
     """`/health` answers within a second while each of them is read, compiled and served."""
@@ -127,21 +140,20 @@ def test_a_server_is_well_beside_a_hundred_hostile_requests_and_ends_on_a_signal
     slow, wrong = [], []
     try:
         # The engine is made and its programs are compiled before.
-        fine = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"json_object": True}}
-        assert httpx.post(f"{own.url}{COMPLETION}", json=fine, timeout=None).status_code == 200
+        for more in ({"structured_outputs": {"json_object": True}}, {"bad_words": ["a b c"]}):
+            fine = {"prompt": "a", "max_tokens": 2, **more}
+            assert httpx.post(f"{own.url}{COMPLETION}", json=fine, timeout=None).status_code == 200
         with httpx.Client(base_url=own.url, timeout=None) as http:
             for path, body in HOSTILE:
-                statuses = []
-                asks = threading.Thread(target=ask, args=(own.url, path, body, statuses))
-                asks.start()
-                while asks.is_alive():
-                    began = time.monotonic()
-                    assert http.get("/health").status_code == 200
-                    if (seconds := time.monotonic() - began) > 1:
-                        slow.append((path, body[:80], seconds))
-                    asks.join(0.02)
-                if not 200 <= statuses[0] < 500:
-                    wrong.append((path, body[:80], statuses[0]))
+                # A busy machine may be slow once; a request that stops the server does so each time.
+                for _ in range(3):
+                    longest, status = slowest_health(http, own.url, path, body)
+                    if longest < 1:
+                        break
+                else:
+                    slow.append((path, body[:80], longest))
+                if not 200 <= status < 500:
+                    wrong.append((path, body[:80], status))
         assert (slow, wrong) == ([], [])
         # A signal ends the process while grammars wait to be compiled.
         forms = [{"regex": ".*" * (10_000 + number)} for number in range(8)]
