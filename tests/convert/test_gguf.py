@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from convert import to_huggingface, to_orbax, verify
-from convert.__main__ import main
+from convert.command import main
+from convert.conversion import to_huggingface, to_orbax
+from convert.verification import verify
 from jetspec_jax import CheckpointError, load_target
 from jetspec_jax.config import parse_model_config
 from tests.loading.gguf_files import CONFIGS, Kind, random_tensors, write_gguf
