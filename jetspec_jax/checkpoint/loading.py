@@ -29,6 +29,7 @@ from jetspec_jax.device.partition import check_partition, is_split, why_whole
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import check_devices, compare, spans
 from jetspec_jax.models import Weights
+from pallas_kernels import shards
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -109,7 +110,8 @@ class Head:
 
 
 def _name_axes(model: Target | Head) -> None:
-    if model.mesh is not None:
+    # A mesh of training has further axes.
+    if model.mesh is not None and set(model.mesh.axis_names) <= set(shards.ALL):
         object.__setattr__(model, "mesh", as_mesh(model.mesh))
 
 

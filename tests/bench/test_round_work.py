@@ -107,7 +107,8 @@ def test_a_layer_that_differs_counts_as_it_is():
 
 def test_random_biases_leave_tokens_apart():
     """Norms are 1; a bias of 1 would make all tokens alike, and they would all choose the same experts."""
-    layer = dataclasses.replace(ROUTED, experts=dataclasses.replace(ROUTED.experts, biases=True))
+    experts = dataclasses.replace(ROUTED.experts, biases=True)
+    layer = dataclasses.replace(ROUTED, experts=experts, qkv_bias=True, output_bias=True)
     target = dataclasses.replace(TARGET, model_type="gpt_oss", layers=(layer,))
     weights = random_weights(target, jnp.dtype(jnp.float32), 0)["layers"][0]
     assert (weights["input_layernorm"]["weight"] == 1).all()

@@ -280,7 +280,7 @@ class TestArguments:
     @pytest.mark.parametrize("load", [load_target, load_draft_head])
     @pytest.mark.parametrize("place", [5, None, 1.5, b"x", ["a"], object()], ids=type)
     def test_places_of_other_types(self, load, place):
-        with pytest.raises(TypeError, match="a checkpoint is a folder or a hub id"):
+        with pytest.raises(TypeError, match="a checkpoint is a folder, a GGUF file or a hub id"):
             load(place)
 
     @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monke
     ("arguments", "message"),
     [
         (["--temperature", -1], "temperature must be"),
-        (["--seed", -1], "seed must lie"),
+        (["--seed", -1], "seed must be at least 0"),
         (["--dtype", "float8"], "dtype must be"),
         (["--limit", 0], "at least 1 entry"),
         (["--heldout", 2], r"0\.\.1 can"),

@@ -201,5 +201,7 @@ def test_bad_input_is_named(folder, tmp_path, capsys):
     with (tmp_path / "broken.jsonl").open("a") as file:
         file.write('{"messages": []}\n')
     command = ["data", "--target", str(folder / "target"), "--out", str(tmp_path / "out")]
-    assert main([*command, "--prompts", str(tmp_path / "broken.jsonl")]) == 2
-    assert f"{tmp_path / 'broken.jsonl'}:9: " in capsys.readouterr().err
+    assert main([*command, "--max-tokens", "8", "--prompts", str(tmp_path / "broken.jsonl")]) == 0
+    said = capsys.readouterr()
+    assert f"dropped: {tmp_path / 'broken.jsonl'}:9: " in said.err
+    assert "dropped because they cannot be used: 1" in said.out
