@@ -16,6 +16,7 @@ from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.device.groups import meshes_for
 from jetspec_jax.engine import engine as engines
 from tests.decode.tiny import TINY, head_config, save_tiny_pair
+from tests.marks import wide
 from tests.meshes import mesh_of, need_devices
 
 MIXTURE = Path(__file__).parents[1] / "families" / "goldens" / "qwen3_moe"
@@ -60,8 +61,8 @@ class TestTokens:
         [
             (lambda: {"tensor_parallel_size": 2}, [(0, 1)]),
             (lambda: {"mesh": one_axis()}, [(0, 1)]),
-            (lambda: {"mesh": mesh_of(1, 1)}, [(0,)]),
-            (lambda: {"data_parallel_size": 2}, [(0,), (1,)]),
+            wide(lambda: {"mesh": mesh_of(1, 1)}, [(0,)]),
+            wide(lambda: {"data_parallel_size": 2}, [(0,), (1,)]),
         ],
         ids=["sizes", "one explicit axis", "one device", "copies"],
     )
@@ -82,6 +83,7 @@ class TestTokens:
         assert llm.target.meshes == llm.draft_head.meshes == (None,)
         assert "mesh" not in repr(llm)
 
+    @pytest.mark.wide
     def test_loaded_models_stay_where_they_are(self, folders, expected):
         target = load_target(folders[0], mesh=one_axis())
         head = load_draft_head(folders[1], target=target)

@@ -74,6 +74,7 @@ def llm(plain):
     return LLM(plain.target, "demo", budget=8, dtype="float32", max_slots=4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "greedy", [{"json", "choice", "grammar"}, wide({"json_object", "regex"})], ids=["", "others"]
 )

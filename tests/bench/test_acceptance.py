@@ -185,6 +185,7 @@ def test_branches_are_sums_of_plain_forwards(pair, work, texts):
     assert rows[2]["50 %"] == pytest.approx(np.median(found.draft[:, 2] - found.target[:, 2]))
 
 
+@pytest.mark.wide
 def test_branches_are_read_off_chains_only(rounds):
     with pytest.raises(ValueError, match="chains of 7 nodes"):
         branches_of(rounds)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Optax and Orbax's like belong to training; Flax itself imports optax, so that it cannot be left out here.
 SCRIPT = """
 import sys
@@ -27,6 +29,7 @@ for name in COMMANDS:
 """
 
 
+@pytest.mark.wide
 def test_commands_need_no_packages_but_their_own():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

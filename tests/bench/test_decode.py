@@ -113,6 +113,7 @@ class TestReport:
         assert str(measured.parent) not in measured.read_text()
         assert measured.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
+    @pytest.mark.wide
     def test_the_command_makes_the_same_report_again(self, measured):
         command = read(measured)["command"]
         assert command.startswith("python -m bench decode --target demo ")
@@ -129,6 +130,7 @@ class TestReport:
         assert before == sorted(set(before))
         assert compiled["end"] == compiled[runs[0]]
 
+    @pytest.mark.wide
     def test_going_on_measures_what_is_missing(self, measured, tmp_path, capsys):
         path = tmp_path / "decode.json"
         path.write_bytes(measured.read_bytes())
@@ -224,6 +226,7 @@ def test_what_the_device_has_to_hold_at_once_is_checked(pair, monkeypatch, toget
     assert asked == [0, own, 2 * own]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("tiny_pair")
 def test_a_benchmark_that_is_stopped_keeps_its_turns(tmp_path, monkeypatch):
     path, turns, stops = tmp_path / "decode.json", [], {5, 6}

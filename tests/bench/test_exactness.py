@@ -51,6 +51,7 @@ def broken(monkeypatch):
     monkeypatch.setattr(exactness, "decode", wrong)
 
 
+@pytest.mark.wide
 def test_a_right_tree_has_an_empty_ledger(tmp_path):
     """With a profile of one of its prompts, which is noted."""
     path = tmp_path / "profile.json"

@@ -12,6 +12,8 @@ from tests.bench.conftest import random_workloads
 from tests.decode.tiny import save_tiny_pair
 from tests.meshes import need_devices
 
+pytestmark = pytest.mark.wide
+
 SMALL = "--dtypes float32 --num-prompts 2 --max-tokens 8 --budgets 16 --batch 2 --tensor-parallel 2"
 FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 

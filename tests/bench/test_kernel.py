@@ -66,6 +66,7 @@ class TestReport:
             assert 0 <= check["relative_error"] <= check["tolerance"]
         assert {check["dtype"] for check in report["checks"]} == {"bfloat16", "float32"}
 
+    @pytest.mark.wide
     def test_the_reference_is_timed_beside_a_kernel(self, report_of, monkeypatch):
         plant(monkeypatch, lambda out, prefix: out)
         words = "--implementation planted --shapes plain --rows 5 --prefixes 40 --dtypes float32 --repeats 1"

@@ -15,6 +15,8 @@ from jetspec_jax import SamplingParams, generate_tree
 from tests.decode.tiny import save_tiny_pair
 from tests.meshes import need_devices
 
+pytestmark = pytest.mark.wide
+
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]]
 PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
 

@@ -11,6 +11,8 @@ from jetspec_jax.tree import algorithm_of
 from tests.bench.conftest import random_workloads, text_prompt
 from tests.decode.tiny import TINY
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(scope="module")
 def work(pair):

@@ -15,6 +15,8 @@ from pallas_kernels.expert_choice import RouterRule
 from tests.decode.tiny import TINY, head_config
 from tests.meshes import need_devices
 
+pytestmark = pytest.mark.wide
+
 TOP_K, COUNT = 2, 8
 ROUTED = dataclasses.replace(TINY.layers[0], mlp_size=0, experts=Experts(COUNT, 24, RouterRule(TOP_K)))
 MIXTURE = dataclasses.replace(TINY, model_type="qwen3_moe", layers=(TINY.layers[0], ROUTED))

@@ -7,6 +7,8 @@ import pytest
 from bench.__main__ import main
 from tests.meshes import need_devices
 
+pytestmark = pytest.mark.wide
+
 TINY = ["--shape", "tiny", "--window", "16", "--anchors", "2", "--batch", "4", "--chunk", "8", "--steps", "1"]
 
 

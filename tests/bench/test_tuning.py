@@ -261,6 +261,7 @@ class TestTune:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 def test_only_what_is_right_is_timed(monkeypatch):
     """The kernel on Pallas's interpreter, with one configuration that computes something else."""
     shape = AttentionShape("tiny", heads=2, kv_heads=1, head_size=16, window=20, sinks=True, page=16)

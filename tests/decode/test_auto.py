@@ -100,6 +100,7 @@ def test_tokens_are_plain_decoding_s_whatever_bucket_comes_next(oracle, monkeypa
             assert not record.expected[record.tree_sizes == 0].any()
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("known_costs")
 def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
     """The same as building, verifying and accepting those; nothing of a slot that does not decode."""

@@ -8,6 +8,7 @@ import pytest
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
+from tests.marks import wide
 
 CONFIG = with_windows(TINY, None)
 
@@ -40,7 +41,7 @@ def mixed_requests(count):
     return prompts, params
 
 
-@pytest.mark.parametrize("budget", [1, 16, 32])
+@pytest.mark.parametrize("budget", [wide(1), 16, wide(32)])
 def test_after_one_warm_up_nothing_compiles(target, head, budget):
     def run(prompts, params, target, budget, depth=None):
         if budget == 1:
@@ -90,6 +91,7 @@ def test_after_warm_up_the_first_call_compiles_nothing(target, head):
         llm.warm_up(0)
 
 
+@pytest.mark.wide
 def test_after_a_warm_up_for_what_requests_want_beside(target):
     """Also beside requests that want nothing of it."""
     llm = LLM(target, max_slots=1)

@@ -9,11 +9,12 @@ import pytest
 
 import jetspec_jax as jj
 from tests.decode.tiny import TINY, random_head, random_target
+from tests.marks import wide
 
 PROMPT = [5, 9, 2, 7]
 
 
-@pytest.mark.parametrize("bucket", [1, 16])
+@pytest.mark.parametrize("bucket", [wide(1), 16])
 def test_prefill_and_decode_as_pure_functions(bucket):
     """The loop by itself, and as part of somebody else's program: plain decoding's tokens."""
     target, head = random_target(TINY, 3), random_head(TINY, 3)

@@ -47,6 +47,7 @@ def test_logits_are_those_of_float32_but_for_rounding(exact, target):
     assert np.abs(rows - choice_rows(exact, PROMPTS[0], PROMPTS[1], PARAMS[0])).max() < 8 * STEP
 
 
+@pytest.mark.wide
 def test_a_tree_commits_what_a_forward_chooses_but_for_near_ties(target, trees):
     for prompt, params, tree in zip(PROMPTS, PARAMS, trees, strict=True):
         rows = choice_rows(target, prompt, tree.token_ids, params)

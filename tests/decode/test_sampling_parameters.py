@@ -106,6 +106,7 @@ def test_trees_equal_plain_decoding_which_is_right(target, head, kind):
 ORACLE = OracleProposer(CONFIG.vocab_size)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [wide("repetition"), wide("words"), "everything"])
 def test_deep_scattered_paths(target, kind):
     """Of an oracle's trees: what plain decoding says lies among decoys."""
@@ -165,6 +166,7 @@ def test_requests_that_come_and_go(target, head):
     assert engine.plan.extras.bad_words == room_for(encode_bad_words(target, EVERYTHING["bad_words"]))
 
 
+@pytest.mark.wide
 def test_a_batch_that_wants_nothing_runs_what_it_ran_before(target, head):
     """Once an engine has arrays for what others want, and beside those that wait."""
     engine = TinyEngine(target, head, TreeSettings(budget=16, width=3), slots=1, capacity=128)

@@ -99,6 +99,7 @@ def small_pages(monkeypatch):
         monkeypatch.setattr(module, "PAGE_SIZE", PAGE)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("waves", [wide((1, 4, 2, 3)), (1, 3)], ids=["four waves", "two waves"])
 def test_trees_and_reused_slots_are_lossless(target, small_pages, waves):
     """Batches of 1 to 4 in the slots of those before them, deep paths, and no compilation after the first."""

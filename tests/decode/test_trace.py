@@ -57,6 +57,7 @@ def traced(request, target):
     return weights, plain.token_ids, rounds, completion
 
 
+@pytest.mark.wide
 def test_rounds_join_to_plain_decoding_s_tokens(traced):
     _, expected, rounds, completion = traced
     tokens = []

@@ -220,6 +220,7 @@ def test_a_call_shares_the_engine_of_more_slots(llm, models, expected):
     assert models[0].keeper.engine is engine
 
 
+@pytest.mark.wide
 def test_deltas_tell_of_their_tokens(llm, models):
     """One that wants more than those before it: their engine makes room for that."""
     wants = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=1, bad_words=["ab"], min_tokens=12)

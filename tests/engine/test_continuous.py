@@ -109,6 +109,7 @@ def assert_as_alone(target, requests, gone, asked, alone):
             assert gap_of_difference(target, prompt, expected, request.tokens, params) < TIE
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "proposer", "count", "snapshots"),
     [
@@ -146,6 +147,7 @@ def test_each_gets_what_it_gets_alone(monkeypatch, model, proposer, count, snaps
         assert np.mean([length for request in requests for length in request.accept_lengths]) > 2
 
 
+@pytest.mark.wide
 def test_an_engine_for_many_compiles_nothing_while_it_serves(monkeypatch):
     """Dispatches of some of the slots, of trees and plain ones, between parts of prompts."""
     config = dataclasses.replace(MODELS["dense"], max_position_embeddings=LIMIT)

@@ -50,6 +50,7 @@ def serve_and_check(monkeypatch, target, head, crowd, rng, **settings):
     return told
 
 
+@pytest.mark.wide
 def test_a_small_crowd(monkeypatch, no_type_checks):
     target, rng = byte_target(), np.random.default_rng(0)
     crowd = make_crowd(target, 30, rng, lengths=(1, 20, 60, 90))
@@ -85,6 +86,7 @@ def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     assert max(length for own in told.requests for length in own.accept_lengths) > 3
 
 
+@pytest.mark.wide
 def test_a_few_with_windows(monkeypatch, no_type_checks):
     config = dataclasses.replace(SLIDING, max_position_embeddings=CAPACITY)
     target, rng = random_target(config, 0), np.random.default_rng(5)

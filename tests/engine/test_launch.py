@@ -118,6 +118,7 @@ class Turns:
         self.records.append(record)
 
 
+@pytest.mark.wide
 def test_rounds_are_timed_without_what_runs_before_them(target, head, monkeypatch):
     """Neither a prompt, nor the compilation of a bucket's first dispatch."""
     # Measuring the costs would compile them all.

@@ -103,6 +103,7 @@ def listed(found):
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.wide
 def test_processes_decode_as_one_device_does(run, tmp_path):
     """Tokens, seeds that are drawn, budgets that clocks choose, stop strings, streams that one closes."""
     processes = run("together")

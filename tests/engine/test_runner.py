@@ -86,6 +86,7 @@ def run(runner, rounds):
     return {slot: found[:NEW] for slot, found in tokens.items()}, records
 
 
+@pytest.mark.wide
 def test_requests_that_grow_two_live_slots_at_a_time(runner, models):
     expected = {
         slot: generate(models[0], [prompt], params)[0].token_ids

@@ -185,6 +185,7 @@ def world_of(seed):
     return World(size, (1, 4, 10, 17)[(seed + seed // 4) % 4], seed, most_waiting=(None, 12)[seed % 2])
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("no_type_checks")  # ten times faster
 @pytest.mark.parametrize("seed", [0, wide(1), 2, 3, wide(4), 5, wide(6), wide(7), wide(9)])
 def test_nothing_is_lost_mixed_up_or_left_over(seed):

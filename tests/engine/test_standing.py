@@ -70,6 +70,7 @@ def batches_of(monkeypatch):
     return seen
 
 
+@pytest.mark.wide
 def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
     """Also of batches in which somebody wants more: no request compiles anything."""
     rng = np.random.default_rng(0)

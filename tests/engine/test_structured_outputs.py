@@ -92,6 +92,7 @@ def test_trees_and_plain_steps_of_a_mixed_batch(models):
     assert re.fullmatch("[a-c]{3}", again[2].text)
 
 
+@pytest.mark.wide
 def test_other_parameters_come_after_the_grammar(models):
     """Penalties, biases and words within it, log-probabilities of the raw distribution; also none is left."""
     target, head = models
@@ -139,6 +140,7 @@ def test_several_completions_of_a_prompt(models):
     assert all(re.fullmatch("[0-9a-z]{4}", own.text) for own in outputs)
 
 
+@pytest.mark.wide
 def test_streams(models):
     target, head = models
     llm = LLM(target, head, **SETTINGS)
@@ -151,6 +153,7 @@ def test_streams(models):
     assert "".join(pieces).count("!") >= 1
 
 
+@pytest.mark.wide
 def test_on_a_mesh(models):
     target, head = on_mesh(models, mesh_of(1, 2))
     outputs = generate_tree(target, head, [PROMPT] * 2, PARAMS[:2], **SETTINGS)

@@ -45,6 +45,7 @@ def plain(target, oracle):
     return [completion.token_ids for completion in serve(engine, PROMPTS, longer)]
 
 
+@pytest.mark.wide
 def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
     for prompt, tokens, params in zip(PROMPTS[:2], plain, PARAMS, strict=False):
         rows = choice_rows(target, prompt, tokens[:NEW_TOKENS], params)
@@ -52,6 +53,7 @@ def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
         np.testing.assert_array_equal(rows.argmax(axis=-1), tokens[:NEW_TOKENS])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("slots", "groups"),
     [wide(1, [[0], [1], [2], [3]]), wide(4, [[1, 2]]), (4, [[3, 0, 2], [0, 1, 2, 3]])],

@@ -1,6 +1,7 @@
 """What rounding may explain of a difference, where layers are recurrent."""
 
 import numpy as np
+import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.inspect import exactness
@@ -8,6 +9,7 @@ from tests.families.goldens import IDS, golden_target, in_float64
 from tests.float64 import FACTOR
 
 
+@pytest.mark.wide
 def test_the_bound_at_a_token_is_what_rounding_amounts_to_there(monkeypatch):
     """At the least and at the most sensitive of some tokens, as samples of rounding in float64 have it."""
     target, (values, bound) = golden_target("qwen3_5_moe"), in_float64("qwen3_5_moe")

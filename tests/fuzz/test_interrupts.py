@@ -23,12 +23,14 @@ def scene():
     return Scene(0, cases=6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("threads", "calls"), [(4, 3), wide(8, 20)])
 def test_threads_get_what_each_gets_alone(scene, threads, calls):
     scene.in_threads(threads, calls, 0)
     scene.check(random.Random(0))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("count", [20, wide(100)])
 def test_an_exception_at_any_moment_leaves_nothing_behind(scene, monkeypatch, count):
     monkeypatch.setattr(sys, "unraisablehook", interrupts.report)

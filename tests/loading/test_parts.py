@@ -180,6 +180,7 @@ class TestBytes:
         total = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
         assert 0.45 * total < read < 0.55 * total
 
+    @pytest.mark.wide
     def test_the_host_holds_a_part_at_a_time(self, tmp_path, monkeypatch):
         """What is stored of it, and its conversion, for which there is room; of a whole one there is not."""
         raw = {

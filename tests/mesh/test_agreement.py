@@ -82,6 +82,7 @@ def test_one_bit_on_one_device(other):
     assert unequal(tree) == ["['lengths'][1]", "['tree']"]
 
 
+@pytest.mark.wide
 def test_after_every_dispatch(engine):
     """And the tokens are those of one device, where each request is alone and no tree is drafted."""
     target = random_target(CONFIG, 0)
@@ -115,6 +116,7 @@ def test_slots_change_hands_where_they_lie(engine):
     assert shardings(state) == lies
 
 
+@pytest.mark.wide
 def test_where_sums_differ_by_a_bit(monkeypatch):
     """One device rounds every sum its own way, and still ends when the others do, with their tokens."""
     total = shards.all_sum

@@ -68,6 +68,7 @@ def of_one_device(family):
     return rows, [np.maximum(own, TOLERANCE) for own in rounding]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "mesh"), [case if case in DEFAULT else wide(*case) for case in CASES], ids=str
 )

@@ -30,6 +30,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mesh", [(1, 2), wide((1, 4))], ids=str)
 def test_requests_of_every_kind(mesh):
     config = config_of("qwen3")

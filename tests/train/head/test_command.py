@@ -92,6 +92,7 @@ def test_a_head_from_documents(trained, folder):
     assert list((trained / "tensorboard").iterdir())
 
 
+@pytest.mark.wide
 def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
     assert head(folder, folder / "documents", trained) == 0
     out = capsys.readouterr().out

@@ -54,6 +54,7 @@ def whole(tmp_path_factory, data):
     return work
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("deaths", [("save",), wide(tuple(DEATHS))], ids="-".join)
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(whole, data, tmp_path, deaths):
     for place in deaths:
@@ -192,6 +193,7 @@ def same_weights(work, whole):
         np.testing.assert_allclose(left[name], right[name], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.wide
 def test_two_devices_share_the_target(whole, data, tmp_path):
     wait(start(data, [(tmp_path, {"mesh": {"tensor": 2}})], devices=2))
     check_shared(tmp_path, whole, 1 / 2)
