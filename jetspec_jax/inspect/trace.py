@@ -80,6 +80,8 @@ class Trace(Iterator[RoundTrace]):
     def close(self) -> None:
         """Ends the request; its stores are free again."""
         self._rounds.close()
+        # From Python 3.12 on, a generator that is closed before its first step keeps its arguments.
+        self._rounds = _no_rounds()
 
     @property
     def text(self) -> str:
@@ -145,6 +147,10 @@ def trace_rounds(
         engine = take_engine(target, plan, weights)
         engine.admit(request)
     return Trace(target, engine, request)
+
+
+def _no_rounds() -> Generator[RoundTrace]:
+    yield from ()
 
 
 def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTrace]:
