@@ -53,6 +53,7 @@ def nothing_runs(monkeypatch):
         monkeypatch.setattr(TreeDecoder, name, fail)
 
 
+@pytest.mark.wide
 def test_several_completions_of_a_prompt(llm, target, head):
     prompts = ["ab", {"prompt_token_ids": [3, 4, 5]}, [6]]
     params = [

@@ -250,6 +250,7 @@ def test_bad_settings_are_one_line(refusal, monkeypatch, command, arguments, mes
     assert refusal(command, *arguments).startswith(message)
 
 
+@pytest.mark.wide
 def test_too_few_rounds_make_no_profile(pair, work, refusal, monkeypatch):
     decode_only(monkeypatch, pair, work)
     said = refusal("profile", *SETTINGS, "--least-nodes", "500")

@@ -121,6 +121,7 @@ class TestReport:
         parsed = vars(decode_arguments(command.split()[3:]))
         assert parsed == vars(decode_arguments(["decode", *SMALL, *BOTH]))
 
+    @pytest.mark.wide
     @pytest.mark.usefixtures("measured")
     def test_nothing_compiles_in_a_timed_run(self, compiled):
         steps = [f"compile {name}" for name in METHODS]

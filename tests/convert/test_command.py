@@ -132,6 +132,7 @@ class TestRuns:
         assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
         assert read_raw(tmp_path / "back") == read_raw(source)
 
+    @pytest.mark.wide
     def test_as_a_program_on_a_full_disk(self, tmp_path, capsys):
         """Both directions end with an error, nothing of the destination, and the source as it was."""
         raw = {**DRAFT, "hidden_size": 64, "intermediate_size": 256}

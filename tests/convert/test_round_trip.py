@@ -151,6 +151,7 @@ class TestType:
         expected = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
         assert back == {name: (x.dtype, x.shape, x.tobytes()) for name, x in expected.items()}
 
+    @pytest.mark.wide
     def test_one_parameter_of_two(self, tmp_path):
         tensors = random_values(shapes_of(DRAFT))
         for name in ("layers.0.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"):

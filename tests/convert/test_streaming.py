@@ -66,6 +66,7 @@ def traced(function, *arguments, **settings):
         tracemalloc.stop()
 
 
+@pytest.mark.wide
 def test_to_orbax(tmp_path, folders, read):
     peak, done = traced(to_orbax, folders / "source", tmp_path / "orbax")
     assert read["parameters"] == done.parameters
@@ -84,6 +85,7 @@ def test_to_huggingface(tmp_path, folders, read):
     assert max(sizes) < 1.1 * SHARD
 
 
+@pytest.mark.wide
 def test_verification(folders, read):
     found = verify(folders / "source", folders / "orbax")
     assert found.ok

@@ -101,6 +101,7 @@ class TestRight:
         ours = compute(read_orbax(pair / "head-orbax"))
         np.testing.assert_allclose(ours, drafted, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.wide
     def test_a_head_without_a_target_reads_all_its_weights(self, pair):
         """Each parameter moves the hidden states, so none is left out of the comparison."""
         checkpoint = locate(pair / "head-orbax")

@@ -135,6 +135,7 @@ def test_a_round_tells_what_smaller_trees_would_have_had_accepted(oracle):
     assert beyond, "no path went beyond the smaller tree"
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("known_costs")
 def test_the_choice_follows_what_is_accepted(target, head, oracle):
     """The oracle is always right, so trees soon pay; a random head never is, so they never do."""

@@ -98,6 +98,7 @@ def test_no_slot_is_longer_than_its_pages(oracle_engine):
     assert lengths[0] == first.num_pages * PAGE_SIZE - 1
 
 
+@pytest.mark.wide
 def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     engine = oracle_engine()
     requests = [engine.submit(prompt_of(20 * i + 1), sampled(i, max_tokens=40)) for i in range(SLOTS + 3)]

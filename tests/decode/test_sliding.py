@@ -45,6 +45,7 @@ def dense(target, ids):
     return np.asarray(logits(target, ids))
 
 
+@pytest.mark.wide
 def test_chunks_and_a_tree_over_rings(target, ids, dense):
     """Ragged chunks, then a tree, as deep as 17 windows and more."""
     rng = np.random.default_rng(2)

@@ -72,6 +72,7 @@ def test_rounds_join_to_plain_decoding_s_tokens(traced):
     assert max(completion.accept_lengths) > 3
 
 
+@pytest.mark.wide
 def test_trees_and_paths_are_consistent(traced):
     for one in traced[2]:
         nodes = range(1, len(one.tokens))

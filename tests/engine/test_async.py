@@ -353,6 +353,7 @@ def test_a_full_queue(models, expected):
     asyncio.run(run())
 
 
+@pytest.mark.wide
 def test_closed_with_running_requests(models):
     async def run():
         llm = AsyncLLM(*models, max_slots=2, **TREE)

@@ -56,6 +56,7 @@ def test_equal_calls_share_an_engine(target, head):
         assert target.keeper.engine is engine
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "other",
     [

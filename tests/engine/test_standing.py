@@ -200,6 +200,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)
 
 
+@pytest.mark.wide
 def test_calls_outlive_the_others(models):
     """To close `AsyncLLM` ends no call, and later ones make do without it."""
     beside, params = LLM(*models, budget=16, width=3), SamplingParams(max_tokens=200, ignore_eos=True)

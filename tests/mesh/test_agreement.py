@@ -90,6 +90,7 @@ def test_after_every_dispatch(engine):
     assert run(engine) == [completion.token_ids for completion in alone]
 
 
+@pytest.mark.wide
 def test_after_warm_up_nothing_compiles(engine):
     run(engine)
     with compilations() as after:

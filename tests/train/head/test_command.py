@@ -100,6 +100,7 @@ def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
     assert "with budget 16" in out
 
 
+@pytest.mark.wide
 def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     begun = shutil.copytree(trained / "draft_head", tmp_path / "begun")
     raw = json.loads((begun / "config.json").read_text())
