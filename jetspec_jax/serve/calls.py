@@ -3,6 +3,7 @@
 import contextlib
 import json
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -115,39 +116,46 @@ class Spaced:
         return "".join(self._spaces)
 
 
-class NamedCall:
-    """The whole text is the arguments of one function."""
-
-    def __init__(self, name: str):
-        """Begins before the first piece of text."""
-        self._name = name
-        self._pieces: list[str] = []
-
-    def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """As `Finder.feed`."""
-        self._pieces.append(text)
-        if not last:
-            return "", []
-        whole = "".join(self._pieces)
-        call = call_with(self._name, read_value(whole))
-        return (whole, []) if call is None else ("", [Call(self._name, whole)])
-
-
-class ListedCalls:
-    """The whole text is a list of calls."""
+class WholeText(ABC):
+    """Calls of a text that can be read only once it has ended."""
 
     def __init__(self) -> None:
         """Begins before the first piece of text."""
         self._pieces: list[str] = []
 
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
-        """As `Finder.feed`."""
+        """As `Finder.feed`. A text that is not made of calls is text."""
         self._pieces.append(text)
         if not last:
             return "", []
         whole = "".join(self._pieces)
+        calls = self.read(whole)
+        return ("", calls) if calls else (whole, [])
+
+    @abstractmethod
+    def read(self, whole: str) -> list[Call]:
+        """The calls that the text consists of; none where a part of it is no call."""
+
+
+class NamedCall(WholeText):
+    """The whole text is the arguments of one function."""
+
+    def __init__(self, name: str):
+        """Begins before the first piece of text."""
+        super().__init__()
+        self._name = name
+
+    def read(self, whole: str) -> list[Call]:
+        """The call, with its arguments as the model wrote them."""
+        return [] if call_with(self._name, read_value(whole)) is None else [Call(self._name, whole)]
+
+
+class ListedCalls(WholeText):
+    """The whole text is a list of calls."""
+
+    def read(self, whole: str) -> list[Call]:
+        """The calls; none if the list was cut off, or one is nested too deeply."""
         listed = read_value(whole)
         found = [described_call(own) for own in listed] if isinstance(listed, list) else []
         calls = [call for call in found if call is not None]
-        # What is cut off or nested too deeply is no list of calls.
-        return ("", calls) if calls and len(calls) == len(found) else (whole, [])
+        return calls if len(calls) == len(found) else []
