@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.routing import Route
 
 import jetspec_jax
 from jetspec_jax.async_llm import AsyncLLM
@@ -80,15 +81,18 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    for router in (
+    routers = (
         _plain_routes(service),
         completion_routes(service),
         chat_routes(service),
         token_routes(service),
         playground_routes(service),
-    ):
+    )
+    for router in routers:
         app.include_router(router)
-    add_handlers(app)
+    # Of the routers: newer releases of FastAPI do not list an app's routes one by one.
+    routes = [route for router in routers for route in router.routes]
+    add_handlers(app, {route.path for route in routes if isinstance(route, Route)})
     # The last one stands outside.
     app.add_middleware(Gate, service=service)
     if settings.allowed_origins:

@@ -75,8 +75,13 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Gives errors of an app OpenAI's form; `Tracking` does so with those that nobody expects."""
+def add_handlers(app: FastAPI, paths: Collection[str]) -> None:
+    """Gives errors of an app OpenAI's form; `Tracking` does so with those that nobody expects.
+
+    Args:
+        app: The app.
+        paths: All that it serves.
+    """
 
     async def known(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -84,13 +89,13 @@ def add_handlers(app: FastAPI) -> None:
 
     async def of_route(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return _of_route(app, request, error).response()
+        return _of_route(paths, request, error).response()
 
     app.add_exception_handler(ApiError, known)
     app.add_exception_handler(HTTPException, of_route)
 
 
-def _of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
+def _of_route(paths: Collection[str], request: Request, error: HTTPException) -> ApiError:
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
@@ -98,8 +103,7 @@ def _of_route(app: FastAPI, request: Request, error: HTTPException) -> ApiError:
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     advice = next((own for start, own in ELSEWHERE.items() if path.startswith(start)), None)
     if advice is None:
-        served = sorted({own for route in app.routes if (own := getattr(route, "path", ""))})
-        advice = f"there are {', '.join(served)}"
+        advice = f"there are {', '.join(sorted(paths))}"
     return ApiError(404, f"{shown(path)} is not served here; {advice}", code="not_found")
 
 

@@ -246,6 +246,10 @@ def test_without_a_chat_template_completions_are_served():
 def test_paths_that_are_not_served(http, path):
     error = refused(http.post(path, json={}), 404, None, "is not served here")
     assert error["code"] == "not_found"
+    if path == "/v1/nothing":
+        served = error["message"].partition("there are ")[2].split(", ")
+        assert served == sorted(served)
+        assert {COMPLETION, CHAT, "/v1/models", "/tokenize", "/metrics", "/playground"} <= set(served)
 
 
 def test_methods(http):
