@@ -14,6 +14,7 @@ from jetspec_jax.checkpoint.content import (
 from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
 from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer, special_ids
 from jetspec_jax.checkpoint.hub import local_path, resolve
+from jetspec_jax.checkpoint.library import import_transformers
 from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
 
@@ -58,9 +59,7 @@ def load_tokenizer(folder: Path) -> Any:
     small_files(folder)  # which transformers reads whole
     try:
         with waiting(f"loading the tokenizer of {folder.name}"):
-            import transformers
-
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer = import_transformers().AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
             fast = hasattr(tokenizer, "backend_tokenizer")

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from jetspec_jax.checkpoint.gguf.header import Header
+from jetspec_jax.checkpoint.library import import_transformers
 from jetspec_jax.config.fields import is_int
 
 _KEYS = "tokenizer.ggml."
@@ -109,9 +110,7 @@ def read_tokenizer(header: Header) -> Any:
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
         raise ValueError(f"tokenizer.chat_template must be a string, not {type(template).__name__}")
-    import transformers
-
-    return transformers.PreTrainedTokenizerFast(
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=built,
         **_special_tokens(metadata, tokens),
         add_bos_token=metadata.get(f"{_KEYS}add_bos_token", add_bos),
@@ -168,6 +167,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[tokeniz
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
     """SentencePiece's merges of characters, with bytes in place of unknown ones: Llama 2's, and Gemma's."""
+    import_transformers()
     from transformers.tokenization_utils_base import generate_merges
 
     # Files hold Gemma's tokens of several spaces as spaces.

@@ -1,0 +1,26 @@
+"""What transformers logs while it is imported."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from jetspec_jax.checkpoint.library import without_advice
+
+
+def test_the_advice_on_pytorch_alone_is_hidden(caplog):
+    log = logging.getLogger("transformers")
+    with without_advice():
+        log.warning("PyTorch was not found. Models won't be available.")
+        log.warning("another warning")
+    log.warning("PyTorch was not found.")
+    assert [one.message for one in caplog.records] == ["another warning", "PyTorch was not found."]
+
+
+@pytest.mark.wide
+def test_a_script_that_loads_the_demo_pair_says_nothing():
+    # None stands for a package that is not installed.
+    program = "import sys; sys.modules['torch'] = None; from jetspec_jax import LLM; LLM()"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "PyTorch" not in ran.stdout + ran.stderr
