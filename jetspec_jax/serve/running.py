@@ -166,6 +166,7 @@ async def serve_at(
     if not serving.done():
         service.draining = True
         log("draining", requests=service.running, seconds=settings.drain_seconds)
+        print(draining_notice(service.running, settings.drain_seconds), file=sys.stderr, flush=True)
         end = time.monotonic() + settings.drain_seconds
         while service.running and time.monotonic() < end:
             await asyncio.sleep(_LOOK)
@@ -176,3 +177,15 @@ async def serve_at(
     told.cancel()
     await serving
     log("ended")
+
+
+def draining_notice(requests: int, seconds: float) -> str:
+    """What standard error says once the server has been told to stop: for how many seconds it drains."""
+    after_the_key = "\n" if sys.stderr.isatty() else ""  # a terminal shows Ctrl-C as ^C
+    if not requests:
+        return f"{after_the_key}jetspec-jax: the server ends; no requests run"
+    what = "1 running request has" if requests == 1 else f"{requests} running requests have"
+    return (
+        f"{after_the_key}jetspec-jax: the server drains: no request is accepted any more, and {what} "
+        f"{seconds:g} s to end; a second Ctrl-C ends it at once"
+    )

@@ -14,7 +14,7 @@ from jetspec_jax.cli import command
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
-from jetspec_jax.serve.running import Stopping, bind, serve_at
+from jetspec_jax.serve.running import Stopping, bind, draining_notice, serve_at
 from jetspec_jax.serve.settings import SETTINGS, ServeSettings
 from tests.decode.tiny import random_weights
 from tests.events import PATIENCE, join, until
@@ -102,20 +102,21 @@ def test_sigterm_lets_eight_streams_end(folder, hold):
         assert all(thread.is_alive() for thread in threads)
         hold.unlink()
         join(*threads)
-        output, _ = command.process.communicate(timeout=PATIENCE)
+        output, said = command.process.communicate(timeout=PATIENCE)
         assert command.process.returncode == 0
     finally:
         command.process.kill()
         command.process.communicate()
     assert [[line for line in own if line][-1] for own in lines] == ["data: [DONE]"] * 8
     assert len({text_of(own) for own in lines}) == 1
-    said = [json.loads(line) for line in output.splitlines()]
-    assert [one["message"] for one in said if one["message"] != "request"] == [
+    assert f"8 running requests have {PATIENCE:g} s to end; a second Ctrl-C ends it at once\n" in said
+    lines_of_log = [json.loads(line) for line in output.splitlines()]
+    assert [one["message"] for one in lines_of_log if one["message"] != "request"] == [
         "listening",
         "draining",
         "ended",
     ]
-    asked = [one["status"] for one in said if one.get("path") == "/v1/completions"]
+    asked = [one["status"] for one in lines_of_log if one.get("path") == "/v1/completions"]
     assert sorted(asked) == [200] * 8 + [503]
 
 
@@ -133,6 +134,14 @@ def test_a_second_signal_ends_at_once(folder, hold):
     finally:
         command.process.kill()
         command.process.communicate()
+
+
+def test_how_long_the_server_drains_is_said(capsys, monkeypatch):
+    assert draining_notice(0, 30.0) == "jetspec-jax: the server ends; no requests run"
+    for count, who in ((1, "1 running request has"), (3, "3 running requests have")):
+        assert f" any more, and {who} 30 s to end; a second Ctrl-C " in draining_notice(count, 30.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert draining_notice(0, 1.5).startswith("\njetspec-jax: ")
 
 
 def run(capsys, *words):
