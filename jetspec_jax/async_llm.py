@@ -9,6 +9,7 @@ from typing import Any
 
 from jetspec_jax.arguments import check_integer, check_number, check_type, shown
 from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.driver import Driver
@@ -44,7 +45,7 @@ class Delta:
         token_ids: More of its tokens, whose text may still be to come.
         index: Which of its prompt's ``n`` completions it is.
         finish_reason: None while it goes on; as `Completion` has it, or "abort".
-        completion: All of it, once it has ended; None where it was aborted.
+        completion: All of it, once it has ended; where it was aborted, what its deltas had.
         logprobs: What is told of the new tokens, as `Completion` has it.
         rounds: What each round added of it.
     """
@@ -89,8 +90,8 @@ class AsyncLLM:
                 there is memory for, a power of two up to 256, and 8 on a CPU.
             capacity: Tokens of prompt and output that a slot can hold; None is the usual number.
             max_waiting: Requests that may wait for a slot, with each copy of the models.
-            **settings: As for `LLM`; but where no algorithm is named, it is "auto", which chooses before
-                each dispatch among plain decoding and trees up to the budget.
+            **settings: As for `LLM`; but where no algorithm is named, it is "auto" on a GPU, which chooses
+                before each dispatch among plain decoding and trees up to the budget.
 
         Raises:
             ValueError: A setting is not valid.
@@ -100,7 +101,7 @@ class AsyncLLM:
         slots = MAX_SLOTS if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         if settings.get("algorithm") is None and self.llm.settings.budget > 1:
-            self.llm.settings = replace(self.llm.settings, algorithm="auto")
+            self.llm.settings = replace(self.llm.settings, algorithm=serving_algorithm())
         target: Target = self.llm.target
         head: Head | None = self.llm.draft_head
         plan = plan_standing(
@@ -217,7 +218,8 @@ class AsyncLLM:
                 if isinstance(heard, str):
                     for number, output in going_on.items():
                         output.end(ABORT)
-                        yield Delta(output.text[sent[number] :], [], output.request.index, ABORT)
+                        text, ended = output.text[sent[number] :], output.completion()
+                        yield Delta(text, [], output.request.index, ABORT, ended)
                     return
                 number, count = heard
                 if number not in going_on:

@@ -85,6 +85,15 @@ def fastest_settings() -> TreeSettings:
     return PLAIN if jax.default_backend() == "cpu" else TreeSettings()
 
 
+def serving_algorithm() -> str:
+    """The algorithm of trees for many callers, where somebody has named trees but no algorithm.
+
+    It is "auto", which draws fewer nodes the more requests decode. On a CPU every node costs, so that "auto"
+    always decodes plainly. A caller who names trees there gets trees.
+    """
+    return DEFAULT_ALGORITHM if jax.default_backend() == "cpu" else "auto"
+
+
 def make_decoder(
     target: ModelConfig,
     head: DraftHeadConfig | None,

@@ -16,6 +16,7 @@ class RequestMetrics:
         time_to_first_token: From its arrival until its first tokens were handed out.
         decode_time: From then until its end.
         rounds: Rounds of speculation, or plain steps.
+        drafts: Trees of more than a root that were verified.
         drafted_tokens: Nodes of its trees without their roots.
         accepted_tokens: Those that the target agreed with, before any cut.
         accepted_by_depth: Of these, how many lay at depth 1, 2, 3, …: as many rounds got so far.
@@ -27,6 +28,7 @@ class RequestMetrics:
     time_to_first_token: float | None
     decode_time: float | None
     rounds: int
+    drafts: int
     drafted_tokens: int
     accepted_tokens: int
     accepted_by_depth: tuple[int, ...]
@@ -42,6 +44,7 @@ class RequestMetrics:
             time_to_first_token=_between(request.arrival, request.first_token),
             decode_time=_between(request.first_token, request.ended),
             rounds=len(lengths),
+            drafts=sum(size > 1 for size in sizes),
             drafted_tokens=sum(sizes) - len(sizes),
             accepted_tokens=sum(lengths) - len(lengths),
             accepted_by_depth=_at_least(lengths),

@@ -1,5 +1,6 @@
 """What a request got, as tokens and as text."""
 
+import math
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class Completion:
         text: The generated text, with special tokens or a stop string only if these were asked for; None
             without a tokenizer.
         token_ids: The generated tokens; an end-of-sequence or stop token that ended them is the last one.
-        finish_reason: "stop" (end of sequence, stop token or stop string) or "length" (``max_tokens``).
+        finish_reason: "stop" (end of sequence, stop token or stop string), "length" (``max_tokens``), or
+            "abort": `AsyncLLM.abort` ended it.
         rounds: Rounds of speculation, or plain steps: every token comes from one, the first too.
         accept_lengths: Tokens that each round committed: accepted drafted tokens plus one, before any cut.
         tree_sizes: Nodes of each round's tree, root included.
@@ -43,6 +45,7 @@ class Completion:
         logprobs: For each generated token, what is told of it and of the likeliest ones at its place, by
             token; None unless it was asked for.
         prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
+            None as a whole also where it was aborted before the prompt was read.
     """
 
     text: str | None
@@ -75,8 +78,8 @@ class Completion:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Acceptance length tau: mean tokens committed per round."""
-        return sum(self.accept_lengths) / self.rounds
+        """Acceptance length tau: mean tokens committed per round; NaN without rounds."""
+        return sum(self.accept_lengths) / self.rounds if self.rounds else math.nan
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -215,7 +218,7 @@ class Output:
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         request, count = self.request, self.request.params.prompt_logprobs
-        if count is None:
+        if count is None or len(request.prompt_logprobs) < len(request.prompt) - 1:
             return None
         return [
             None,

@@ -151,7 +151,8 @@ def figures(completions: Sequence[Completion]) -> dict[str, Any]:
         "time_to_first_token": min((own.time_to_first_token or 0 for own in known), default=None),
         "queue_time": max((own.queue_time or 0 for own in known), default=None),
         "speculative_decoding": {
-            "num_drafts": rounds,
+            "num_rounds": rounds,
+            "num_drafts": sum(own.drafts for own in known),
             "num_draft_tokens": sum(own.drafted_tokens for own in known),
             "num_accepted_tokens": accepted,
             "num_accepted_tokens_per_pos": [

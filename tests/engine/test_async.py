@@ -380,13 +380,20 @@ def test_abort(llm):
     async def run():
         stream = llm.generate(PROMPT, LONG, request_id="mine")
         with halted(begun(1)):
-            await anext(stream)
+            begun_with = await anext(stream)
             with pytest.raises(ValueError, match="'mine' runs"):
                 await read(llm, request_id="mine")
             await llm.abort("mine")
             await llm.abort("nobody's")
         deltas = [delta async for delta in stream]
-        assert (deltas[-1].finish_reason, deltas[-1].completion) == ("abort", None)
+        deltas.insert(0, begun_with)
+        assert deltas[-1].finish_reason == "abort"
+        whole = deltas[-1].completion
+        assert (whole.finish_reason, whole.prompt_token_ids) == ("abort", PROMPT)
+        assert whole.token_ids == [token for delta in deltas for token in delta.token_ids] != []
+        assert whole.text == "".join(delta.text for delta in deltas)
+        assert sum(whole.accept_lengths) == len(whole.token_ids)
+        assert whole.metrics.rounds == whole.rounds == len(whole.tree_sizes)
         assert (await read(llm, request_id="mine"))[-1].finish_reason == "length"
 
     asyncio.run(run())

@@ -359,15 +359,16 @@ def test_figures_of_a_request(made):
     first, own = request(70, 3), request(90, 8)
     scheduler.add(first, 10.0)
     scheduler.add(own, 11.0)
-    assert RequestMetrics.of(own) == RequestMetrics(None, None, None, 0, 0, 0, (), 0, 0)
+    assert RequestMetrics.of(own) == RequestMetrics(None, None, None, 0, 0, 0, 0, (), 0, 0)
     for now in (12.0, 14.0, 15.0, 17.0):
         step(scheduler, device, 1, now)
     figures = RequestMetrics.of(own)
-    assert figures == RequestMetrics(3.0, 3.0, 3.0, 3, 45, 6, (3, 3), 64, 0)
+    assert figures == RequestMetrics(3.0, 3.0, 3.0, 3, 3, 45, 6, (3, 3), 64, 0)
     assert figures.acceptance_by_depth == (1.0, 1.0)
     assert RequestMetrics.of(own, 1).accepted_tokens == 2
     own.accept_lengths, own.tree_sizes = [1, 4, 2], [1, 16, 8]
     figures = RequestMetrics.of(own)
+    assert (figures.rounds, figures.drafts) == (3, 2), "a root alone is no draft"
     assert (figures.drafted_tokens, figures.accepted_tokens) == (22, 4)
     assert figures.accepted_by_depth == (2, 1, 1)
 

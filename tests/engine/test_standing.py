@@ -84,7 +84,7 @@ def test_a_warm_up_compiles_all_and_figures_add_up(models, monkeypatch):
     batches = batches_of(monkeypatch)
 
     async def run():
-        async with AsyncLLM(*models, budget=16, width=3, max_slots=4) as llm:
+        async with AsyncLLM(*models, budget=16, width=3, algorithm="auto", max_slots=4) as llm:
             await llm.warm_up(WANTS)
             before = llm.stats()
             with compilations() as seen:
@@ -198,6 +198,7 @@ def test_a_call_and_other_callers_run_together(models, monkeypatch):
     assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
     assert got == [one.token_ids for one in brief[:2]]
     assert (streamed.token_ids, "".join(pieces)) == (brief[0].token_ids, brief[0].text)
+    assert max(streamed.tree_sizes) > 1, "trees were asked for"
 
 
 @pytest.mark.wide

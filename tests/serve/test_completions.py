@@ -27,7 +27,8 @@ def test_a_text_is_what_plain_decoding_gives(client, alone):
     assert got.usage.completion_tokens == 24
     assert got.usage.total_tokens == 24 + len(whole.prompt_token_ids)
     drafting = got.metrics["speculative_decoding"]
-    assert drafting["num_drafts"] + drafting["num_accepted_tokens"] >= 24
+    assert drafting["num_rounds"] + drafting["num_accepted_tokens"] >= 24
+    assert 0 < drafting["num_drafts"] <= drafting["num_rounds"]
     assert drafting["num_accepted_tokens"] == sum(drafting["num_accepted_tokens_per_pos"])
 
 

@@ -463,6 +463,7 @@ def test_metrics(llm):
     assert grown["jetspec:generation_tokens_total",] == 20
     assert grown["jetspec:request_success_total", "length"] == 1
     assert grown["jetspec:prefix_cache_queries_total",] == usage["prompt_tokens"]
+    assert grown["jetspec:spec_decode_num_drafts_total",] >= drafting["num_drafts"] > 0
     assert grown["jetspec:spec_decode_num_draft_tokens_total",] >= drafting["num_draft_tokens"] > 0
     assert grown["jetspec:spec_decode_num_accepted_tokens_total",] >= drafting["num_accepted_tokens"]
     assert grown["jetspec:http_requests_total", "/v1/completions", "200"] == 1

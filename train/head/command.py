@@ -8,6 +8,7 @@ from jetspec_jax.checkpoint.loading import read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import PROCESSES, add_ignore_option
 from jetspec_jax.config import IGNORE_OPTION
+from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
@@ -108,6 +109,8 @@ def _train(
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
         pair = f"--target {arguments.target} --draft-head {folder}{options}"
-        print(f"to use it: jetspec-jax generate {pair} PROMPT")
+        # Without a budget a CPU decodes plainly, and the head would have no part in it.
+        budget = max(recipe.evaluation.budgets, default=DEFAULT_BUDGET)
+        print(f"to use it: jetspec-jax generate {pair} --budget {budget} PROMPT")
         print(result.message)
     return 0 if result.improved else NOT_IMPROVED

@@ -96,7 +96,8 @@ def test_a_head_from_documents(trained, folder):
 def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
     assert head(folder, folder / "documents", trained) == 0
     out = capsys.readouterr().out
-    assert f"jetspec-jax generate --target {folder / 'target'} --draft-head {trained / 'draft_head'}" in out
+    pair = f"--target {folder / 'target'} --draft-head {trained / 'draft_head'}"
+    assert f"jetspec-jax generate {pair} --budget 16 PROMPT" in out
     assert "with budget 16" in out
 
 
@@ -121,7 +122,7 @@ def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     assert main(command) == 0
     tuned = tmp_path / "tuned" / "head" / "draft_head"
     out = capsys.readouterr().out
-    assert f"--draft-head {tuned} --ignore-config-key zoom PROMPT" in out
+    assert f"--draft-head {tuned} --ignore-config-key zoom --budget " in out
     assert out.splitlines()[-1].startswith("improved on held-out documents: validation loss ")
     assert (tuned / "config.json").read_bytes() == (begun / "config.json").read_bytes()
     assert main(["export", "--work", str(tuned.parent), "--out", str(tmp_path / "best"), *vouched]) == 0
