@@ -9,7 +9,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jetspec_jax.arguments import Complaints, check_flag, check_integer, check_type, shown
-from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import (
+    Chat,
+    Ending,
+    check_template_arguments,
+    read_chat_template,
+    read_chats,
+)
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
@@ -72,6 +78,7 @@ class LLM:
         ignore_config_keys: Collection[str] = (),
         allow_nonfinite: bool = False,
         tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
         compilation_cache: str | Path = "auto",
         mesh: Mesh | None = None,
         tensor_parallel_size: int = 1,
@@ -106,6 +113,8 @@ class LLM:
                 no effect; one that is understood cannot be ignored.
             allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
             tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the target's own.
+            chat_template: A file or a Jinja text that takes the place of the tokenizer's chat template; what
+                has braces or several lines is a text.
             compilation_cache: Where compiled programs are kept for later processes, this whole process's:
                 "auto", a folder, or "off". See `jetspec_jax.enable_compilation_cache`.
             mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one
@@ -116,7 +125,7 @@ class LLM:
             data_parallel_size: Copies of the models, each on devices of its own, that serve one queue.
 
         Raises:
-            FileNotFoundError: A checkpoint is not to be had.
+            FileNotFoundError: A checkpoint or a template is not to be had.
             TypeError: A setting is of a wrong type.
             CheckpointError: A file of a checkpoint does not hold what it should.
             ValueError: A setting is not valid.
@@ -132,13 +141,18 @@ class LLM:
         if draft_head == "demo":
             draft_head = DEMO_DRAFT_HEAD
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
-        if tokenizer is not None and isinstance(target, Target):
-            raise ValueError(
-                "tokenizer is for a target that is yet to be loaded, and this one is loaded already"
-            )
-        ours = (
-            target if isinstance(target, Target) else replace(reading, path_or_id=target, tokenizer=tokenizer)
-        )
+        template = None if chat_template is None else read_chat_template(chat_template)
+        ours: Target | Source
+        if isinstance(target, Target):
+            for name, value in (("tokenizer", tokenizer), ("chat_template", template)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name} is for a target that is yet to be loaded, and this one is loaded already: "
+                        "give it to load_target"
+                    )
+            ours = target
+        else:
+            ours = replace(reading, path_or_id=target, tokenizer=tokenizer, chat_template=template)
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
@@ -234,7 +248,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         routing: Hints | Sequence[Hints | None] | None = None,
         **unknown: object,
@@ -246,19 +261,25 @@ class LLM:
                 such lists.
             sampling_params: One for all conversations, or one for each.
             use_tqdm: As for `generate`.
-            add_generation_prompt: Whether the prompt ends with what begins an answer.
+            add_generation_prompt: Whether the prompt ends with what begins an answer; None is the opposite of
+                ``continue_final_message``. False alone leaves the last message closed: the prompt ends with
+                the end mark that the template writes after a message, which is ``<|im_end|>`` and a line feed
+                for the demo.
+            continue_final_message: Whether the prompt ends with the content of the last message, an
+                assistant's, without an end mark, so that the model continues it. The completion has only
+                what is new.
             chat_template_kwargs: Passed to the template, as ``{"enable_thinking": False}``.
             routing: As for `generate`.
             **unknown: Refused, as by `generate`.
 
         Raises:
             TypeError: A message or a setting is of a wrong type, or unknown.
-            ValueError: The tokenizer has no chat template, the template refuses a conversation, or a request
-                cannot be served; nothing has been generated then.
+            ValueError: The tokenizer has no chat template, the template refuses a conversation, a message
+                cannot be continued, or a request cannot be served; nothing has been generated then.
             DeviceMemoryError: As for `generate`.
         """
         _refuse("chat", unknown)
-        begins = check_flag("add_generation_prompt", add_generation_prompt)
+        ending = Ending.of(add_generation_prompt, continue_final_message)
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
         check_template_arguments(arguments)
@@ -266,7 +287,7 @@ class LLM:
         prompts, chats = [], read_chats(messages)
         for number, chat in enumerate(chats):
             with naming(f"messages[{number}]" if len(chats) > 1 else ""):
-                prompts.append(encode_chat(self.target, chat, arguments, add_generation_prompt=begins))
+                prompts.append(encode_chat(self.target, chat, arguments, ending))
         return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def stream(
@@ -460,6 +481,8 @@ def _refuse(call: str, unknown: Mapping[str, object]) -> None:
         advice = f"; put it into SamplingParams: {call}(…, SamplingParams({given}))"
     elif "prompt_token_ids" in unknown:
         advice = '; give token ids as a prompt: {"prompt_token_ids": […]}'
+    elif "chat_template" in unknown:
+        advice = "; all chats of an LLM have one template: LLM(chat_template=…)"
     elif call == "chat":
         advice = "; arguments of the template go into chat_template_kwargs={…}"
     raise TypeError(f"{call} has no argument {', '.join(unknown)}{advice}")

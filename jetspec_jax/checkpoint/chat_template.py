@@ -1,10 +1,13 @@
 """Conversations in the form of a tokenizer's chat template."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from jetspec_jax.arguments import check_text, check_type, shown
+from jetspec_jax.arguments import check_flag, check_text, check_type, shortened, shown
+from jetspec_jax.checkpoint.content import check_small, content_of
 
 #: A conversation: messages with "role" and "content", and whatever else a template reads.
 Chat = Sequence[Mapping[str, Any]]
@@ -19,6 +22,123 @@ RESERVED = frozenset(
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
 )
+# Characters of a template's error that are repeated.
+_MOST_SAID = 500
+#: What to do about a template, for callers who can.
+ANOTHER_TEMPLATE = "give another template by --chat-template FILE or chat_template=…"
+
+
+class Ending(NamedTuple):
+    """How the prompt of a conversation ends, under the names of transformers and vLLM.
+
+    With neither, the prompt ends where the template ends the last message. Most templates write an end mark
+    there, the demo's ``<|im_end|>`` too, so that the model begins a message of any role.
+
+    Attributes:
+        add_generation_prompt: With what begins an answer.
+        continue_final_message: With the content of the last message, which is an assistant's. No end mark
+            follows, so that the model continues that message.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @classmethod
+    def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = False) -> "Ending":
+        """What a caller asks for; ``add_generation_prompt=None`` is the opposite of the other.
+
+        Raises:
+            TypeError: One is no boolean.
+            ValueError: Both are true.
+        """
+        continues = check_flag("continue_final_message", continue_final_message)
+        if add_generation_prompt is None:
+            return cls(not continues, continues)
+        begins = check_flag("add_generation_prompt", add_generation_prompt)
+        if begins and continues:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt cannot both be true: the prompt ends in "
+                "the last message, or with what begins an answer"
+            )
+        return cls(begins, continues)
+
+    def check(self, chat: Sequence[Mapping[str, Any]]) -> None:
+        """Checks that a conversation of `read_chats` can end so.
+
+        Raises:
+            ValueError: Its last message is to be continued, and is not an assistant's, has no content, or
+                calls tools after it.
+        """
+        if not self.continue_final_message:
+            return
+        last, needs = chat[-1], "continue_final_message needs a last message"
+        if (role := last["role"]) != "assistant":
+            raise ValueError(f'{needs} of the role "assistant", not {shown(role)}')
+        if last.get("tool_calls") or last.get("content") is None:
+            raise ValueError(f"{needs} that has content and calls no tools")
+
+
+#: The prompt of whoever waits for an answer.
+ANSWERED = Ending()
+
+
+def read_chat_template(file_or_text: str | Path) -> str:
+    """The text of a chat template, checked.
+
+    Args:
+        file_or_text: A file, or a Jinja text: what has braces or several lines is one.
+
+    Raises:
+        TypeError: It is neither.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not readable, or the text is no Jinja template or reads no messages.
+    """
+    import jinja2
+
+    from jetspec_jax.checkpoint.template_content import names_read
+
+    check_type("chat_template", file_or_text, str | Path, "a file or a Jinja text")
+    text, where = str(file_or_text), "chat_template"
+    if isinstance(file_or_text, Path) or not any(sign in text for sign in "{}\n"):
+        path, where = Path(file_or_text), f"the chat template {file_or_text}"
+        if not os.path.exists(file_or_text):  # false also for what no path can be
+            raise FileNotFoundError(
+                f"chat_template is {shown(text)}, which is no file; a Jinja text has braces"
+            )
+        check_small(path)
+        with content_of(path):
+            text = path.read_text(encoding="utf-8")
+    try:
+        names = names_read(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{where} is no Jinja template: line {error.lineno}: {error.message}") from error
+    if "messages" not in names:
+        raise ValueError(f"{where} does not read `messages`, so that no conversation would be in its prompts")
+    return text
+
+
+class TemplateFailed(ValueError):
+    """A chat template fails, by an error that it does not raise itself."""
+
+
+def check_writes_tools(tokenizer: Any) -> None:
+    """Checks that a tokenizer's chat template reads tools.
+
+    Raises:
+        ValueError: It does not. One that cannot be parsed is left to `render_chat`.
+    """
+    import jinja2
+
+    from jetspec_jax.checkpoint.template_content import names_read
+
+    try:
+        writes = "tools" in names_read(tokenizer.get_chat_template(tools=[{}]))
+    except (ValueError, jinja2.TemplateError):
+        return
+    if not writes:
+        raise ValueError(
+            f"the chat template does not write tools: {ANOTHER_TEMPLATE}, or say the tools in a message"
+        )
 
 
 def read_chats(messages: Any) -> list[list[dict[str, Any]]]:
@@ -131,7 +251,7 @@ def render_chat(
 
     Raises:
         ValueError: The template refuses the conversation, which is also how a template says that roles must
-            alternate, or cannot be run with it; the message holds what it says.
+            alternate; the message holds what it says. Where it fails, a `TemplateFailed`.
     """
     import jinja2
 
@@ -142,10 +262,15 @@ def render_chat(
         template = tokenizer.get_chat_template(tools=template_arguments.get("tools"))
         chat = [_adapted(message, template, walks_parts(template)) for message in messages]
         return tokenizer.apply_chat_template(chat, **settings, **template_arguments)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{prefix}the conversation is nested too deeply for its chat template") from error
+    except Exception as error:  # a template is a program, which may divide by zero too
+        if type(error) is jinja2.TemplateError:  # of the template's `raise_exception`
+            raise ValueError(f"{prefix}the chat template refuses the conversation: {error}") from error
+        # transformers repeats the whole conversation after the first line of what it says.
+        line = shortened(str(error).partition("\n")[0], _MOST_SAID)
+        said = f"{prefix}the chat template fails on the conversation: {line or type(error).__name__}"
+        raise TemplateFailed(said) from error
 
 
 def _adapted(message: Mapping[str, Any], template: str, walks: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jetspec_jax.checkpoint.chat_template import read_chat_template
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
@@ -128,6 +129,7 @@ def load_target(
     ignore_config_keys: Collection[str] = (),
     allow_nonfinite: bool = False,
     tokenizer: str | Path | None = None,
+    chat_template: str | Path | None = None,
 ) -> Target:
     """Loads a target from a local folder, a GGUF file or the Hugging Face hub.
 
@@ -139,15 +141,17 @@ def load_target(
         ignore_config_keys: As in `Source`.
         allow_nonfinite: As in `Source`.
         tokenizer: As in `Source`.
+        chat_template: A file or a Jinja text that takes the place of the tokenizer's own template.
 
     Raises:
-        FileNotFoundError: There is no such folder, or the hub cannot be reached.
+        FileNotFoundError: There is no such folder or file, or the hub cannot be reached.
         CheckpointError: A file is not what a supported family has, is damaged, or holds NaN or infinities.
             Wrong tensors are all listed.
         ValueError: An argument is out of its range; a TypeError where it is of another type.
         DeviceMemoryError: A device cannot hold the weights, or its part of them.
     """
-    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer)
+    template = None if chat_template is None else read_chat_template(chat_template)
+    source = Source(path_or_id, dtype, ignore_config_keys, allow_nonfinite, tokenizer, template)
     return read_target(source, None if mesh is None else as_mesh(mesh))
 
 
@@ -213,6 +217,10 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
     named = source.tokenizer
     # Before the weights, which take longer.
     tokenizer = load_tokenizer(folder) if named is None else load_named_tokenizer(named)
+    if source.chat_template is not None:
+        if tokenizer is None:
+            raise ValueError(f"chat_template needs a tokenizer, and {folder} has none; name one as tokenizer")
+        tokenizer.chat_template = source.chat_template
     eos = read_eos_token_ids(folder, tokenizer, config.vocab_size)
     target = Target(config, _read(source, config, mesh), eos, tokenizer, mesh)
     copies = tuple(replace(target, weights=_read(source, config, own), mesh=own) for own in others)

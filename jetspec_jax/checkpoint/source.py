@@ -44,6 +44,7 @@ class Source:
             Those of a GGUF file are given without the architecture's name in front.
         allow_nonfinite: Whether weights may be NaN or infinite, which decode to garbage.
         tokenizer: A folder, a GGUF file or a hub id whose tokenizer takes the place of the checkpoint's own.
+        chat_template: A text of `read_chat_template` that takes the place of the tokenizer's own.
 
     Raises:
         TypeError: One of them is of another type.
@@ -54,6 +55,7 @@ class Source:
     ignore_config_keys: Collection[str] = ()
     allow_nonfinite: bool = False
     tokenizer: str | Path | None = None
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         """Checks types."""

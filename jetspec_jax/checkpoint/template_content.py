@@ -1,11 +1,11 @@
-"""Whether a chat template reads a message's content as a list of parts, told from its source."""
+"""What a chat template reads, told from its source."""
 
 import functools
 from collections.abc import Iterator
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 
 # Filters that give a part, or something of each part.
@@ -23,6 +23,16 @@ class _Generation(jinja2.ext.Extension):
 
 
 @functools.lru_cache(maxsize=32)
+def names_read(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set itself, such as ``messages`` and ``tools``.
+
+    Raises:
+        jinja2.TemplateSyntaxError: It is no template.
+    """
+    return frozenset(meta.find_undeclared_variables(_parsed(template)))
+
+
+@functools.lru_cache(maxsize=32)
 def walks_parts(template: str) -> bool:
     """Whether a template loops over the parts of a message's content.
 
@@ -32,8 +42,7 @@ def walks_parts(template: str) -> bool:
     Raises:
         jinja2.TemplateSyntaxError: It is no template.
     """
-    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation])
-    tree = environment.parse(template)
+    tree = _parsed(template)
     macros = {macro.name: [own.name for own in macro.args] for macro in tree.find_all(nodes.Macro)}
     names: set[str] = set()
     found = set(_names(tree, macros, names))
@@ -45,6 +54,10 @@ def walks_parts(template: str) -> bool:
     texts = (own.node for own in tree.find_all((nodes.Getattr, nodes.Getitem)) if _key(own) == "text")
     indexed = (own.node for own in texts if isinstance(own, nodes.Getitem))
     return any(_is_content(own, names) for own in (*loops, *filtered, *indexed))
+
+
+def _parsed(template: str) -> nodes.Template:
+    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
 
 
 def _names(tree: nodes.Template, macros: dict[str, list[str]], names: set[str]) -> Iterator[str]:

@@ -34,7 +34,7 @@ _COMMANDS = {
 _HELP = "\n".join(f"{name:16}{does}" for name, does in _COMMANDS.items())
 _NOT_ASKED = {
     SAMPLING: ("n", "logprobs", "prompt_logprobs"),
-    CHAT: ("add_generation_prompt",),
+    CHAT: ("add_generation_prompt", "continue_final_message"),
     MODELS: ("data_parallel_size",),  # one answer at a time has a use for one copy alone
 }
 

@@ -98,7 +98,7 @@ class Option:
         recurs: Whether it may be given several times, for a list of values.
         words: Values that a shell may offer.
         unset: What happens without it, where Python's default is None and the help should say so.
-        is_flag: For one that sets no Python argument: whether it takes no value.
+        is_flag: Whether it takes no value, where Python's default does not say so.
     """
 
     field: str
@@ -151,13 +151,11 @@ class Group:
         for option in self.options:
             if only is not None and option.field not in only:
                 continue
-            usual = False if option.is_flag else None
-            if option.field in known:
-                usual = known[option.field].default
+            usual = known[option.field].default if option.field in known else None
             default = defaults.get(option.field)
             settings: dict[str, Any] = {"dest": option.dest, "default": default, "help": option.help}
-            if isinstance(usual, bool):
-                settings["action"] = "store_false" if usual else "store_true"
+            if option.is_flag or isinstance(usual, bool):
+                settings["action"] = "store_false" if option.name.startswith("--no-") else "store_true"
             else:
                 settings |= {"type": option.type, "metavar": option.metavar}
                 settings["action"] = "append" if option.recurs else "store"
@@ -243,7 +241,7 @@ MODELS = Group(
             "algorithm",
             f"how trees are built: {', '.join(algorithm_names())}",
             metavar="NAME",
-            unset=DEFAULT_ALGORITHM,
+            unset=f"{DEFAULT_ALGORITHM}; of a server on a GPU auto",
             words=algorithm_names(),
         ),
         Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
@@ -290,6 +288,12 @@ MODELS = Group(
             "folder, GGUF file or hub id whose tokenizer to use",
             metavar="PATH_OR_ID",
             unset="the target's",
+        ),
+        Option(
+            "chat_template",
+            "file or Jinja text of a chat template; what has braces is a text",
+            metavar="FILE_OR_TEXT",
+            unset="the tokenizer's",
         ),
         Option(
             "compilation_cache",
@@ -354,8 +358,13 @@ CHAT = Group(
         ),
         Option(
             "add_generation_prompt",
-            "go on with the last message instead of answering it",
+            "leave out what begins an answer; the last message keeps the end mark that the template writes",
             flag="--no-add-generation-prompt",
+            is_flag=True,
+        ),
+        Option(
+            "continue_final_message",
+            "continue the last message, an assistant's, which then has no end mark",
         ),
     ),
 )

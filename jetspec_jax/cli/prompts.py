@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetspec_jax.checkpoint.chat_template import Chat, check_template_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import Chat, Ending, check_template_arguments, read_chats
 from jetspec_jax.cli.options import CHAT
 from jetspec_jax.engine.prompts import encode_chat, naming
 from jetspec_jax.llm import LLM
@@ -86,7 +86,7 @@ def encode(llm: LLM, prompt: GivenPrompt, arguments: argparse.Namespace) -> list
             [chat], given = read_chats(prompt.messages), CHAT.given(arguments)
             settings = given.pop("chat_template_kwargs", {})
             check_template_arguments(settings)
-            return encode_chat(llm.target, chat, settings, **given).ids.tolist()
+            return encode_chat(llm.target, chat, settings, Ending.of(**given)).ids.tolist()
         plain = prompt.text if prompt.token_ids is None else prompt.token_ids
         assert plain is not None, "a prompt has one of its three forms"
         return llm.encode(plain)

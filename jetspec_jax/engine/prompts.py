@@ -9,7 +9,15 @@ import numpy as np
 from jaxtyping import ArrayLike, Int32
 
 from jetspec_jax.arguments import check_text, check_type, is_integer, shown
-from jetspec_jax.checkpoint.chat_template import Chat, render_chat
+from jetspec_jax.checkpoint.chat_template import (
+    ANOTHER_TEMPLATE,
+    ANSWERED,
+    Chat,
+    Ending,
+    TemplateFailed,
+    check_writes_tools,
+    render_chat,
+)
 from jetspec_jax.checkpoint.loading import Target
 
 #: A prompt as token ids: a list of them, or an array.
@@ -98,7 +106,7 @@ def encode_text(target: Target, text: str, **settings: Any) -> EncodedPrompt:
 
 
 def encode_chat(
-    target: Target, chat: Chat, arguments: Mapping[str, Any], *, add_generation_prompt: bool = True
+    target: Target, chat: Chat, arguments: Mapping[str, Any], ending: Ending = ANSWERED
 ) -> EncodedPrompt:
     """A conversation as the tokens of its chat template.
 
@@ -106,18 +114,20 @@ def encode_chat(
         target: The target.
         chat: One of `read_chats`.
         arguments: Passed to the template; see `check_template_arguments`.
-        add_generation_prompt: Whether the prompt ends with what begins an answer.
+        ending: How the prompt ends.
 
     Raises:
-        ValueError: There is no tokenizer or no template, or the template refuses the conversation.
+        ValueError: There is no tokenizer or no template, the template refuses the conversation, fails, or
+            does not write the tools that it is given, or the conversation cannot end so.
     """
-    text = render_chat(
-        templated(target),
-        chat,
-        arguments,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
+    tokenizer = templated(target)
+    ending.check(chat)
+    if arguments.get("tools"):
+        check_writes_tools(tokenizer)
+    try:
+        text = render_chat(tokenizer, chat, arguments, tokenize=False, **ending._asdict())
+    except TemplateFailed as error:
+        raise ValueError(f"{error}; {ANOTHER_TEMPLATE}") from error
     # The template has written the special tokens.
     return encode_text(target, text, add_special_tokens=False)
 
@@ -131,7 +141,10 @@ def templated(target: Target) -> Any:
     if target.tokenizer is None:
         raise ValueError("the target has no tokenizer; pass token ids to generate")
     if not getattr(target.tokenizer, "chat_template", None):
-        raise ValueError("the target's tokenizer has no chat template; use generate")
+        raise ValueError(
+            "the target's tokenizer has no chat template: give one by --chat-template FILE or "
+            "chat_template=…, or use generate"
+        )
     return target.tokenizer
 
 

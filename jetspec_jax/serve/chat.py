@@ -17,8 +17,8 @@ from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, 
 from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
-from jetspec_jax.serve.messages import Message, check_template, encode_messages
-from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
+from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, check_template, encode_messages
+from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS, Markers
 from jetspec_jax.serve.sampling import SamplingFields, check_grammar_size, sampling_params
 from jetspec_jax.serve.service import Asked, Service
 from jetspec_jax.serve.settings import ServeSettings
@@ -37,11 +37,13 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     reasoning_effort: str | None = None
 
     hints: ClassVar[dict[str, str]] = {
         **SamplingFields.hints,
+        **TEMPLATE_HINT,
         "prompt": "it belongs to /v1/completions; give messages",
         "functions": "give them as tools",
         "function_call": "say tool_choice",
@@ -83,6 +85,7 @@ def chat_routes(service: Service) -> APIRouter:
             template_arguments=body.chat_template_kwargs,
             reasoning_effort=body.reasoning_effort,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
         )
         asked = Asked(
             [prompt],
@@ -96,7 +99,7 @@ def chat_routes(service: Service) -> APIRouter:
         )
         # A form holds from the first token on, and leaves no room for reasoning.
         markers = None if params.structured_outputs is not None else markers
-        begun = markers is not None and (prompt.text or "").rstrip().endswith(markers.start.rstrip())
+        begun = markers is not None and _reasons(body, prompt.text or "", markers)
 
         tokenizer = service.llm.llm.target.tokenizer
 
@@ -137,6 +140,17 @@ def _forced(body: ChatRequest) -> str | None:
     if isinstance(choice, Chosen):
         return choice.function.name
     return "" if choice == "required" else None
+
+
+def _reasons(body: ChatRequest, prompt: str, markers: Markers) -> bool:
+    """Whether an answer begins within reasoning, which the template or the continued message has begun."""
+    start, end = markers.start.rstrip(), markers.end.strip()
+    if not body.continue_final_message:
+        return prompt.rstrip().endswith(start)
+    content = body.messages[-1].content
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    said = "\n".join(texts)
+    return said.rfind(start) > said.rfind(end)
 
 
 def _params(body: ChatRequest, settings: ServeSettings, *, special: bool) -> SamplingParams:

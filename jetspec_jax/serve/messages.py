@@ -3,12 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import (
+    Ending,
+    check_template_arguments,
+    check_writes_tools,
+    read_arguments,
+    read_chats,
+)
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.bodies import Body, Listed, check_levels
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
+
+#: What to do instead of a template in a body.
+TEMPLATE_HINT = {"chat_template": "the server has one for all requests: start it with --chat-template FILE"}
 
 
 class CalledFunction(Body):
@@ -66,13 +75,18 @@ def check_template(service: Service, tools: Sequence[Tool] = ()) -> None:
     Raises:
         ApiError: There is no chat template, or it does not write tools.
     """
-    template = getattr(service.llm.llm.target.tokenizer, "chat_template", None)
-    if not template:
-        message = "this model has no chat template, so that no chat can be written; use /v1/completions"
+    tokenizer = service.llm.llm.target.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        message = (
+            "this model has no chat template, so that no chat can be written: use /v1/completions, or start "
+            "the server with --chat-template FILE"
+        )
         raise ApiError(400, message, param="messages", code="unsupported")
-    if tools and "tools" not in str(template):
-        message = "the chat template of this model does not write tools; say them in a message instead"
-        raise ApiError(400, message, param="tools", code="unsupported")
+    if tools:
+        try:
+            check_writes_tools(tokenizer)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tools", code="unsupported") from error
 
 
 def encode_messages(
@@ -82,7 +96,8 @@ def encode_messages(
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
 ) -> EncodedPrompt:
     """Messages as the tokens of the model's chat template.
 
@@ -92,7 +107,8 @@ def encode_messages(
         tools: Those that the template writes.
         template_arguments: What a request gives the template.
         reasoning_effort: As the template has it; None leaves it to the template.
-        add_generation_prompt: Whether the prompt ends with what begins an answer.
+        add_generation_prompt: As for `LLM.chat`, as is the next.
+        continue_final_message: Whether the prompt ends in the last message.
 
     Raises:
         ApiError: What cannot be written, and why.
@@ -110,11 +126,11 @@ def encode_messages(
     if reasoning_effort is not None:
         arguments["reasoning_effort"] = reasoning_effort
     try:
+        ending = Ending.of(add_generation_prompt, continue_final_message)
         [chat] = read_chats([message.rendered() for message in messages])
-        target = service.llm.llm.target
-        return encode_chat(target, chat, arguments, add_generation_prompt=add_generation_prompt)
+        return encode_chat(service.llm.llm.target, chat, arguments, ending)
     except (TypeError, ValueError) as error:
-        raise refused(error, (), "messages") from error
+        raise refused(error, ("continue_final_message",), "messages") from error
 
 
 def _object(text: str) -> dict[str, Any]:

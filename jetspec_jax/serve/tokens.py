@@ -1,14 +1,14 @@
 """``/tokenize`` and ``/detokenize``, as vLLM has them."""
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.serve.bodies import Body, Listed, read_body
 from jetspec_jax.serve.errors import ApiError, refused
-from jetspec_jax.serve.messages import Message, encode_messages
+from jetspec_jax.serve.messages import TEMPLATE_HINT, Message, encode_messages
 from jetspec_jax.serve.service import Service
 from jetspec_jax.serve.tools import Tool
 
@@ -20,11 +20,14 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Listed[Message] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     tools: Listed[Tool] | None = None
+
+    hints: ClassVar[dict[str, str]] = TEMPLATE_HINT
 
 
 class DetokenizeRequest(Body):
@@ -83,5 +86,6 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
         template_arguments=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
     )
     return made.ids.tolist()

@@ -129,12 +129,16 @@ def test_a_target_without_a_template_is_refused_before_anything_is_read(chat, ll
     assert chat("def f(x):\n") == (
         2,
         "",
-        "jetspec-jax: the target's tokenizer has no chat template; use generate\n",
+        "jetspec-jax: the target's tokenizer has no chat template: give one by --chat-template FILE or "
+        "chat_template=…, or use generate\n",
     )
 
 
 def test_options_that_a_chat_has_no_use_for_are_not_its(chat):
-    for option in ("-n=2", "--logprobs=2", "--data-parallel=2", "--no-add-generation-prompt"):
+    for option in (
+        *("-n=2", "--logprobs=2", "--data-parallel=2"),
+        *("--no-add-generation-prompt", "--continue-final-message"),
+    ):
         with pytest.raises(SystemExit):
             chat("", option)
     with pytest.raises(SystemExit):

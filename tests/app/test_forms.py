@@ -111,6 +111,8 @@ def test_chats_are_what_the_template_says(llm):
     )
     [unprompted] = llm.chat(chats[0], params, add_generation_prompt=False)
     assert unprompted.prompt == "ab"
+    [continued] = llm.chat(chats[1], params, continue_final_message=True)
+    assert (continued.prompt, continued.token_ids) == ("ab", llm.generate("ab", params)[0].token_ids)
     signed = [{"role": "user", "content": "a", "sign": True}]
     [completion] = llm.chat(signed, params, chat_template_kwargs={"sign": "b"}, use_tqdm=False)
     assert completion.prompt == "abx"
@@ -168,6 +170,7 @@ class TestRefused:
         ("arguments", "message"),
         [
             ({"add_generation_prompt": 1}, "add_generation_prompt must be True or False"),
+            ({"continue_final_message": "yes"}, "continue_final_message must be True or False"),
             ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be a mapping"),
             ({"sampling_params": {"n": 2}}, "sampling_params must be SamplingParams or a list"),
         ],
@@ -176,6 +179,19 @@ class TestRefused:
     def test_settings_of_a_chat(self, llm, arguments, message):
         with pytest.raises(TypeError, match=message):
             llm.chat([{"role": "user", "content": "ab"}], **arguments)
+
+    def test_how_the_prompts_of_chats_end(self, llm):
+        chat, begun = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}
+        with pytest.raises(ValueError, match="cannot both be true"):
+            llm.chat([chat, begun], add_generation_prompt=True, continue_final_message=True)
+        with pytest.raises(ValueError, match=r"^messages\[1\]: continue_final_message needs .* not 'user'"):
+            llm.chat([[chat, begun], [chat]], continue_final_message=True)
+
+    def test_templates_of_models_that_are_loaded(self, llm, target):
+        with pytest.raises(ValueError, match="chat_template is for a target that is yet to be loaded"):
+            LLM(target, chat_template=TEMPLATE)
+        with pytest.raises(TypeError, match=r"all chats of an LLM have one template: LLM\(chat_template=…\)"):
+            llm.chat([{"role": "user", "content": "ab"}], chat_template=TEMPLATE)
 
     def test_several_completions_cannot_be_followed(self, llm, target, head):
         params = SamplingParams(n=2)
@@ -212,6 +228,7 @@ class TestRefused:
             *(("implementation", value) for value in (5, ["xla"])),
             *(("ignore_config_keys", value) for value in ("key", 5, None)),
             *(("compilation_cache", value) for value in (None, 5, True)),
+            *(("chat_template", value) for value in (5, b"{{ messages }}")),
         ],
         ids=str,
     )

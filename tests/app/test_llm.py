@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, generate, generate_tree
-from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.decode.settings import TreeSettings, serving_algorithm
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
 from jetspec_jax.llm import PLAIN_NOTICE
+from jetspec_jax.tree import DEFAULT_ALGORITHM
 
 MESSAGES = [{"role": "user", "content": "def read_lines(path):"}]
 
@@ -44,6 +45,23 @@ def test_a_chat_is_its_template_s_text(llm):
     assert len(llm.chat([MESSAGES, MESSAGES], params)) == 2
 
 
+def test_a_message_is_continued(llm):
+    params, begun = SamplingParams(max_tokens=8), {"role": "assistant", "content": "    with open"}
+    [continued] = llm.chat([*MESSAGES, begun], params, continue_final_message=True)
+    assert continued.prompt.endswith("<|im_start|>assistant\n    with open")
+    [expected] = llm.generate([continued.prompt], params)
+    assert continued.token_ids == expected.token_ids
+
+
+@pytest.mark.wide
+def test_a_template_of_one_s_own(tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    llm = LLM(budget=1, chat_template=tmp_path / "own.jinja")
+    assert llm.chat(MESSAGES, SamplingParams(max_tokens=1))[0].prompt == "[def read_lines(path):]"
+    with pytest.raises(FileNotFoundError, match=r"none\.jinja"):
+        LLM(chat_template=tmp_path / "none.jinja")
+
+
 # As Gemma's templates say it.
 ALTERNATING = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate') }}{% endif %}{{ m['content'] }}{% endfor %}"""
@@ -69,13 +87,17 @@ class TestChatsThatCannotBe:
     )
     def test_a_template_that_cannot_be_run(self, llm, template, text, said):
         template(text)
-        with pytest.raises(ValueError, match=f"the chat template refuses the conversation: .*{said}"):
+        with pytest.raises(ValueError, match=f"the chat template fails on .*{said}.*; give another"):
             llm.chat(MESSAGES)
 
     @pytest.mark.parametrize("messages", [[], [[]], [MESSAGES, []]])
     def test_nothing_to_answer(self, llm, messages):
         with pytest.raises(ValueError, match="there are no messages to answer"):
             llm.chat(messages)
+
+    def test_tools_that_the_template_does_not_write(self, llm):
+        with pytest.raises(ValueError, match=r"does not write tools: .*chat_template=…"):
+            llm.chat(MESSAGES, chat_template_kwargs={"tools": [{"type": "function"}]})
 
     def test_arguments_that_are_not_the_template_s(self, llm):
         with pytest.raises(ValueError, match="return_dict, tokenize cannot be template arguments"):
@@ -121,6 +143,11 @@ class TestWithoutATreeThatIsNamed:
         ):
             assert LLM(llm.target, llm.draft_head, **settings).settings == TreeSettings(**settings)
         assert LLM(llm.target, llm.draft_head, budget=1).settings.budget == 1
+
+    def test_a_server_chooses_sizes_itself_on_a_gpu_alone(self, monkeypatch):
+        assert serving_algorithm() == DEFAULT_ALGORITHM
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        assert serving_algorithm() == "auto"
 
     def test_another_device_gets_the_default_tree(self, llm, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -127,6 +127,8 @@ class TestTable:
         assert {option.field for option in CHAT.options} == asked - others
         given = CHAT.given(parse("--chat-template-kwargs", '{"a": [1]}', "--no-add-generation-prompt"))
         assert given == {"chat_template_kwargs": {"a": [1]}, "add_generation_prompt": False}
+        assert CHAT.given(parse("--continue-final-message")) == {"continue_final_message": True}
+        assert CHAT.given(parse("--chat")) == {}
 
     def test_every_model_option_arrives(self, monkeypatch):
         def llm(**given):
@@ -149,6 +151,7 @@ class TestTable:
             "max_slots": 9,
             "implementation": "xla",
             "ignore_config_keys": ["k"],
+            "chat_template": "own.jinja",
             "compilation_cache": "off",
             "tensor_parallel_size": 2,
             "expert_parallel_size": 3,
@@ -207,14 +210,18 @@ class TestPrompts:
 
     def test_conversations_are_read_as_python_reads_them(self):
         tokenizer = word_tokenizer(TINY.vocab_size)
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}z{% endfor %}"
         llm = LLM(random_target(TINY, 0, tokenizer=tokenizer))
 
-        def encoded(part):
-            messages = [{"role": "user", "content": [part]}]
-            return encode(llm, GivenPrompt("p.jsonl:1", messages=messages), parse())
+        def encoded(part, *words, role="user"):
+            messages = [{"role": role, "content": [part]}]
+            return encode(llm, GivenPrompt("p.jsonl:1", messages=messages), parse(*words))
 
-        assert encoded({"type": "text", "text": "ab"}) == [0, 1]
+        text = {"type": "text", "text": "ab"}
+        assert encoded(text) == encoded(text, "--no-add-generation-prompt") == [0, 1, 25]
+        assert encoded(text, "--continue-final-message", role="assistant") == [0, 1]
+        with pytest.raises(ValueError, match=r"^p\.jsonl:1: continue_final_message needs .* not 'user'"):
+            encoded(text, "--continue-final-message")
         with pytest.raises(ValueError, match=r"^p\.jsonl:1: content\[0\] of .* of type 'image_url'"):
             encoded({"type": "image_url"})
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jetspec_jax import AsyncLLM
 from jetspec_jax.tree import algorithms
+from tests.serve.servers import served
 from tests.train.folders import write_target
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -21,6 +23,9 @@ SCRIPTS = {
     "look_at_a_tree": ((), r"(?s)^round 1: 16 nodes, \d+ accepted, .*\nround 2: 16 nodes, "),
     "own_algorithm": ((), r"our own: \d\.\d\d tokens from \d+\.\d nodes per round$"),
 }
+
+# Those that ask a server.
+ASKING = {"call_a_tool": r"^count_names\(module='(json|math|os)', kind='(class|function)'\) is \d+\n"}
 
 
 @pytest.fixture
@@ -51,9 +56,16 @@ def test_on_a_target_of_one_s_own(run, tmp_path):
     assert len(re.findall(r"^--- \d+ tokens, 1\.00 per round, ended by", said, re.MULTILINE)) == 3, said
 
 
+@pytest.mark.wide
+def test_a_tool_and_a_template_with_the_demo_pair(run):
+    with served(AsyncLLM(chat_template=FOLDER / "tools.jinja", max_slots=1)) as own:
+        said = run("call_a_tool", "--url", f"{own.url}/v1", "--max-tokens", "40")
+    assert re.search(ASKING["call_a_tool"], said), said
+
+
 def test_all_are_run_and_short():
     scripts = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")}
-    assert scripts.keys() == SCRIPTS.keys()
+    assert scripts.keys() == SCRIPTS.keys() | ASKING.keys()
     for name, text in scripts.items():
         assert len(text.splitlines()) <= 50, name
         assert f"``python examples/{name}.py" in text

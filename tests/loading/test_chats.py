@@ -5,8 +5,16 @@ import inspect
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats, render_chat
-from jetspec_jax.checkpoint.template_content import walks_parts
+from jetspec_jax.checkpoint.chat_template import (
+    Ending,
+    TemplateFailed,
+    check_template_arguments,
+    check_writes_tools,
+    read_chat_template,
+    read_chats,
+    render_chat,
+)
+from jetspec_jax.checkpoint.template_content import names_read, walks_parts
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
 
@@ -47,13 +55,14 @@ READS = {
     "characters": "{{ m.content.split('x')[-1] }}{{ m.content[0] }}",
 }
 TOKENIZER = load_tokenizer(DEMO_TARGET)
+DEMO_TEMPLATE = TOKENIZER.chat_template
 PARTS = [{"role": "user", "content": [part("one"), part("two")]}]
 
 
-def rendered(template, messages):
+def rendered(template, messages, **ending):
     TOKENIZER.chat_template = template
     [chat] = read_chats(messages)
-    return render_chat(TOKENIZER, chat, {}, tokenize=False)
+    return render_chat(TOKENIZER, chat, {}, tokenize=False, **ending)
 
 
 @pytest.mark.parametrize("name", WALKS)
@@ -160,3 +169,145 @@ def test_what_a_tokenizer_takes_itself_is_no_argument_of_a_template():
         with pytest.raises(ValueError, match=f"^{name} cannot be template arguments"):
             check_template_arguments([name])
     check_template_arguments(["tools", "documents", "enable_thinking"])
+
+
+BEGUN = {"role": "assistant", "content": "The answer is "}
+
+
+class TestHowAPromptEnds:
+    """With the demo's template, which writes an end mark after every message."""
+
+    @pytest.mark.parametrize(
+        ("given", "end"),
+        [
+            ({}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
+            ({"add_generation_prompt": True}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
+            ({"add_generation_prompt": False}, "The answer is <|im_end|>\n"),
+            ({"continue_final_message": True}, "The answer is "),
+            ({"add_generation_prompt": False, "continue_final_message": True}, "The answer is "),
+        ],
+        ids=str,
+    )
+    def test_the_demo_s(self, given, end):
+        ending = Ending.of(**given)
+        text = rendered(DEMO_TEMPLATE, [HELLO, BEGUN], **ending._asdict())
+        assert text == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{end}"
+        assert text == TOKENIZER.apply_chat_template([HELLO, BEGUN], tokenize=False, **ending._asdict())
+
+    def test_a_continued_message_may_be_of_parts_or_empty(self):
+        continued = Ending.of(continue_final_message=True)._asdict()
+        for content, end in (([part("one"), part("two")], "one\ntwo"), ("", "")):
+            message = {"role": "assistant", "content": content}
+            text = rendered(DEMO_TEMPLATE, [HELLO, message], **continued)
+            assert text.endswith(f"<|im_start|>assistant\n{end}")
+        walked = "{% for m in messages %}" + WALKS["loop"] + "!{% endfor %}"
+        assert rendered(walked, PARTS, **continued) == "onetwo"
+
+    def test_a_template_that_drops_the_message_cannot_continue_it(self):
+        with pytest.raises(
+            ValueError, match=r"fails on the conversation: continue_final_message is .*appear"
+        ):
+            rendered("{{ messages[0].content }}", [HELLO, BEGUN], continue_final_message=True)
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            (
+                (True, True),
+                ValueError,
+                "^continue_final_message and add_generation_prompt cannot both be true",
+            ),
+            ((1, False), TypeError, "^add_generation_prompt must be True or False, not 1"),
+            ((None, "yes"), TypeError, "^continue_final_message must be True or False, not 'yes'"),
+            ((None, None), TypeError, "^continue_final_message must be True or False, not None"),
+        ],
+    )
+    def test_what_is_no_ending(self, given, error, message):
+        with pytest.raises(error, match=message):
+            Ending.of(*given)
+
+    @pytest.mark.parametrize(
+        ("last", "message"),
+        [
+            (HELLO, "^continue_final_message needs a last message of the role \"assistant\", not 'user'"),
+            ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "has content and calls no"),
+            ({**BEGUN, "tool_calls": [{"function": {"name": "f"}}]}, "has content and calls no tools"),
+        ],
+        ids=["user", "a call alone", "a call behind a content"],
+    )
+    def test_what_cannot_be_continued(self, last, message):
+        [chat] = read_chats([HELLO, last])
+        with pytest.raises(ValueError, match=message):
+            Ending.of(continue_final_message=True).check(chat)
+        Ending.of().check(chat)
+        Ending.of(add_generation_prompt=False).check(chat)
+
+
+class TestTemplatesThatAreGiven:
+    def test_a_file_or_a_text(self, tmp_path):
+        file = tmp_path / "own.jinja"
+        file.write_text(DEMO_TEMPLATE, encoding="utf-8")
+        for given in (file, str(file), DEMO_TEMPLATE):
+            assert read_chat_template(given) == DEMO_TEMPLATE
+        odd = tmp_path / "{own}"
+        odd.write_text(DEMO_TEMPLATE, encoding="utf-8")
+        assert read_chat_template(odd) == DEMO_TEMPLATE
+
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            (
+                "no/such.jinja",
+                FileNotFoundError,
+                "^chat_template is 'no/such.jinja', which is no file; a Jinja",
+            ),
+            ("", FileNotFoundError, "^chat_template is '', which is no file"),
+            ("x" * 5000, FileNotFoundError, "which is no file"),
+            ("{% if %}{{ messages }}", ValueError, "^chat_template is no Jinja template: line 1: "),
+            ("{{ messages | odd }}", ValueError, "line 1: No filter named 'odd'"),
+            ("{# messages #}{{ tools }}", ValueError, "^chat_template does not read `messages`"),
+            (5, TypeError, "^chat_template must be a file or a Jinja text, not 5"),
+        ],
+        ids=lambda value: str(value)[:30],
+    )
+    def test_what_is_no_template(self, given, error, message):
+        with pytest.raises(error, match=message):
+            read_chat_template(given)
+
+    def test_errors_in_a_file_name_it(self, tmp_path):
+        file = tmp_path / "own.jinja"
+        file.write_text("{{ messages }}\n{% endfor %}")
+        with pytest.raises(ValueError, match=r"own\.jinja is no Jinja template: line 2: "):
+            read_chat_template(file)
+        file.write_bytes(b"\xff{{ messages }}")
+        with pytest.raises(ValueError, match=r"own\.jinja: .*utf-8"):
+            read_chat_template(file)
+        with pytest.raises(ValueError, match="is a folder, not a file"):
+            read_chat_template(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("template", "said"),
+        [
+            ("{{ messages[0].x + 1 }}", "has no attribute 'x'"),
+            ("{{ 1 // (messages | length - 1) }}", "division"),
+            ("{{ '{a}'.format(messages) }}", "'a'"),
+            ("{% for m in messages %}", "Unexpected end of template"),
+        ],
+    )
+    def test_one_that_fails_is_named_with_what_to_do(self, template, said):
+        with pytest.raises(TemplateFailed, match=f"^the chat template fails on the conversation: .*{said}"):
+            rendered(template, [HELLO])
+
+    def test_names_that_a_template_reads(self):
+        template = "{# tools #}{% set a = messages %}{% for m in a %}{{ m.tools }}{{ b }}{% endfor %}"
+        assert names_read(template) == {"messages", "b"}
+        assert "tools" in names_read("{% if tools %}{{ tools | tojson }}{% endif %}")
+
+    def test_tools_need_a_template_that_writes_them(self):
+        TOKENIZER.chat_template = "{# tools #}{{ messages }}"
+        with pytest.raises(ValueError, match=r"^the chat template does not write tools: .*--chat-template"):
+            check_writes_tools(TOKENIZER)
+        # Of several templates the one that is meant for tools.
+        for template in ({"default": DEMO_TEMPLATE, "tool_use": "{{ tools }}"}, "{{ tools }}", "{% if %}"):
+            TOKENIZER.chat_template = template
+            check_writes_tools(TOKENIZER)

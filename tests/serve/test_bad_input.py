@@ -160,8 +160,19 @@ def test_completions(http, llm, body, status, param, words):
         (
             {"messages": USER, "tools": [{"type": "function", "function": {"name": "a"}}]},
             "tools",
-            ["chat template of this model"],
+            ["the chat template does not write tools", "--chat-template FILE"],
         ),
+        (
+            {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            ["cannot both be true"],
+        ),
+        (
+            {"messages": USER, "continue_final_message": True},
+            "continue_final_message",
+            ["a last message of the role \"assistant\", not 'user'"],
+        ),
+        ({"messages": USER, "continue_final_message": 1}, "continue_final_message", ["boolean"]),
         ({"messages": USER, "functions": []}, "functions", ["tools"]),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens", ["at most"]),
         ({"messages": USER, "prompt": "a"}, "prompt", ["/v1/completions"]),
@@ -204,6 +215,12 @@ def test_chats(http, body, param, words):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_template_is_the_server_s(http, path):
+    got = http.post(path, json={"messages": USER, "chat_template": "{{ messages }}"})
+    refused(got, 400, "chat_template", "is not supported", "--chat-template FILE")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools"])
 def test_a_template_s_arguments_do_not_set_how_it_is_used(http, path, name):
     got = http.post(path, json={"messages": USER, "chat_template_kwargs": {name: "{{ 1 }}"}})
@@ -238,8 +255,15 @@ def test_without_a_chat_template_completions_are_served():
     with served(llm) as own, own.client() as http:
         for path in (CHAT, "/tokenize", "/playground/rounds"):
             got = http.post(path, json={"messages": USER})
-            refused(got, 400, "messages", "no chat template", COMPLETION)
+            refused(got, 400, "messages", "no chat template", COMPLETION, "--chat-template FILE")
         assert http.post(COMPLETION, json={"prompt": "a"}).json()["choices"][0]["text"] == "yes"
+        # Tools in a comment are none, and what fails is the client's to know.
+        llm.llm.target.tokenizer.chat_template = "{# tools #}{{ 1 // (messages | length - 1) }}"
+        got = http.post(CHAT, json={"messages": USER})
+        refused(got, 400, "messages", "fails on the conversation", "division", "--chat-template FILE")
+        tools = [{"type": "function", "function": {"name": "a"}}]
+        got = http.post(CHAT, json={"messages": USER, "tools": tools, "tool_choice": "required"})
+        refused(got, 400, "tools", "does not write tools")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/v1/nothing"])

@@ -278,6 +278,7 @@ def test_reasoning_is_split_off(tooled, scripted):
         {"reasoning_effort": "high"},
         {"tools": TOOLS},
         {"chat_template_kwargs": {"think": True}, "add_generation_prompt": False},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "Sure"}], "continue_final_message": True},
     ],
 )
 def test_the_tokens_of_a_chat_are_its_prompt(tooled, extra):
@@ -287,3 +288,20 @@ def test_the_tokens_of_a_chat_are_its_prompt(tooled, extra):
     )
     told = httpx.post(f"{tooled.base_url}".replace("/v1/", "/tokenize"), json=given).json()
     assert told["tokens"] == got.prompt_token_ids
+
+
+def test_the_last_message_is_continued(tooled, scripted):
+    scripted.text = "</think> Yes."
+    for content, reasoning, answer in (
+        ("Sure", "", "</think> Yes."),
+        ("<think>\n1 < 2", "", " Yes."),
+        ([{"type": "text", "text": "<think>1</think>"}], "", "</think> Yes."),
+    ):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        given = {"messages": messages, "extra_body": {"continue_final_message": True}}
+        message = tooled.chat.completions.create(model=MODEL, **given).choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", "")) == (answer, reasoning)
+        end = content if isinstance(content, str) else content[0]["text"]
+        assert scripted.asked[-1][0].endswith(f"[assistant]{end}")
+        made = streamed(tooled, **given)
+        assert (made["content"], made["reasoning_content"]) == (answer, reasoning)
