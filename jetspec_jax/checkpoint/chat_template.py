@@ -109,6 +109,14 @@ def check_template_arguments(names: Iterable[str]) -> None:
         raise ValueError(f"{', '.join(taken)} cannot be template arguments: they are set already")
 
 
+def unread(tokenizer: Any, template_arguments: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of some names that the template of a conversation with these arguments does not read."""
+    from jetspec_jax.checkpoint.template_content import variables_of
+
+    read = variables_of(tokenizer.get_chat_template(tools=template_arguments.get("tools")))
+    return [name for name in names if name not in read]
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],

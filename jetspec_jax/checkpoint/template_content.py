@@ -1,11 +1,11 @@
-"""Whether a chat template reads a message's content as a list of parts, told from its source."""
+"""What a chat template reads, told from its source: its variables, and contents as lists of parts."""
 
 import functools
 from collections.abc import Iterator
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 
 # Filters that give a part, or something of each part.
@@ -22,6 +22,21 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _parsed(template: str) -> nodes.Template:
+    """The syntax tree of a template with the blocks of transformers' templates."""
+    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
+
+
+@functools.lru_cache(maxsize=32)
+def variables_of(template: str) -> frozenset[str]:
+    """Names that a template reads of what it is given.
+
+    Raises:
+        jinja2.TemplateSyntaxError: It is no template.
+    """
+    return frozenset(meta.find_undeclared_variables(_parsed(template)))
+
+
 @functools.lru_cache(maxsize=32)
 def walks_parts(template: str) -> bool:
     """Whether a template loops over the parts of a message's content.
@@ -32,8 +47,7 @@ def walks_parts(template: str) -> bool:
     Raises:
         jinja2.TemplateSyntaxError: It is no template.
     """
-    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation])
-    tree = environment.parse(template)
+    tree = _parsed(template)
     macros = {macro.name: [own.name for own in macro.args] for macro in tree.find_all(nodes.Macro)}
     names: set[str] = set()
     found = set(_names(tree, macros, names))

@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_arguments, read_chats
+from jetspec_jax.checkpoint.chat_template import (
+    check_template_arguments,
+    read_arguments,
+    read_chats,
+    unread,
+)
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.bodies import Body, Listed, check_levels
 from jetspec_jax.serve.errors import ApiError, refused
@@ -82,6 +87,7 @@ def encode_messages(
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
+    verbosity: str | None = None,
     add_generation_prompt: bool = True,
 ) -> EncodedPrompt:
     """Messages as the tokens of the model's chat template.
@@ -91,7 +97,9 @@ def encode_messages(
         messages: A conversation.
         tools: Those that the template writes.
         template_arguments: What a request gives the template.
-        reasoning_effort: As the template has it; None leaves it to the template.
+        reasoning_effort: As the template has it; None leaves it to the template. The server logs once if
+            the template does not read it.
+        verbosity: Likewise.
         add_generation_prompt: Whether the prompt ends with what begins an answer.
 
     Raises:
@@ -107,14 +115,18 @@ def encode_messages(
         raise refused(error, (), "chat_template_kwargs") from error
     if tools:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    if reasoning_effort is not None:
-        arguments["reasoning_effort"] = reasoning_effort
+    styles = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
+    styles = {name: value for name, value in styles.items() if value is not None}
+    arguments |= styles
     try:
         [chat] = read_chats([message.rendered() for message in messages])
         target = service.llm.llm.target
-        return encode_chat(target, chat, arguments, add_generation_prompt=add_generation_prompt)
+        encoded = encode_chat(target, chat, arguments, add_generation_prompt=add_generation_prompt)
     except (TypeError, ValueError) as error:
         raise refused(error, (), "messages") from error
+    for name in unread(target.tokenizer, arguments, styles):
+        service.warn_once(f"the chat template does not read {name}: it has no effect")
+    return encoded
 
 
 def _object(text: str) -> dict[str, Any]:
