@@ -42,6 +42,21 @@ class CompletionRequest(SamplingFields):
         "tools": "they belong to /v1/chat/completions",
     }
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are told, before those of the output."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the text that is wanted is the prompt alone."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """As `SamplingFields` has it."""
+        return super().renamed | ({"prompt_logprobs": "logprobs"} if self.scores_prompt else {})
+
 
 def completion_routes(service: Service) -> APIRouter:
     """The route."""
@@ -55,7 +70,7 @@ def completion_routes(service: Service) -> APIRouter:
         params = await asyncio.to_thread(_params, body, service.settings)
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
-        own = (body.priority, body.cache_salt, body.budget, _prompt_only(body))
+        own = (body.priority, body.cache_salt, body.budget, body.prompt_only)
         asked = Asked(prompts, params, names, "prompt", body.renamed, *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
@@ -67,7 +82,7 @@ def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n or 1}"
         raise ApiError(400, message, param="best_of", code="unsupported")
-    if not _scores(body):
+    if not body.scores_prompt:
         return
     if body.stream:
         message = "echo with logprobs is not told in a stream: leave stream out, or one of them"
@@ -77,21 +92,11 @@ def _check(body: CompletionRequest) -> None:
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
 
 
-def _scores(body: CompletionRequest) -> bool:
-    """Whether log-probabilities of the prompt's tokens are told, as those of the text that begins with it."""
-    return body.echo and body.logprobs is not None
-
-
-def _prompt_only(body: CompletionRequest) -> bool:
-    """Whether the text that is wanted is the prompt alone."""
-    return body.echo and body.max_tokens == 0
-
-
 def _params(body: CompletionRequest, settings: ServeSettings) -> SamplingParams:
-    """How a request is sampled. An engine generates one token at least."""
-    scores: dict[str, Any] = {"prompt_logprobs": body.logprobs} if _scores(body) else {}
-    most = 1 if _prompt_only(body) else body.max_tokens
-    return sampling_params(body, settings, max_tokens=most, logprobs=body.logprobs, **scores)
+    """How a request is sampled. An engine generates one token at least, of which nothing has to be told."""
+    scores: dict[str, Any] = {"prompt_logprobs": body.logprobs} if body.scores_prompt else {}
+    most, logprobs = (1, None) if body.prompt_only else (body.max_tokens, body.logprobs)
+    return sampling_params(body, settings, max_tokens=most, logprobs=logprobs, **scores)
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
@@ -161,8 +166,9 @@ class CompletionWriter:
         for choice, own in enumerate(completions):
             text = self._echo(choice // self._asked.params.n) + (own.text or "")
             logprobs = self._logprobs(choice, own.token_ids, own.logprobs)
-            if logprobs is not None and self._body.echo:
-                logprobs = self._scored_prompt(choice // self._asked.params.n, own, logprobs)
+            if self._body.scores_prompt:
+                before, logprobs = self._scored_prompt(choice // self._asked.params.n, own), logprobs or {}
+                logprobs = {name: told + logprobs.get(name, []) for name, told in before.items()}
             made = self._choice(choice, text, logprobs, own)
             if self._body.prompt_logprobs is not None:
                 made["prompt_logprobs"] = prompt_logprobs(own)
@@ -195,20 +201,21 @@ class CompletionWriter:
         if rows is None:
             return None
         if choice not in self._offsets:
-            skip = self._asked.params.skip_special_tokens
-            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip)
+            skip, begin = (
+                self._asked.params.skip_special_tokens,
+                len(self._echo(choice // self._asked.params.n)),
+            )
+            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip, begin=begin)
         return self._told(tokens, rows, self._offsets[choice])
 
-    def _scored_prompt(self, prompt: int, own: Completion, after: dict[str, Any]) -> dict[str, Any]:
-        """What is told of a prompt's tokens and then of those after it, which begin where its text ends."""
+    def _scored_prompt(self, prompt: int, own: Completion) -> dict[str, Any]:
+        """What is told of a prompt's tokens."""
         text, tokens = self._echo(prompt), own.prompt_token_ids
         offsets = _Offsets(self._detokenizer, skip_special_tokens=False)
         told = self._told(tokens, own.prompt_logprobs or [], offsets)
         # Tokens that the tokenizer has put before a text are not in it.
         added = 0 if self._tokenizer is None else max(0, self._tokenizer.decode(tokens).find(text))
-        told["text_offset"] = [max(0, offset - added) for offset in told["text_offset"]]
-        after = after | {"text_offset": [len(text) + offset for offset in after["text_offset"]]}
-        return {name: told[name] + after[name] for name in told}
+        return told | {"text_offset": [max(0, offset - added) for offset in told["text_offset"]]}
 
     def _told(
         self, tokens: Sequence[int], rows: Sequence[dict[int, Logprob] | None], offsets: "_Offsets"
@@ -244,17 +251,17 @@ def _id_name(token: int) -> str:
 
 
 class _Offsets:
-    """Where the tokens of a choice begin in its text: a number of whole characters."""
+    """Where tokens begin in a text, the first of them at ``begin``: a number of whole characters."""
 
-    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool):
-        self._settled = 0
+    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool, begin: int = 0):
+        self._settled = begin
         stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip_special_tokens)
         self._stream = stream
 
     def take(self, token: int) -> int:
         """Takes the next token; where it begins."""
         if self._stream is None:
-            return 0
+            return self._settled
         place = self._settled + len(self._stream.held)
         self._settled += len(self._stream.feed(token))
         return place
