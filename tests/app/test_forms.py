@@ -194,9 +194,14 @@ class TestRefused:
         assert not hasattr(jetspec_jax, f"{name}s")
 
     def test_no_sentence_is_about_what_there_is(self):
-        own = {name for call in (LLM, LLM.generate, LLM.chat) for name in inspect.signature(call).parameters}
-        assert not own & {*vllm_names.ENGINE, *vllm_names.CALLS}
-        assert not {*inspect.signature(SamplingParams).parameters} & {*vllm_names.SAMPLING}
+        for call, sentences in (
+            (LLM, vllm_names.ENGINE),
+            (LLM.generate, vllm_names.CALLS),
+            (LLM.chat, vllm_names.CALLS),
+            (SamplingParams, vllm_names.SAMPLING),
+            (StructuredOutputsParams, vllm_names.STRUCTURED),
+        ):
+            assert not {*inspect.signature(call).parameters} & {*sentences}
         assert not {*jetspec_jax.__all__} & {*vllm_names.IMPORTS}
 
     @pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
