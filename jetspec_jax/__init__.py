@@ -113,6 +113,11 @@ def __getattr__(name: str) -> Any:
     if name == "tree":
         return importlib.import_module("jetspec_jax.tree")
     if name not in _HOMES:
+        from jetspec_jax.vllm_names import IMPORTS
+
+        if name in IMPORTS:
+            # `from jetspec_jax import …` would drop the words of an AttributeError.
+            raise ImportError(f"jetspec_jax has no {name}: {IMPORTS[name]}")
         raise AttributeError(f"module 'jetspec_jax' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value

@@ -1,9 +1,13 @@
 """Checks of what callers give: a wrong type is a TypeError, a wrong value a ValueError, both by name."""
 
+import difflib
+import functools
+import inspect
 import itertools
 import math
 import reprlib
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +30,8 @@ class _Short(reprlib.Repr):
 _short = _Short()
 # Characters of what is shown, whatever nests in it.
 _WORDS = 300
+# Characters of a name beyond which nobody has mistyped another one: to compare long names takes long.
+_LONGEST_NAME = 64
 
 
 def shown(value: object) -> str:
@@ -44,6 +50,63 @@ def printable(text: str) -> str:
     So nothing in it controls a terminal or turns the direction of the text around it.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like another; None where none is, or the other is very long."""
+    alike = difflib.get_close_matches(name, known, 1) if len(name) < _LONGEST_NAME else ()
+    return next(iter(alike), None)
+
+
+def refuse_unknown(
+    call: Callable[..., Any],
+    unknown: Iterable[str],
+    instead: Mapping[str, str],
+    passes_to: Callable[..., Any] | None = None,
+) -> None:
+    """Raises TypeError if there are unknown keywords: for each what to do instead, or the nearest known one.
+
+    Args:
+        call: The function or class that was called with them.
+        unknown: The keywords that it does not have.
+        instead: What to do instead of some of them.
+        passes_to: What gets keywords that the call passes on.
+    """
+    said = []
+    for name in unknown:
+        known = [*parameters_of(call), *(() if passes_to is None else parameters_of(passes_to))]
+        near = nearest(name, known)
+        advice = instead.get(name) or ("leave it out" if near is None else f"did you mean {near}?")
+        said.append(f"{call.__name__} has no argument {name}; {advice}")
+    if said:
+        raise TypeError("; ".join(said))
+
+
+def parameters_of(call: Callable[..., Any]) -> list[str]:
+    """Names of a function's or a class's parameters, without the one that takes all other keywords."""
+    parameters = inspect.signature(call).parameters.values()
+    return [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def refusing_unknown(instead: Mapping[str, str]) -> Callable[[Kind], Kind]:
+    """A decorator of dataclasses, whose calls with unknown keywords raise what `refuse_unknown` does."""
+
+    def decorated(kind: Kind) -> Kind:
+        init = kind.__init__
+        names = inspect.signature(init).parameters.keys()
+
+        @functools.wraps(init)
+        def checked(self: Any, *given: Any, **named: Any) -> None:
+            refuse_unknown(kind, [name for name in named if name not in names], instead)
+            init(self, *given, **named)
+
+        kind.__init__ = checked
+        return kind
+
+    return decorated
 
 
 def is_integer(value: object) -> bool:

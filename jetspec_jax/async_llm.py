@@ -3,11 +3,19 @@
 import asyncio
 import math
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jetspec_jax.arguments import check_integer, check_number, check_type, shown
+from jetspec_jax.arguments import (
+    check_integer,
+    check_number,
+    check_type,
+    parameters_of,
+    refuse_unknown,
+    shown,
+)
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
@@ -24,9 +32,10 @@ from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.engine.wants import Kind
-from jetspec_jax.llm import LLM, kinds_to_compile
+from jetspec_jax.llm import LLM, either, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
+from jetspec_jax.vllm_names import ENGINE
 
 #: Requests that may wait for a slot, unless a caller says how many.
 MAX_WAITING = 1024
@@ -48,6 +57,8 @@ class Delta:
         completion: All of it, once it has ended; where it was aborted, what its deltas had.
         logprobs: What is told of the new tokens, as `Completion` has it.
         rounds: What each round added of it.
+        request_id: What the request was called, or else a name that it was given; its deltas share it.
+        finished: Whether it is the last delta of the request.
     """
 
     text: str
@@ -57,6 +68,18 @@ class Delta:
     completion: Completion | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     rounds: list[Round] = field(default_factory=list)
+    request_id: str = ""
+    finished: bool = False
+
+    @property
+    def outputs(self) -> "list[Delta]":
+        """The delta alone: vLLM's results hold a list of theirs, and each of these is a result here."""
+        return [self]
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """As `Completion` has it; None while it goes on."""
+        return None if self.completion is None else self.completion.stop_reason
 
 
 class AsyncLLM:
@@ -80,6 +103,8 @@ class AsyncLLM:
         max_slots: int | None = None,
         capacity: int | None = None,
         max_waiting: int = MAX_WAITING,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
         **settings: Any,
     ):
         """Loads the models; the engine is made for the first request.
@@ -90,6 +115,8 @@ class AsyncLLM:
                 there is memory for, a power of two up to 256, and 8 on a CPU.
             capacity: Tokens of prompt and output that a slot can hold; None is the usual number.
             max_waiting: Requests that may wait for a slot, with each copy of the models.
+            max_num_seqs: vLLM's name for ``max_slots``.
+            max_model_len: vLLM's name for the capacity.
             **settings: As for `LLM`; but where no algorithm is named, it is "auto" on a GPU, which chooses
                 before each dispatch among plain decoding and trees up to the budget.
 
@@ -97,7 +124,11 @@ class AsyncLLM:
             ValueError: A setting is not valid.
             Exception: All else that `LLM` raises.
         """
+        known = parameters_of(LLM)
+        refuse_unknown(AsyncLLM, [name for name in settings if name not in known], ENGINE, LLM)
         check_integer("max_waiting", max_waiting, 1)
+        max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
+        capacity = either("capacity", capacity, "max_model_len", max_model_len)
         slots = MAX_SLOTS if max_slots is None else max_slots
         self.llm = LLM(*models, max_slots=slots, capacity=capacity, **settings)
         if settings.get("algorithm") is None and self.llm.settings.budget > 1:
@@ -141,13 +172,14 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
         routing: Hints | None = None,
         budget: int | None = None,
+        **unknown: object,
     ) -> AsyncGenerator[Delta, None]:
         """Completes one prompt; what is new comes after each dispatch.
 
@@ -157,13 +189,14 @@ class AsyncLLM:
         Args:
             prompt: As for `LLM.generate`.
             sampling_params: How it is sampled; ``n`` of them makes so many completions.
-            request_id: A name for `abort`.
+            request_id: A name for `abort`; None gives it one, which its deltas have.
             priority: Lower numbers are served first.
             timeout: Seconds that it has from now on, at least 0; None is no limit.
             cache_salt: Pages are shared only among requests with the same salt.
             routing: As for `LLM.generate`.
             budget: Most nodes of its trees, root included, at most the LLM's; 1 is plain decoding, as soon as
                 all that decode beside it want no more. None is the LLM's.
+            **unknown: Refused, as by `LLM.generate`.
 
         Yields:
             Deltas, the last one of each completion with all of it.
@@ -178,6 +211,7 @@ class AsyncLLM:
                 its cause.
             RuntimeError: It was closed.
         """
+        refuse_keywords(self.generate, unknown)
         self._check_first()
         check_type("request_id", request_id, str | None, "a name or None")
         check_type("cache_salt", cache_salt, str | None, "a text or None")
@@ -189,20 +223,22 @@ class AsyncLLM:
         arrival = time.monotonic()
         deadline = None if timeout is None else arrival + timeout
         requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
+        name = uuid.uuid4().hex if request_id is None else request_id
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | str]()
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
             request.priority, request.cache_salt = priority, cache_salt
             request.told = _teller(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
+            request.request_id = name
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
         def end() -> None:
             _send(loop, news, ABORT)
 
         # In one step: several loops may bring one name at once.
-        if request_id is not None and self._named.setdefault(request_id, end) is not end:
-            raise ValueError(f"another request of the name {shown(request_id)} runs")
+        if self._named.setdefault(name, end) is not end:
+            raise ValueError(f"another request of the name {shown(name)} runs")
         timer = None
         try:
             min(self._drivers, key=lambda driver: driver.work).submit(requests)
@@ -216,10 +252,12 @@ class AsyncLLM:
                 if heard == _LATE:
                     raise next(iter(going_on.values())).request.too_late(time.monotonic())
                 if isinstance(heard, str):
-                    for number, output in going_on.items():
+                    for number, output in list(going_on.items()):
+                        going_on.pop(number)
                         output.end(ABORT)
                         text, ended = output.text[sent[number] :], output.completion()
-                        yield Delta(text, [], output.request.index, ABORT, ended)
+                        index, last = output.request.index, not going_on
+                        yield Delta(text, [], index, ABORT, ended, request_id=name, finished=last)
                     return
                 number, count = heard
                 if number not in going_on:
@@ -232,19 +270,23 @@ class AsyncLLM:
                 if reason is not None:
                     output.request.abandoned = True  # a stop string is nothing that an engine knows of
                     whole = going_on.pop(number).completion()
-                yield Delta(text, output.token_ids[known:], output.request.index, reason, whole, told, rounds)
+                tokens, index = output.token_ids[known:], output.request.index
+                yield Delta(text, tokens, index, reason, whole, told, rounds, name, not going_on)
         finally:
             if timer is not None:
                 timer.cancel()
             for request in requests:
                 request.abandoned = True
-            if request_id is not None:
-                self._named.pop(request_id, None)
+            self._named.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request by its name, if it runs: its last deltas have the reason "abort"."""
         if end := self._named.get(request_id):
             end()
+
+    async def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        return self.llm.get_tokenizer()
 
     async def warm_up(self, sampling_params: SamplingParams | None = None) -> None:
         """Makes the engine and compiles all that the settings allow, with progress on a terminal.
@@ -305,8 +347,12 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends all requests with an error, and the thread; the models stay loaded."""
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """As `close`, under vLLM's name: blocks."""
         for driver in self._drivers:
-            await asyncio.to_thread(driver.close)
+            driver.close()
 
     def _check_first(self) -> None:
         if self._plan.led and not is_first():

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jetspec_jax.arguments import Complaints, check_flag, check_integer, check_type, shown
+from jetspec_jax.arguments import Complaints, check_flag, check_integer, check_type, refuse_unknown, shown
 from jetspec_jax.checkpoint.chat_template import (
     Chat,
     Ending,
@@ -35,6 +35,7 @@ from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
 from jetspec_jax.engine.stream import DrivenStream, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
+from jetspec_jax.vllm_names import CALLS, ENGINE
 
 _log = logging.getLogger("jetspec_jax")
 
@@ -73,7 +74,9 @@ class LLM:
         candidates: int | None = None,
         dtype: str = "auto",
         capacity: int | None = None,
-        max_slots: int = MAX_SLOTS,
+        max_model_len: int | None = None,
+        max_slots: int | None = None,
+        max_num_seqs: int | None = None,
         implementation: str | None = None,
         ignore_config_keys: Collection[str] = (),
         allow_nonfinite: bool = False,
@@ -84,6 +87,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         data_parallel_size: int = 1,
+        **unknown: object,
     ):
         """Loads the models, once all settings are known to be good and the device to be large enough.
 
@@ -107,7 +111,9 @@ class LLM:
                 models keep theirs.
             capacity: Tokens of prompt and output that a slot can hold; None is 1024, or as many as a request
                 needs where that is more. Raising it later compiles again.
-            max_slots: Most prompts that decode at the same time, with each copy of the models.
+            max_model_len: vLLM's name for the capacity.
+            max_slots: Most prompts that decode at the same time, with each copy of the models; None is 8.
+            max_num_seqs: vLLM's name for ``max_slots``.
             implementation: Of tree attention; None picks the best.
             ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for as having
                 no effect; one that is understood cannot be ignored.
@@ -123,6 +129,7 @@ class LLM:
             tensor_parallel_size: Parts of every expert; those of all else are as many times the next.
             expert_parallel_size: Groups of whole experts.
             data_parallel_size: Copies of the models, each on devices of its own, that serve one queue.
+            **unknown: Refused; for arguments of vLLM's the error names what does the same here.
 
         Raises:
             FileNotFoundError: A checkpoint or a template is not to be had.
@@ -131,6 +138,10 @@ class LLM:
             ValueError: A setting is not valid.
             DeviceMemoryError: The device cannot hold weights, stores and what a round needs beside them.
         """
+        refuse_unknown(LLM, unknown, ENGINE)
+        capacity = either("capacity", capacity, "max_model_len", max_model_len)
+        max_slots = either("max_slots", max_slots, "max_num_seqs", max_num_seqs)
+        max_slots = MAX_SLOTS if max_slots is None else max_slots
         target = _target_of(target, model)
         check_type("draft_head", draft_head, str | Path | Head | None, "a folder, a hub id, a Head or None")
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
@@ -239,7 +250,7 @@ class LLM:
             ValueError: A request cannot be served; nothing has been generated then.
             DeviceMemoryError: The device cannot hold as many slots, or as long ones; what worked before does.
         """
-        _refuse("generate", unknown)
+        refuse_keywords(self.generate, unknown)
         return self._complete(prompts, sampling_params, routing, use_tqdm)
 
     def chat(
@@ -278,7 +289,7 @@ class LLM:
                 cannot be continued, or a request cannot be served; nothing has been generated then.
             DeviceMemoryError: As for `generate`.
         """
-        _refuse("chat", unknown)
+        refuse_keywords(self.chat, unknown)
         ending = Ending.of(add_generation_prompt, continue_final_message)
         arguments = {} if chat_template_kwargs is None else chat_template_kwargs
         check_type("chat_template_kwargs", arguments, Mapping, "a mapping of names to values")
@@ -305,8 +316,8 @@ class LLM:
             ValueError: The request cannot be served, or several completions are asked for.
             DeviceMemoryError: As for `generate`.
         """
-        _refuse("stream", unknown)
-        self._tokenizer()
+        refuse_keywords(self.stream, unknown)
+        self.get_tokenizer()
         read = read_single(self.target, prompt, sampling_params)
         plan, [request] = self._plan([read], sampling_params, routing)
         [group] = least_busy(groups_of(self.target, self.draft_head), 1)
@@ -359,7 +370,12 @@ class LLM:
         """
         return read_prompt(self.target, prompt).ids.tolist()
 
-    def _tokenizer(self):
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, a fast one of transformers.
+
+        Raises:
+            ValueError: The target has none.
+        """
         if self.target.tokenizer is None:
             raise ValueError("the target has no tokenizer; pass token ids to generate")
         return self.target.tokenizer
@@ -471,18 +487,23 @@ def _bar(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any] | None:
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
-def _refuse(call: str, unknown: Mapping[str, object]) -> None:
-    """Raises TypeError for unknown keywords of a call, and says where they belong."""
-    if not unknown:
-        return
-    advice = ""
-    if sampling := [name for name in unknown if name in _SAMPLING]:
-        given = ", ".join(f"{name}={shown(unknown[name])}" for name in sampling)
-        advice = f"; put it into SamplingParams: {call}(…, SamplingParams({given}))"
-    elif "prompt_token_ids" in unknown:
-        advice = '; give token ids as a prompt: {"prompt_token_ids": […]}'
-    elif "chat_template" in unknown:
-        advice = "; all chats of an LLM have one template: LLM(chat_template=…)"
-    elif call == "chat":
-        advice = "; arguments of the template go into chat_template_kwargs={…}"
-    raise TypeError(f"{call} has no argument {', '.join(unknown)}{advice}")
+def refuse_keywords(call: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+    """Raises TypeError for unknown keywords of `LLM.generate` or its like, and says where they belong."""
+    template = "arguments of the template go into chat_template_kwargs={…}"
+    instead = dict.fromkeys(unknown, template) if call.__name__ == "chat" else {}
+    instead |= CALLS | {
+        name: f"put it into SamplingParams: {call.__name__}(…, SamplingParams({name}={shown(value)}))"
+        for name, value in unknown.items()
+        if name in _SAMPLING
+    }
+    refuse_unknown(call, unknown, instead)
+
+
+Value = TypeVar("Value")
+
+
+def either(name: str, value: Value | None, vllm_name: str, vllm_value: Value | None) -> Value | None:
+    """A setting that may be given under either of two names; raises ValueError if it is under both."""
+    if value is not None and vllm_value is not None:
+        raise ValueError(f"give {name} or {vllm_name}, which are two names of one setting, not both")
+    return vllm_value if value is None else value

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 #: each other.
 ROOMS = {
     "jetspec_jax": [
-        ("arguments",),
+        ("arguments", "vllm_names"),
         ("config", "sampling", "tree", "demo", "progress"),
         ("models",),
         ("device",),

@@ -95,7 +95,7 @@ def read_chat_template(file_or_text: str | Path) -> str:
     """
     import jinja2
 
-    from jetspec_jax.checkpoint.template_content import names_read
+    from jetspec_jax.checkpoint.template_content import variables_of
 
     check_type("chat_template", file_or_text, str | Path, "a file or a Jinja text")
     text, where = str(file_or_text), "chat_template"
@@ -109,7 +109,7 @@ def read_chat_template(file_or_text: str | Path) -> str:
         with content_of(path):
             text = path.read_text(encoding="utf-8")
     try:
-        names = names_read(text)
+        names = variables_of(text)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{where} is no Jinja template: line {error.lineno}: {error.message}") from error
     if "messages" not in names:
@@ -129,10 +129,10 @@ def check_writes_tools(tokenizer: Any) -> None:
     """
     import jinja2
 
-    from jetspec_jax.checkpoint.template_content import names_read
+    from jetspec_jax.checkpoint.template_content import variables_of
 
     try:
-        writes = "tools" in names_read(tokenizer.get_chat_template(tools=[{}]))
+        writes = "tools" in variables_of(tokenizer.get_chat_template(tools=[{}]))
     except (ValueError, jinja2.TemplateError):
         return
     if not writes:
@@ -227,6 +227,14 @@ def check_template_arguments(names: Iterable[str]) -> None:
     """
     if taken := sorted(RESERVED & set(names)):
         raise ValueError(f"{', '.join(taken)} cannot be template arguments: they are set already")
+
+
+def unread(tokenizer: Any, template_arguments: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of some names that the template of a conversation with these arguments does not read."""
+    from jetspec_jax.checkpoint.template_content import variables_of
+
+    read = variables_of(tokenizer.get_chat_template(tools=template_arguments.get("tools")))
+    return [name for name in names if name not in read]
 
 
 def render_chat(

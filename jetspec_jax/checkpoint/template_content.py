@@ -1,4 +1,4 @@
-"""What a chat template reads, told from its source."""
+"""What a chat template reads, told from its source: its variables, and contents as lists of parts."""
 
 import functools
 from collections.abc import Iterator
@@ -22,9 +22,14 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _parsed(template: str) -> nodes.Template:
+    """The syntax tree of a template with the blocks of transformers' templates."""
+    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
+
+
 @functools.lru_cache(maxsize=32)
-def names_read(template: str) -> frozenset[str]:
-    """Names that a template reads and does not set itself, such as ``messages`` and ``tools``.
+def variables_of(template: str) -> frozenset[str]:
+    """Names that a template reads of what it is given.
 
     Raises:
         jinja2.TemplateSyntaxError: It is no template.
@@ -54,10 +59,6 @@ def walks_parts(template: str) -> bool:
     texts = (own.node for own in tree.find_all((nodes.Getattr, nodes.Getitem)) if _key(own) == "text")
     indexed = (own.node for own in texts if isinstance(own, nodes.Getitem))
     return any(_is_content(own, names) for own in (*loops, *filtered, *indexed))
-
-
-def _parsed(template: str) -> nodes.Template:
-    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _Generation]).parse(template)
 
 
 def _names(tree: nodes.Template, macros: dict[str, list[str]], names: set[str]) -> Iterator[str]:

@@ -168,6 +168,7 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "rounds": completion.rounds,
         "accept_lengths": completion.accept_lengths,
         "mean_acceptance_length": completion.mean_acceptance_length,

@@ -21,6 +21,7 @@ from jetspec_jax.device.groups import say_unused
 from jetspec_jax.device.joining import join_processes
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.peers import say_apart
+from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -246,7 +247,13 @@ MODELS = Group(
         ),
         Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
         Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
-        Option("max_slots", "most prompts that decode at the same time, with each copy", int, metavar="N"),
+        Option(
+            "max_slots",
+            "most prompts that decode at the same time, with each copy",
+            int,
+            metavar="N",
+            unset=str(MAX_SLOTS),
+        ),
         Option(
             "tensor_parallel_size",
             "devices that share each model, or each expert",

@@ -4,7 +4,7 @@ import math
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.engine.detokenizer import detokenizer_of
@@ -46,6 +46,11 @@ class Completion:
             token; None unless it was asked for.
         prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
             None as a whole also where it was aborted before the prompt was read.
+        stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it; None for any other
+            end.
+        request_id: What the request was called, or its number in this process; the ``n`` completions of one
+            prompt share it.
+        finished: True, as for all completions of vLLM that have ended.
     """
 
     text: str | None
@@ -61,6 +66,9 @@ class Completion:
     metrics: RequestMetrics | None = field(default=None, compare=False)
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    stop_reason: int | str | None = None
+    request_id: str = field(default="", compare=False)
+    finished: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         """The text, and how it came about."""
@@ -70,6 +78,11 @@ class Completion:
             f"finish_reason={self.finish_reason!r}, {self.rounds} rounds, "
             f"{self.mean_acceptance_length:.2f} tokens a round)"
         )
+
+    @property
+    def outputs(self) -> "list[Completion]":
+        """The completion alone: vLLM's results hold a list of theirs, and each of these is a result here."""
+        return [self]
 
     @property
     def rounds(self) -> int:
@@ -114,6 +127,7 @@ class Output:
     def _begin(self) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self.text = ""
         self._rounds = self._reached = 0
         # No stop string ends in so many first characters of the text, the held back ones included.
@@ -167,6 +181,8 @@ class Output:
             self.token_ids.append(token)
             if len(self.token_ids) == there:
                 self.finish_reason = reason
+                if reason == "stop" and token in (request.params.stop_token_ids or ()):
+                    self.stop_reason = token
             hidden = token in request.stop_ids and not self._keep_stop
             if not hidden and self._decode(token):
                 self.finish_reason = "stop"
@@ -209,6 +225,8 @@ class Output:
             RequestMetrics.of(request, rounds),
             self.logprobs(),
             self._prompt_logprobs(),
+            self.stop_reason,
+            request.request_id,
         )
 
     def logprobs(self, start: int = 0) -> list[dict[int, Logprob]] | None:
@@ -252,6 +270,7 @@ class Output:
         found = [(start, len(stop)) for start, stop in zip(starts, self._stop, strict=True) if start >= 0]
         if found:
             start, length = min(found)
+            self.stop_reason = tail[start : start + length]
             self.text = (self.text + held)[: begin + start + length * self._keep_stop]
         return bool(found)
 

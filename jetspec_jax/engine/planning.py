@@ -1,6 +1,7 @@
 """The front door: what an engine and its requests need, checked before anything is done."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,9 @@ from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
+
+# Of prompts, as vLLM numbers them: names of requests that nobody has named.
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -305,8 +309,10 @@ def _plan_requests(
         mesh=target.mesh,
     )
     requests = [
-        make_request(target, plan.decoder, settings, one.prompt, child, hint, index=index)
-        for one, hint in zip(asked, hints, strict=True)
+        make_request(
+            target, plan.decoder, settings, one.prompt, child, hint, index=index, request_id=str(number)
+        )
+        for one, hint, number in zip(asked, hints, _numbers, strict=False)
         for index, child in enumerate(one.params.each())
     ]
     plan = replace(plan, extras=Extras.of(requests))
@@ -339,6 +345,7 @@ def make_request(
     hints: Hints | None = None,
     *,
     index: int = 0,
+    request_id: str = "",
 ) -> Request:
     """A request of one completion, number ``index`` of its prompt; draws a seed if it has none."""
     stop_ids = stop_ids_of(target, params)
@@ -353,6 +360,7 @@ def make_request(
         Routing.of_one(hints),
         text=prompt.text,
         index=index,
+        request_id=request_id,
         bad_words=encode_bad_words(target, params.bad_words),
         endings=endings_of(target, params),
         matcher=matcher_for(target, params, stop_ids),

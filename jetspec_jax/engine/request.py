@@ -52,6 +52,7 @@ class Request:
         priority: Lower numbers are served first.
         deadline: When it is given up, by `time.monotonic`; None is never.
         cache_salt: Pages are shared only among requests with the same salt.
+        request_id: What callers call it; completions of one prompt share it.
         matcher: Its way through the grammar that its output follows; None without one.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
@@ -97,6 +98,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    request_id: str = ""
     matcher: Matcher | None = None
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)

@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from jetspec_jax.arguments import check_flag, check_integer, check_number, check_text, check_type, shown
+from jetspec_jax.arguments import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    check_type,
+    refusing_unknown,
+    shown,
+)
 from jetspec_jax.sampling.structured import StructuredOutputsParams
+from jetspec_jax.vllm_names import SAMPLING
 
 #: Between these a float32 logit divided by the temperature is finite, and 0 only if it was.
 COLDEST, HOTTEST = 1e-30, 1e30
@@ -20,6 +29,7 @@ MOST_LOGPROBS = 20
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 
 
+@refusing_unknown(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it stops.

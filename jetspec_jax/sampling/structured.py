@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jetspec_jax.arguments import check_flag, check_text, check_type, shown
+from jetspec_jax.arguments import check_flag, check_text, check_type, refusing_unknown, shown
+from jetspec_jax.vllm_names import STRUCTURED
 
 #: Of anything in a grammar. Each repeat takes memory, and no output is as long.
 MOST_REPEATS = 1_000_000
@@ -15,6 +16,7 @@ _COUNTS = frozenset(
 )
 
 
+@refusing_unknown(STRUCTURED)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of a text: exactly one of the first five, under vLLM's names.

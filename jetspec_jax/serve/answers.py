@@ -164,6 +164,11 @@ def figures(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
+def ending(reason: str | None, own: Delta | Completion) -> dict[str, Any]:
+    """Why a choice ended, in OpenAI's word, and what ended it, as vLLM says it."""
+    return {"finish_reason": reason, "stop_reason": own.stop_reason}
+
+
 def rounds(delta: Delta) -> list[dict[str, Any]]:
     """What each round has added: its text before anything is taken out of it, and how many tokens."""
     return [{"text": own.text, "tokens": own.tokens} for own in delta.rounds]

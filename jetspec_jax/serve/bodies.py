@@ -71,7 +71,7 @@ def _checked(body: bytes, kind: type[Own]) -> Own:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise invalid(error, kind.model_fields, kind.hints) from error
+        raise invalid(error, kind, kind.hints) from error
 
 
 async def _read(request: Request, settings: ServeSettings) -> bytes:

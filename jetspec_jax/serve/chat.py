@@ -13,7 +13,7 @@ from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
+from jetspec_jax.serve.answers import answer, ending, figures, prompt_logprobs, rounds, usage, value_of
 from jetspec_jax.serve.bodies import Listed, read_body
 from jetspec_jax.serve.choice import ChoiceText
 from jetspec_jax.serve.errors import ApiError, refused
@@ -40,6 +40,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: str | None = None
+    verbosity: str | None = None
 
     hints: ClassVar[dict[str, str]] = {
         **SamplingFields.hints,
@@ -84,6 +85,7 @@ def chat_routes(service: Service) -> APIRouter:
             tools=_shown_tools(body),
             template_arguments=body.chat_template_kwargs,
             reasoning_effort=body.reasoning_effort,
+            verbosity=body.verbosity,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
@@ -254,7 +256,7 @@ class ChatWriter:
         )
         if not (told or last or ids or by_round or (logprobs is not None and delta.token_ids)):
             return
-        made = self._piece(choice, told, logprobs, own.reason(delta.finish_reason))
+        made = self._piece(choice, told, logprobs) | ending(own.reason(delta.finish_reason), delta)
         if by_round:
             made["rounds"] = rounds(delta)
         yield self._chunk([made | {"token_ids": list(delta.token_ids)} if ids else made])
@@ -279,7 +281,7 @@ class ChatWriter:
                 "index": choice,
                 "message": message,
                 "logprobs": _logprobs(own.token_ids, own.logprobs, *self._logprob_form),
-                "finish_reason": text.reason(own.finish_reason),
+                **ending(text.reason(own.finish_reason), own),
             }
             choices.append(made | {"token_ids": own.token_ids} if self._body.return_token_ids else made)
         made = self._head | {"object": "chat.completion", "choices": choices} | self._told(completions)
@@ -296,10 +298,8 @@ class ChatWriter:
         return self._head | {"object": "chat.completion.chunk", "choices": choices}
 
     @staticmethod
-    def _piece(
-        choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def _piece(choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 def _logprobs(

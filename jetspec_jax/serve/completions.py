@@ -13,11 +13,13 @@ from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of, whole_te
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.prompts import EncodedPrompt, naming, read_prompt
-from jetspec_jax.serve.answers import answer, figures, prompt_logprobs, rounds, usage, value_of
+from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.serve.answers import answer, ending, figures, prompt_logprobs, rounds, usage, value_of
 from jetspec_jax.serve.bodies import read_body
 from jetspec_jax.serve.errors import ApiError, refused
 from jetspec_jax.serve.sampling import SamplingFields, sampling_params
 from jetspec_jax.serve.service import Asked, Service
+from jetspec_jax.serve.settings import ServeSettings
 
 #: OpenAI's, where a request says none.
 DEFAULT_MAX_TOKENS = 16
@@ -40,6 +42,21 @@ class CompletionRequest(SamplingFields):
         "tools": "they belong to /v1/chat/completions",
     }
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are told, before those of the output."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the text that is wanted is the prompt alone."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """As `SamplingFields` has it."""
+        return super().renamed | ({"prompt_logprobs": "logprobs"} if self.scores_prompt else {})
+
 
 def completion_routes(service: Service) -> APIRouter:
     """The route."""
@@ -50,12 +67,10 @@ def completion_routes(service: Service) -> APIRouter:
         body = await read_body(request, CompletionRequest, service.settings)
         model = service.check_model(body.model)
         _check(body)
-        params = await asyncio.to_thread(
-            sampling_params, body, service.settings, max_tokens=body.max_tokens, logprobs=body.logprobs
-        )
+        params = await asyncio.to_thread(_params, body, service.settings)
         prompts = await asyncio.to_thread(_prompts, service, body)
         names = CompletionRequest.model_fields
-        own = (body.priority, body.cache_salt, body.budget)
+        own = (body.priority, body.cache_salt, body.budget, body.prompt_only)
         asked = Asked(prompts, params, names, "prompt", body.renamed, *own)
         writer = CompletionWriter(request.state.record["request_id"], model, body, asked, service)
         return await answer(service, request, asked, writer, stream=body.stream)
@@ -67,9 +82,21 @@ def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of={body.best_of} is not supported: leave it out, or make it n={body.n or 1}"
         raise ApiError(400, message, param="best_of", code="unsupported")
-    if body.echo and body.logprobs is not None:
-        message = "echo with logprobs is not supported; ask for prompt_logprobs beside logprobs instead"
+    if not body.scores_prompt:
+        return
+    if body.stream:
+        message = "echo with logprobs is not told in a stream: leave stream out, or one of them"
         raise ApiError(400, message, param="echo", code="unsupported")
+    if body.prompt_logprobs not in (None, body.logprobs):
+        message = f"echo tells logprobs={body.logprobs} of the prompt too: leave prompt_logprobs out"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+
+
+def _params(body: CompletionRequest, settings: ServeSettings) -> SamplingParams:
+    """How a request is sampled. An engine generates one token at least, of which nothing has to be told."""
+    scores: dict[str, Any] = {"prompt_logprobs": body.logprobs} if body.scores_prompt else {}
+    most, logprobs = (1, None) if body.prompt_only else (body.max_tokens, body.logprobs)
+    return sampling_params(body, settings, max_tokens=most, logprobs=logprobs, **scores)
 
 
 def _prompts(service: Service, body: CompletionRequest) -> list[EncodedPrompt]:
@@ -121,7 +148,7 @@ class CompletionWriter:
         if not (text or told or delta.finish_reason or wanted or begins):
             return
         logprobs = self._logprobs(choice, delta.token_ids, delta.logprobs)
-        made = self._choice(choice, text, logprobs, delta.finish_reason, delta.token_ids)
+        made = self._choice(choice, text, logprobs, delta)
         if begins:
             made["prompt_token_ids"] = self._asked.prompts[prompt].ids.tolist()
         yield self._chunk([made | {"rounds": rounds(delta)} if self._body.return_rounds else made])
@@ -139,8 +166,11 @@ class CompletionWriter:
         for choice, own in enumerate(completions):
             text = self._echo(choice // self._asked.params.n) + (own.text or "")
             logprobs = self._logprobs(choice, own.token_ids, own.logprobs)
-            made = self._choice(choice, text, logprobs, own.finish_reason, own.token_ids)
-            if own.prompt_logprobs is not None:
+            if self._body.scores_prompt:
+                before, logprobs = self._scored_prompt(choice // self._asked.params.n, own), logprobs or {}
+                logprobs = {name: told + logprobs.get(name, []) for name, told in before.items()}
+            made = self._choice(choice, text, logprobs, own)
+            if self._body.prompt_logprobs is not None:
                 made["prompt_logprobs"] = prompt_logprobs(own)
             if self._body.return_token_ids:
                 made["prompt_token_ids"] = own.prompt_token_ids
@@ -152,15 +182,10 @@ class CompletionWriter:
         return self._head | {"object": "text_completion", "choices": choices}
 
     def _choice(
-        self,
-        choice: int,
-        text: str,
-        logprobs: dict[str, Any] | None,
-        reason: str | None,
-        tokens: Sequence[int],
+        self, choice: int, text: str, logprobs: dict[str, Any] | None, own: Delta | Completion
     ) -> dict[str, Any]:
-        made = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return made | {"token_ids": list(tokens)} if self._body.return_token_ids else made
+        made = {"index": choice, "text": text, "logprobs": logprobs, **ending(own.finish_reason, own)}
+        return made | {"token_ids": list(own.token_ids)} if self._body.return_token_ids else made
 
     def _echo(self, prompt: int) -> str:
         if not self._body.echo:
@@ -176,13 +201,32 @@ class CompletionWriter:
         if rows is None:
             return None
         if choice not in self._offsets:
-            skip = self._asked.params.skip_special_tokens
-            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip)
+            skip, begin = (
+                self._asked.params.skip_special_tokens,
+                len(self._echo(choice // self._asked.params.n)),
+            )
+            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip, begin=begin)
+        return self._told(tokens, rows, self._offsets[choice])
+
+    def _scored_prompt(self, prompt: int, own: Completion) -> dict[str, Any]:
+        """What is told of a prompt's tokens."""
+        text, tokens = self._echo(prompt), own.prompt_token_ids
+        offsets = _Offsets(self._detokenizer, skip_special_tokens=False)
+        told = self._told(tokens, own.prompt_logprobs or [], offsets)
+        # Tokens that the tokenizer has put before a text are not in it.
+        added = 0 if self._tokenizer is None else max(0, self._tokenizer.decode(tokens).find(text))
+        return told | {"text_offset": [max(0, offset - added) for offset in told["text_offset"]]}
+
+    def _told(
+        self, tokens: Sequence[int], rows: Sequence[dict[int, Logprob] | None], offsets: "_Offsets"
+    ) -> dict[str, list[Any]]:
+        """What is told of tokens, in OpenAI's form; None of the one that has none before it."""
+        pairs = [*zip(tokens, rows, strict=True)]
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [value_of(row[token]) for token, row in zip(tokens, rows, strict=True)],
-            "top_logprobs": [self._by_name(row) for row in rows],
-            "text_offset": [self._offsets[choice].take(token) for token in tokens],
+            "token_logprobs": [None if row is None else value_of(row[token]) for token, row in pairs],
+            "top_logprobs": [None if row is None else self._by_name(row) for row in rows],
+            "text_offset": [offsets.take(token) for token in tokens],
         }
 
     def _by_name(self, row: dict[int, Logprob]) -> dict[str, float]:
@@ -207,17 +251,17 @@ def _id_name(token: int) -> str:
 
 
 class _Offsets:
-    """Where the tokens of a choice begin in its text: a number of whole characters."""
+    """Where tokens begin in a text, the first of them at ``begin``: a number of whole characters."""
 
-    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool):
-        self._settled = 0
+    def __init__(self, detokenizer: Detokenizer | None, *, skip_special_tokens: bool, begin: int = 0):
+        self._settled = begin
         stream = None if detokenizer is None else detokenizer.stream(skip_special_tokens=skip_special_tokens)
         self._stream = stream
 
     def take(self, token: int) -> int:
         """Takes the next token; where it begins."""
         if self._stream is None:
-            return 0
+            return self._settled
         place = self._settled + len(self._stream.held)
         self._settled += len(self._stream.feed(token))
         return place

@@ -1,17 +1,16 @@
 """Errors in OpenAI's form: an object with what is wrong, which parameter, and a code."""
 
-import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from jetspec_jax.arguments import printable, shortened, shown
+from jetspec_jax.arguments import nearest, printable, shortened, shown
 from jetspec_jax.engine.line import QueueFull
 from jetspec_jax.engine.request import DeadlinePassed, EngineFailed
 
@@ -151,13 +150,13 @@ def of_generation(error: Exception, names: Collection[str], renamed: Mapping[str
     return internal(error)
 
 
-def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, str]) -> ApiError:
+def invalid(error: ValidationError, kind: type[BaseModel], hints: Mapping[str, str]) -> ApiError:
     """What is wrong with the first few fields of a request, and the first one's name.
 
     Args:
-        error: Of the model.
-        known: Names of its fields.
-        hints: What to do instead of some that it lacks.
+        error: Of the body's validation.
+        kind: The body's model.
+        hints: What to do instead of some fields that the model lacks.
     """
     said, param, code = [], None, None
     errors = error.errors(include_url=False, include_context=False)
@@ -165,7 +164,7 @@ def invalid(error: ValidationError, known: Collection[str], hints: Mapping[str, 
         extra = one["type"] == "extra_forbidden"
         name = _name(one["loc"], extra=extra)
         if extra:
-            told = _unknown(name, known if len(one["loc"]) == 1 else (), hints)
+            told = _unknown(name, _fields_beside(kind, one["loc"]), hints)
             one_code = "unknown_parameter"
         elif one["type"] == "missing":
             told = f"{name} is missing"
@@ -204,9 +203,30 @@ def _name(place: tuple[int | str, ...], *, extra: bool) -> str:
 _UNION_TAG = re.compile(r"str|int|float|bool|dict|list|[A-Z]\w*|.*\W.*", re.DOTALL)
 
 
+def _fields_beside(kind: type[BaseModel], place: tuple[int | str, ...]) -> set[str]:
+    """Names of the fields that a body has beside one of its places: of all models that may stand there."""
+    kinds = [kind]
+    for part in place[:-1]:
+        # Indices and what pydantic adds for members of unions are no fields.
+        fields = [
+            own for kind in kinds for name, own in kind.model_fields.items() if part in (name, own.alias)
+        ]
+        if fields:
+            kinds = [model for own in fields for model in _models_in(own.annotation)]
+    return {own.alias or name for kind in kinds for name, own in kind.model_fields.items()}
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models among the types of which an annotation is made."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
 def _unknown(name: str, known: Collection[str], hints: Mapping[str, str]) -> str:
     if name in hints:
         return f"{name} is not supported; {hints[name]}"
-    near = difflib.get_close_matches(name, known, 1) if len(name) < _NAME else ()
-    advice = f"did you mean {near[0]}?" if near else "leave it out"
+    near = nearest(name.rpartition(".")[2], known)
+    advice = "leave it out" if near is None else f"did you mean {near}?"
     return f"{name} is no parameter that this server knows; {advice}"

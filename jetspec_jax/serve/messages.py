@@ -9,6 +9,7 @@ from jetspec_jax.checkpoint.chat_template import (
     check_writes_tools,
     read_arguments,
     read_chats,
+    unread,
 )
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_chat
 from jetspec_jax.serve.bodies import Body, Listed, check_levels
@@ -96,6 +97,7 @@ def encode_messages(
     tools: Sequence[Tool] = (),
     template_arguments: Mapping[str, Any] | None = None,
     reasoning_effort: str | None = None,
+    verbosity: str | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
 ) -> EncodedPrompt:
@@ -106,7 +108,9 @@ def encode_messages(
         messages: A conversation.
         tools: Those that the template writes.
         template_arguments: What a request gives the template.
-        reasoning_effort: As the template has it; None leaves it to the template.
+        reasoning_effort: As the template has it; None leaves it to the template. The server logs once if
+            the template does not read it.
+        verbosity: Likewise.
         add_generation_prompt: As for `LLM.chat`, as is the next.
         continue_final_message: Whether the prompt ends in the last message.
 
@@ -123,14 +127,19 @@ def encode_messages(
         raise refused(error, (), "chat_template_kwargs") from error
     if tools:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    if reasoning_effort is not None:
-        arguments["reasoning_effort"] = reasoning_effort
+    styles = {"reasoning_effort": reasoning_effort, "verbosity": verbosity}
+    styles = {name: value for name, value in styles.items() if value is not None}
+    arguments |= styles
     try:
         ending = Ending.of(add_generation_prompt, continue_final_message)
         [chat] = read_chats([message.rendered() for message in messages])
-        return encode_chat(service.llm.llm.target, chat, arguments, ending)
+        target = service.llm.llm.target
+        encoded = encode_chat(target, chat, arguments, ending)
     except (TypeError, ValueError) as error:
         raise refused(error, ("continue_final_message",), "messages") from error
+    for name in unread(target.tokenizer, arguments, styles):
+        service.warn_once(f"the chat template does not read {name}: it has no effect")
+    return encoded
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -74,11 +74,14 @@ class SamplingFields(Body):
     # Numbers, checked up to the first that is none.
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    # OpenAI's, without effect here.
+    # OpenAI's, about the account, its records and its caches: without effect here.
     user: Any = None
+    safety_identifier: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
     # vLLM's.
     top_k: int | None = None
     min_p: float | None = None

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,6 +17,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt, naming
 from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.serve.errors import ApiError, of_generation, refused
+from jetspec_jax.serve.logs import log
 from jetspec_jax.serve.metrics import Metrics
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.trials import GrammarTrials
@@ -40,6 +42,7 @@ class Asked:
         priority: As for `AsyncLLM.generate`, as is the next.
         cache_salt: Pages are shared only among requests with the same.
         budget: Most nodes of its trees; None is the engine's.
+        prompt_only: Whether only the prompt is wanted back: what the engine generates is dropped.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -50,6 +53,7 @@ class Asked:
     priority: int = 0
     cache_salt: str | None = None
     budget: int | None = None
+    prompt_only: bool = False
 
 
 @dataclass(eq=False)
@@ -77,6 +81,7 @@ class Service:
     draining: bool = False
     running: int = 0
     trials: GrammarTrials = field(init=False)
+    _warnings: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Starts nothing."""
@@ -86,6 +91,12 @@ class Service:
     def names(self) -> Sequence[str]:
         """All names of the model."""
         return self.settings.served_model_name or (self.name,)
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning, unless this server has logged it before; from any thread."""
+        mark = object()
+        if self._warnings.setdefault(message, mark) is mark:  # in one step: threads may come at once
+            log(message, logging.WARNING)
 
     def check_model(self, name: str | None) -> str:
         """The name under which the model was asked for.
@@ -214,7 +225,7 @@ class Service:
                         self.metrics.prompt(len(prompt))
                         begun = True
                     following.saw(delta)
-                    yield delta
+                    yield _without_output(delta) if asked.prompt_only else delta
             except RuntimeError as error:
                 if self.draining:
                     message = "the server has ended before the answer was complete; another one may give it"
@@ -222,6 +233,17 @@ class Service:
                 raise of_generation(error, asked.names, asked.renamed) from error
             except Exception as error:
                 raise of_generation(error, asked.names, asked.renamed) from error
+
+
+def _without_output(delta: Delta) -> Delta:
+    """A delta as of a request for no tokens; its completion keeps what is told of the prompt."""
+    nothing: dict[str, Any] = {"text": "", "token_ids": []}
+    if delta.logprobs is not None:
+        nothing["logprobs"] = []
+    if delta.completion is None:
+        return replace(delta, **nothing, rounds=[])
+    whole = replace(delta.completion, **nothing, finish_reason="length", stop_reason=None)
+    return replace(delta, **nothing, rounds=[], finish_reason="length", completion=whole)
 
 
 @contextlib.contextmanager

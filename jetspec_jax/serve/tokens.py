@@ -25,6 +25,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     tools: Listed[Tool] | None = None
 
     hints: ClassVar[dict[str, str]] = TEMPLATE_HINT
@@ -85,6 +86,7 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
         tools=body.tools or [],
         template_arguments=body.chat_template_kwargs,
         reasoning_effort=body.reasoning_effort,
+        verbosity=body.verbosity,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )

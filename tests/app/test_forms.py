@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
+import jetspec_jax
 from jetspec_jax import (
     LLM,
+    AsyncLLM,
     SamplingParams,
+    StructuredOutputsParams,
     TreeDecoder,
     draft_logits,
     generate,
     generate_tree,
     logits,
     tree_logits,
+    vllm_names,
 )
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import TINY, random_head, random_target, with_windows, word_tokenizer
@@ -158,8 +162,49 @@ class TestRefused:
             llm.generate(prompt_token_ids=[[1]], prompts=None)
         with pytest.raises(TypeError, match="positional argument"):
             llm.generate("ab", SamplingParams(), True)
-        with pytest.raises(TypeError, match="max_model_len"):
-            LLM(max_model_len=100)
+        with pytest.raises(TypeError, match="no argument add_genaration_prompt"):
+            llm.chat(chat, add_genaration_prompt=False)
+
+    def test_arguments_of_vllm_s(self, llm):
+        for kind, name in ((LLM, "LLM"), (AsyncLLM, "AsyncLLM")):
+            said = f"{name} has no argument"
+            with pytest.raises(
+                TypeError, match=f"^{said} gpu_memory_utilization; set XLA_PYTHON_CLIENT_MEM_F"
+            ):
+                kind(gpu_memory_utilization=0.9)
+            with pytest.raises(TypeError, match=f"zzz; leave it out; {said} widht; did you mean width"):
+                kind(zzz=1, widht=2)
+            with pytest.raises(ValueError, match="capacity or max_model_len, which are two names of one"):
+                kind(max_model_len=100, capacity=100)
+            with pytest.raises(ValueError, match="max_slots or max_num_seqs, which are two names of one"):
+                kind(max_slots=1, max_num_seqs=1)
+        with pytest.raises(TypeError, match="max_wating; did you mean max_waiting"):
+            AsyncLLM(max_wating=2)
+        with pytest.raises(TypeError, match=r"^SamplingParams has no argument best_of; say n="):
+            SamplingParams(best_of=2)
+        with pytest.raises(TypeError, match="max_token; did you mean max_tokens"):
+            SamplingParams(max_token=2)
+        with pytest.raises(
+            TypeError, match=r"^StructuredOutputsParams has no argument jsn; did you mean json"
+        ):
+            StructuredOutputsParams(jsn="{}")
+
+    @pytest.mark.parametrize("name", vllm_names.IMPORTS)
+    def test_names_of_vllm_s(self, name):
+        with pytest.raises(ImportError, match=f"^jetspec_jax has no {name}: "):
+            exec(f"from jetspec_jax import {name}")
+        assert not hasattr(jetspec_jax, f"{name}s")
+
+    def test_no_sentence_is_about_what_there_is(self):
+        for call, sentences in (
+            (LLM, vllm_names.ENGINE),
+            (LLM.generate, vllm_names.CALLS),
+            (LLM.chat, vllm_names.CALLS),
+            (SamplingParams, vllm_names.SAMPLING),
+            (StructuredOutputsParams, vllm_names.STRUCTURED),
+        ):
+            assert not {*inspect.signature(call).parameters} & {*sentences}
+        assert not {*jetspec_jax.__all__} & {*vllm_names.IMPORTS}
 
     @pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
     def test_use_tqdm(self, llm, use_tqdm):
@@ -223,7 +268,7 @@ class TestRefused:
             *(("depth", value) for value in ("3", 3.0, False)),
             *(("algorithm", value) for value in (5, ["chain"], object)),
             *(("capacity", value) for value in ("64", 64.0, True)),
-            *(("max_slots", value) for value in ("2", 2.0, True, None)),
+            *(("max_slots", value) for value in ("2", 2.0, True)),
             *(("dtype", value) for value in (None, 5, np.float32)),
             *(("implementation", value) for value in (5, ["xla"])),
             *(("ignore_config_keys", value) for value in ("key", 5, None)),

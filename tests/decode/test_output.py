@@ -207,6 +207,51 @@ def test_special_tokens_are_kept_if_asked_for():
     assert text_of("a\0", (EOS,), include_stop_str_in_output=True) == "a"
 
 
+@pytest.mark.parametrize(
+    ("letters", "params", "reason"),
+    [
+        ("abcd", {"stop": "cd"}, "cd"),
+        ("abcd", {"stop": ["d", "cd"]}, "cd"),  # both end there, and the longer one begins first
+        ("abcd", {"stop": "ab", "stop_token_ids": [ord("c") + 1]}, "ab"),
+        ("abcd", {"stop": "bc", "stop_token_ids": [ord("c") + 1]}, ord("c") + 1),  # its text is left out
+        ("abcd", {"stop": "d", "stop_token_ids": [ord("b") + 1]}, ord("b") + 1),
+        ("ab\0", {"stop_token_ids": [ord("c") + 1]}, None),  # the end of the sequence
+        ("ab\0", {"stop_token_ids": [EOS]}, EOS),
+        ("abcd", {}, None),  # its length
+        ("abcd", {"stop_token_ids": [ord("d") + 1]}, ord("d") + 1),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_what_ended_it(letters, params, reason, chunk):
+    tokens = [EOS if byte == 0 else byte + 1 for byte in letters.encode()]
+    params = SamplingParams(max_tokens=len(tokens), **params)
+    output = output_of(params, byte_level(), (EOS, *params.stop_token_ids))
+    feed(output, tokens, chunk)
+    completion = output.completion()
+    assert completion.stop_reason == reason
+    assert completion.finish_reason == (
+        "length" if letters == "abcd" and not params.stop + params.stop_token_ids else "stop"
+    )
+
+
+def test_what_an_aborted_one_ended_with():
+    output = output_of(SamplingParams(stop="b", stop_token_ids=[9]), byte_level())
+    feed(output, [ord("a") + 1], 1)
+    output.end("abort")
+    assert output.completion().stop_reason is None
+
+
+def test_a_completion_is_read_as_vllm_s_result():
+    request = Request(np.array([3], np.int32), SamplingParams(max_tokens=1), request_id="mine")
+    output = Output(request, byte_level())
+    feed(output, [ord("a") + 1], 1)
+    result = output.completion()
+    [own] = result.outputs
+    assert (result.request_id, result.finished, result.prompt_token_ids) == ("mine", True, [3])
+    assert (own.index, own.text, own.token_ids, own.finish_reason) == (0, "a", [ord("a") + 1], "length")
+    assert (own.stop_reason, own.logprobs, own.cumulative_logprob) == (None, None, None)
+
+
 def test_a_completion_holds_its_prompt():
     request = Request(np.array([3, 4], np.int32), SamplingParams(max_tokens=1), text="of a text", index=2)
     output = Output(request, None)

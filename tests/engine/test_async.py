@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import threading
@@ -121,9 +122,36 @@ def test_deltas_make_the_completion(llm):
     check(deltas, deltas[-1].completion)
 
 
+def test_results_are_read_as_vllm_s(llm, expected):
+    """A name as the third argument, and a text that is made of `outputs`; the tokenizer, and the end."""
+    params = dataclasses.replace(PARAMS, stop_token_ids=[expected.token_ids[-1]])
+
+    async def run():
+        results = [result async for result in llm.generate(PROMPT, params, "mine")]
+        assert {result.request_id for result in results} == {"mine"}
+        return results, await llm.get_tokenizer()
+
+    results, tokenizer = asyncio.run(run())
+    count = expected.token_ids.index(expected.token_ids[-1]) + 1
+    text = "".join(own.text for result in results for own in result.outputs)
+    assert text == tokenizer.decode(expected.token_ids[: count - 1])
+    assert [result.finished for result in results] == [False] * (len(results) - 1) + [True]
+    assert [result.stop_reason for result in results] == [None] * (len(results) - 1) + [
+        expected.token_ids[-1]
+    ]
+    with pytest.raises(TypeError, match="no argument lora_request; adapters are not read"):
+        asyncio.run(read(llm, lora_request=None))
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(read(llm))
+
+
 def test_completions_of_one_prompt(llm, models):
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, n=3)
     deltas = asyncio.run(read(llm, params=params))
+    [name] = {delta.request_id for delta in deltas}
+    assert {delta.completion.request_id for delta in deltas if delta.completion} == {name}
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
     for index, whole in enumerate(generate(models[0], [PROMPT], params)):
         same([delta for delta in deltas if delta.index == index], whole)
 

@@ -14,7 +14,7 @@ from jetspec_jax.checkpoint.chat_template import (
     read_chats,
     render_chat,
 )
-from jetspec_jax.checkpoint.template_content import names_read, walks_parts
+from jetspec_jax.checkpoint.template_content import variables_of, walks_parts
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_TARGET
 
@@ -300,8 +300,8 @@ class TestTemplatesThatAreGiven:
 
     def test_names_that_a_template_reads(self):
         template = "{# tools #}{% set a = messages %}{% for m in a %}{{ m.tools }}{{ b }}{% endfor %}"
-        assert names_read(template) == {"messages", "b"}
-        assert "tools" in names_read("{% if tools %}{{ tools | tojson }}{% endif %}")
+        assert variables_of(template) == {"messages", "b"}
+        assert "tools" in variables_of("{% if tools %}{{ tools | tojson }}{% endif %}")
 
     def test_tools_need_a_template_that_writes_them(self):
         TOKENIZER.chat_template = "{# tools #}{{ messages }}"

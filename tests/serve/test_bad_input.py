@@ -104,7 +104,19 @@ def test_bodies(http, raw, kind, status, words):
             {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
             400,
             "stream_options.x",
-            ["no parameter"],
+            ["no parameter", "leave it out"],
+        ),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
+            400,
+            "stream_options.include_usge",
+            ["did you mean include_usage?"],
+        ),
+        (
+            {"prompt": "a", "response_format": schema({}) | {"json_shema": {}}},
+            400,
+            "response_format.json_shema",
+            ["did you mean json_schema?"],
         ),
         ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type", ["json_schema"]),
         ({"prompt": "a", "response_format": {"type": "json_schema"}}, 400, "response_format", ["needs"]),
@@ -122,7 +134,15 @@ def test_bodies(http, raw, kind, status, words):
             ["65536"],
         ),
         ({"prompt": "a", "priority": 1}, 400, "priority", ["--scheduling-policy priority"]),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", ["prompt_logprobs"]),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", ["leave stream out"]),
+        ({"prompt": "a", "echo": True, "logprobs": 21}, 400, "logprobs", ["0..20"]),
+        (
+            {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
+            400,
+            "prompt_logprobs",
+            ["leave prompt_logprobs out"],
+        ),
+        ({"prompt": "a", "echo": True, "max_tokens": -1}, 400, "max_tokens", ["at least 1"]),
         ({"prompt": "a", "temperature": -1, "what": 1}, 400, "what", ["no parameter"]),
     ],
 )
@@ -208,6 +228,22 @@ def test_completions(http, llm, body, status, param, words):
             ["response_format and structured_outputs"],
         ),
         ({"messages": USER, "Chosen": 1}, "Chosen", ["Chosen is no parameter"]),
+        ({"messages": USER, "verbose": "low"}, "verbose", ["did you mean verbosity?"]),
+        (
+            {"messages": USER, "prompt_cache_keys": "a"},
+            "prompt_cache_keys",
+            ["did you mean prompt_cache_key?"],
+        ),
+        (
+            {"messages": [{"role": "user", "contents": "a"}]},
+            "messages[0].contents",
+            ["did you mean content?"],
+        ),
+        (
+            {"messages": USER, "tool_choice": {"type": "function", "functions": {}}},
+            "tool_choice",
+            ["tool_choice.functions is no parameter", "did you mean function?"],
+        ),
     ],
 )
 def test_chats(http, body, param, words):

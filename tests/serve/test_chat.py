@@ -1,6 +1,7 @@
 """Chats as the `openai` client has them: texts, tools, reasoning."""
 
 import json
+import logging
 
 import httpx
 import jsonschema
@@ -8,6 +9,7 @@ import openai
 import pytest
 
 from jetspec_jax import SamplingParams
+from jetspec_jax.serve.logs import LOG
 from tests.serve.conftest import small_target
 from tests.serve.scripted import Scripted
 from tests.serve.servers import served
@@ -16,7 +18,7 @@ MODEL = "demo"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "def f(x):"}]
 #: Writes all that a template may get, so that tests see it in the prompt.
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{{ reasoning_effort }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ reasoning_effort }}{{ verbosity }}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments.x }}){% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% if think %}<think>\n{% endif %}{% endif %}"
@@ -271,11 +273,42 @@ def test_reasoning_is_split_off(tooled, scripted):
     assert (message.content, hasattr(message, "reasoning_content")) == ("No reasoning.", False)
 
 
+def test_what_says_how_to_answer_reaches_the_template(tooled, scripted):
+    tooled.chat.completions.create(model=MODEL, messages=MESSAGES, verbosity="low", reasoning_effort="high")
+    assert scripted.asked[-1][0].startswith("highlow[system]")
+
+
+def test_a_template_that_reads_none_of_it_is_named_once(http, caplog):
+    body = {"messages": MESSAGES, "max_tokens": 1, "verbosity": "low", "reasoning_effort": "high"}
+    with caplog.at_level(logging.WARNING, LOG.name):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            given = body if path != "/tokenize" else body | {"max_tokens": None}
+            assert http.post(path, json=given).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the chat template does not read {name}: it has no effect"
+        for name in ("reasoning_effort", "verbosity")
+    ]
+
+
+def test_openai_s_fields_that_mean_nothing_here(client):
+    """They are about accounts, records and caches of OpenAI's own."""
+    given = {"messages": MESSAGES, "max_tokens": 4, "seed": 1}
+    extra = {
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
+        "user": "c",
+        "metadata": {"d": "e"},
+        "store": True,
+    }
+    plain = client.chat.completions.create(model=MODEL, **given)
+    assert client.chat.completions.create(model=MODEL, **given, **extra).choices == plain.choices
+
+
 @pytest.mark.parametrize(
     "extra",
     [
         {},
-        {"reasoning_effort": "high"},
+        {"reasoning_effort": "high", "verbosity": "low"},
         {"tools": TOOLS},
         {"chat_template_kwargs": {"think": True}, "add_generation_prompt": False},
         {"messages": [*MESSAGES, {"role": "assistant", "content": "Sure"}], "continue_final_message": True},

@@ -1,11 +1,18 @@
 """Completions as the `openai` client gets them: the same tokens as without a server."""
 
 import json
+from types import SimpleNamespace
 
 import jsonschema
+import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams
+from jetspec_jax import Completion, SamplingParams, logits
+from jetspec_jax.engine.logprobs import Logprob
+from jetspec_jax.engine.prompts import EncodedPrompt
+from jetspec_jax.serve.completions import CompletionRequest, CompletionWriter
+from jetspec_jax.serve.service import Asked
+from tests.vocabularies import EOS, byte_level
 
 PROMPT = "def read_lines(path):"
 MODEL = "demo"
@@ -137,7 +144,8 @@ def test_every_sampling_parameter_arrives(client, alone):
         **given,
         logit_bias={"5": -2.0},
         user="somebody",
-        extra_body=extra | {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
+        extra_body=extra
+        | {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "c"},
     )
     assert (got.choices[0].text, got.choices[0].finish_reason) == (whole.text, whole.finish_reason)
 
@@ -169,6 +177,81 @@ def test_log_probabilities_of_tokens_within_characters(http):
     *rows, end = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for row in rows for byte in row["bytes"]) == text.encode()
     assert bytes(end["bytes"]).decode() == end["token"] == "<|endoftext|>"
+
+
+def test_log_likelihoods_as_a_harness_asks_for_them(client, alone):
+    """A context and what follows it, as one prompt: what the model itself would write, or something else."""
+    context = alone.encode(PROMPT)
+    [greedy] = expected(alone, max_tokens=6, ignore_eos=True)
+    prompts = [[*context, *greedy.token_ids], [*context, *range(100, 106)]]
+    params = {"temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    for most in (1, 0):
+        got = client.completions.create(model=MODEL, prompt=prompts, max_tokens=most, **params)
+        assert got.usage.completion_tokens == most * len(prompts)
+        assert got.usage.prompt_tokens == sum(map(len, prompts))
+        for prompt, choice in zip(prompts, got.choices, strict=True):
+            rows = np.asarray(logits(alone.target, [prompt]), np.float64)[0, :-1]
+            rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+            told, count = choice.logprobs, len(prompt)
+            assert choice.finish_reason == "length"
+            assert choice.text.startswith(alone.target.tokenizer.decode(prompt))
+            assert {len(own) for own in told.to_dict().values()} == {count + most}
+            assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+            assert told.token_logprobs[1:count] == pytest.approx(rows[range(count - 1), prompt[1:]], abs=1e-4)
+            best = [max(own.values()) for own in told.top_logprobs[1:count]]
+            assert best == pytest.approx(rows.max(-1), abs=1e-4)
+            # As harnesses find out whether a continuation is the model's own.
+            follows = slice(len(context), count)
+            is_greedy = told.token_logprobs[follows] == best[len(context) - 1 :]
+            assert is_greedy == (prompt is prompts[0])
+    assert choice.text == alone.target.tokenizer.decode(prompt)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("given", ["text", "ids"])
+def test_where_tokens_of_an_echoed_prompt_begin(given):
+    """A text lacks the token that its tokenizer puts before it, and token ids are all text."""
+    tokenizer = byte_level()
+    ids, text = [EOS, *(byte + 1 for byte in "aé".encode())], "aé" if given == "text" else None
+    told = [None, *({token: Logprob(-1.0, 1)} for token in ids[1:])]
+    service = SimpleNamespace(
+        llm=SimpleNamespace(llm=SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer)))
+    )
+    body = CompletionRequest(prompt="", echo=True, logprobs=0)
+    asked = Asked([EncodedPrompt(np.array(ids, np.int32), text)], SamplingParams(), (), "prompt")
+    writer = CompletionWriter("a", MODEL, body, asked, service)
+    after = [ord("b") + 1, ord("c") + 1]
+    rows = [{token: Logprob(-2.0, 1)} for token in after]
+    own = Completion("bc", after, "length", [2], [2], ids, text, logprobs=rows, prompt_logprobs=told)
+    [choice] = writer.whole([own])["choices"]
+    shift = len("<eos>") if given == "ids" else 0
+    assert choice["text"] == "<eos>" * bool(shift) + "aébc"
+    assert choice["logprobs"]["text_offset"] == [0, *(shift + place for place in (0, 1, 1, 2, 3))]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0, -1.0, -2.0, -2.0]
+
+
+def test_a_stream_of_the_prompt_alone(client):
+    params = {"max_tokens": 0, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.completions.create(model=MODEL, prompt=PROMPT, echo=True, **params)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.usage.completion_tokens == 0
+
+
+def test_what_ended_an_answer(client, http, alone):
+    [whole] = expected(alone, max_tokens=12, ignore_eos=True)
+    end = whole.token_ids[5]
+    for extra, reason in (
+        ({"stop_token_ids": [end]}, end),
+        ({"stop": whole.text[8:12]}, whole.text[8:12]),
+        ({}, None),
+    ):
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **extra}
+        [choice] = http.post("/v1/completions", json=body).json()["choices"]
+        assert choice["stop_reason"] == reason
+        chunks = client.completions.create(model=MODEL, stream=True, extra_body=body, prompt="")
+        told = [chunk.choices[0].stop_reason for chunk in chunks]
+        assert told == [None] * (len(told) - 1) + [reason]
 
 
 def test_a_form_is_kept(client):

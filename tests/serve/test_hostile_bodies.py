@@ -174,6 +174,6 @@ def test_wrong_items_are_not_all_looked_at(kind: type[Body], wrong):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(dict.fromkeys(kind.model_fields, wrong))
     assert caught.value.error_count() < 200
-    told = invalid(caught.value, kind.model_fields, kind.hints).message
+    told = invalid(caught.value, kind, kind.hints).message
     assert len(told) <= MOST_CHARACTERS
     assert (f"; and {caught.value.error_count() - 8} more" in told) == (caught.value.error_count() > 8)

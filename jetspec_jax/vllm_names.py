@@ -1,0 +1,83 @@
+"""Names of vLLM's that do not exist here, and what there is instead: errors quote these sentences."""
+
+_KINDS = "AsyncLLM.generate always gives what is new, and LLM.generate whole completions"
+_RESULT = "generate and chat return Completion, which has its attributes"
+#: Names of vLLM's modules.
+IMPORTS = {
+    "AsyncEngineArgs": "pass its settings to AsyncLLM itself, as AsyncLLM(model=…, max_model_len=…)",
+    "EngineArgs": "pass its settings to LLM itself, as LLM(model=…, max_model_len=…)",
+    "AsyncLLMEngine": "AsyncLLM serves requests that come at any time",
+    "LLMEngine": "AsyncLLM serves requests that come at any time, and LLM serves lists of prompts",
+    "RequestOutput": _RESULT,
+    "CompletionOutput": _RESULT,
+    "RequestOutputKind": _KINDS,
+    "TextPrompt": 'a prompt is a text or a dictionary, {"prompt": …}',
+    "TokensPrompt": 'a prompt is a list of token ids or a dictionary, {"prompt_token_ids": …}',
+    "GuidedDecodingParams": "StructuredOutputsParams says what form a text has",
+    "BeamSearchParams": "there is no beam search; SamplingParams(n=…) gives several completions",
+    "PoolingParams": "models generate text alone",
+}
+
+_ALWAYS = "leave it out: it is always so"
+#: Arguments of vLLM's `LLM` and `AsyncEngineArgs`.
+ENGINE = {
+    "async_scheduling": _ALWAYS,
+    "block_size": "leave it out: a page holds 64 tokens",
+    "compilation_config": "leave it out: warm_up() compiles what calls need",
+    "cpu_offload_gb": "weights stay on the devices: tensor_parallel_size=… spreads them over several",
+    "distributed_executor_backend": "leave it out: one process has its devices, join_processes() more",
+    "download_dir": "set HF_HOME in the environment, or give a folder as the model",
+    "enable_chunked_prefill": _ALWAYS,
+    "enable_expert_parallel": "say expert_parallel_size=…, the number of groups of experts",
+    "enable_lora": "adapters are not read: merge them into the checkpoint",
+    "enable_prefix_caching": _ALWAYS,
+    "enforce_eager": "leave it out: everything is compiled, by warm_up() or by the first call",
+    "generation_config": "leave it out: it gives end-of-sequence tokens alone; say SamplingParams(…)",
+    "gpu_memory_utilization": "set XLA_PYTHON_CLIENT_MEM_FRACTION in the environment, as 0.9",
+    "hf_overrides": "edit config.json in a copy of the checkpoint",
+    "kv_cache_dtype": "leave it out: the cache has the type of the weights",
+    "limit_mm_per_prompt": "leave it out: prompts are text alone",
+    "load_format": "leave it out: safetensors, GGUF and Orbax checkpoints are told by their files",
+    "max_logprobs": "leave it out: it is 20",
+    "max_num_batched_tokens": "leave it out: chunks of prompts have the sizes that suit the device",
+    "pipeline_parallel_size": "say tensor_parallel_size=…: layers are not split into stages",
+    "quantization": "leave it out: MXFP4 and GGUF checkpoints say themselves how they are quantised",
+    "revision": "give a folder with that revision as the model",
+    "seed": "say it in SamplingParams(seed=…): each request has its own",
+    "speculative_config": "say draft_head=…, budget=…, width=…, depth=… and algorithm=…",
+    "swap_space": "leave it out: a request that loses its pages is prefilled again",
+    "tokenizer_mode": "leave it out: the tokenizer is always a fast one",
+    "trust_remote_code": "leave it out: code of checkpoints is never run",
+}
+
+#: Arguments of vLLM's `SamplingParams`.
+SAMPLING = {
+    "best_of": "say n=… and choose among the completions, by cumulative_logprob",
+    "detokenize": "leave it out: a target with a tokenizer gives text",
+    "guided_decoding": "say structured_outputs=StructuredOutputsParams(…)",
+    "length_penalty": "there is no beam search",
+    "logits_processors": "say logit_bias, bad_words, allowed_token_ids or structured_outputs",
+    "output_kind": f"leave it out: {_KINDS}",
+    "spaces_between_special_tokens": "leave it out: texts are decoded as the tokenizer does",
+    "truncate_prompt_tokens": "cut the list of token ids that is the prompt",
+    "use_beam_search": "there is no beam search; n=… gives several completions",
+}
+
+#: Arguments of vLLM's `StructuredOutputsParams`.
+STRUCTURED = {
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
+    "disable_fallback": "leave it out: there is one library of grammars, llguidance",
+    "structural_tag": "say grammar=…",
+    "whitespace_pattern": "say disable_any_whitespace=True, or write the form as a grammar",
+}
+
+#: Arguments of vLLM's `generate` and `chat`.
+CALLS = {
+    "chat_template": "all chats of an LLM have one template: LLM(chat_template=…)",
+    "chat_template_content_format": "leave it out: the template's source tells it",
+    "data_parallel_rank": "leave it out: the copy with the least work serves a request",
+    "lora_request": "adapters are not read: merge them into the checkpoint",
+    "mm_processor_kwargs": "prompts are text alone",
+    "prompt_token_ids": 'give token ids as a prompt: {"prompt_token_ids": […]}',
+    "tokenization_kwargs": 'encode the text yourself, by get_tokenizer(), and give {"prompt_token_ids": […]}',
+}
