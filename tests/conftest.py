@@ -4,7 +4,9 @@ The platform is JAX's choice: the same tests run on a CPU and on a GPU.
 """
 
 import os
+import shutil
 import signal
+import tempfile
 
 # ruff: noqa: E402 (all of this comes before the libraries that it is for are imported)
 
@@ -12,6 +14,12 @@ import signal
 # and devices are found. Proxies, locales, terminals, a user's options of JAX and others change outcomes.
 KEPT = ["PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "JAX_PLATFORMS"]
 KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "PYTEST_", "PLAYWRIGHT_")
+# Programs that several tests and processes compile alike are compiled once a run. The first process makes
+# their folder and removes it; all that it starts find it by this name.
+PROGRAMS = "PYTEST_COMPILED_PROGRAMS"
+FIRST = PROGRAMS not in os.environ
+if FIRST:
+    os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="jetspec-tests-")
 for name in {*os.environ} - {*KEPT}:
     if not name.startswith(KEPT_PREFIXES):
         del os.environ[name]
@@ -21,7 +29,10 @@ os.environ |= {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # test processes share one GPU
     # Small programs in parts, made by many threads, cost more than whole.
     "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # nothing is left in the user's cache folder
+    "JAX_ENABLE_COMPILATION_CACHE": "true",
+    "JAX_COMPILATION_CACHE_DIR": os.environ[PROGRAMS],  # and not the user's cache folder
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 # Shells start background jobs with interrupts ignored, and whatever those start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -74,6 +85,12 @@ if jax.__version_info__ < (0, 11):
 
 # XLA has crashed while compiling in a process that kept many thousands of programs.
 MOST_PROGRAMS = 2000
+
+
+def pytest_unconfigure():
+    """Removes what was compiled, at the end of the first process."""
+    if FIRST:
+        shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
 
 
 @pytest.fixture
