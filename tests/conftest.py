@@ -31,7 +31,7 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("fixed")
 
 # XLA has crashed while compiling in a process that kept many thousands of programs.
-MOST_PROGRAMS = 2000
+MOST_PROGRAMS = 400
 
 
 def pytest_unconfigure():
