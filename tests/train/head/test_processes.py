@@ -80,6 +80,8 @@ def test_kills_at_random_moments_change_nothing(data, tmp_path):
         process, begun = start(data, [(killed, changes)]), time.monotonic()
         if kill % 4 == 3:  # while it starts, compiles or reads a checkpoint
             time.sleep(random.uniform(0.3, 1) * startup)
+        elif kill % 4 == 2:  # while it writes one
+            until(lambda own=process: unfinished_in(killed) or own.poll() is not None)
         else:
             before = names(killed)
             until(lambda old=before, own=process: names(killed) != old or own.poll() is not None)
@@ -89,7 +91,7 @@ def test_kills_at_random_moments_change_nothing(data, tmp_path):
         wait(process, -signal.SIGKILL, 0)
         if not process.returncode:
             break
-        unfinished += any("tmp" in name for name in names(killed))
+        unfinished += unfinished_in(killed)
     assert unfinished
     for work in (killed, whole):
         wait(start(data, [(work, changes)]))
@@ -97,6 +99,10 @@ def test_kills_at_random_moments_change_nothing(data, tmp_path):
     assert records(killed) == records(whole)
     for name in ("draft_head/model.safetensors", "draft_head/config.json", "evaluation.json", "recipe.json"):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def unfinished_in(work):
+    return any("tmp" in name for name in names(work))
 
 
 def names(work):
