@@ -3,34 +3,17 @@
 The platform is JAX's choice: the same tests run on a CPU and on a GPU.
 """
 
+# isort: off
+from tests.processes import FIRST, PROGRAMS  # first, since it comes before JAX
+
+# isort: on
 import os
-import signal
-
-# ruff: noqa: E402 (all of this comes before the libraries that it is for are imported)
-
-# What stays of the environment, for the tests and the commands under test: how programs, libraries, folders
-# and devices are found. Proxies, locales, terminals, a user's options of JAX and others change outcomes.
-KEPT = ["PATH", "HOME", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "JAX_PLATFORMS"]
-KEPT_PREFIXES = ("CUDA_", "NVIDIA_", "PYTEST_", "PLAYWRIGHT_")
-for name in {*os.environ} - {*KEPT}:
-    if not name.startswith(KEPT_PREFIXES):
-        del os.environ[name]
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # test processes share one GPU
-    # Small programs in parts, made by many threads, cost more than whole.
-    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # nothing is left in the user's cache folder
-}
-# Shells start background jobs with interrupts ignored, and whatever those start inherits that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import shutil
 
 import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jax._src import compiler
 from jaxtyping import install_import_hook
 
 import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
@@ -43,37 +26,18 @@ install_import_hook(
     ["jetspec_jax", "pallas_kernels", "train", "bench", "convert"], "tests.array_checks.check"
 )
 
-# Arrays of different rank never meet by accident: a missing axis is an error, not a broadcast.
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
 # The same examples on every machine; a first call compiles, so no deadline.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
 
-
-# Meshes of the tests, on a CPU. A program without a mesh runs on the first device alone.
-jax.config.update("jax_num_cpu_devices", 8)
-
-# Compiling is most of the tests' time, and less without optimisations.
-jax.config.update("jax_disable_most_optimizations", True)
-
-_get_compile_options = compiler.get_compile_options
-
-
-def _with_older_fusions(*args, **kwargs):
-    options = _get_compile_options(*args, **kwargs)
-    if jax.config.read("jax_disable_most_optimizations"):
-        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
-    return options
-
-
-# Before JAX 0.11 XLA has two ways to make code of a fusion on a CPU. The default takes twice as
-# long without optimisations, and an option for all programs JAX has only in the environment.
-if jax.__version_info__ < (0, 11):
-    compiler.get_compile_options = _with_older_fusions
-
 # XLA has crashed while compiling in a process that kept many thousands of programs.
-MOST_PROGRAMS = 2000
+MOST_PROGRAMS = 400
+
+
+def pytest_unconfigure():
+    """Removes what was compiled, at the end of the first process."""
+    if FIRST:
+        shutil.rmtree(os.environ[PROGRAMS], ignore_errors=True)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
+import tests.processes  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax import (
     LLM,
     AsyncLLM,

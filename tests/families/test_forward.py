@@ -56,12 +56,9 @@ def test_many_chunks_of_a_recurrence(family, target):
 
 @pytest.mark.wide
 @EACH_PART
-@pytest.mark.parametrize(
-    "sizes", [wide((1,) * 33), (11, *(1,) * 11, 11)], ids=["one by one", "in chunks too"]
-)
-def test_in_parts(family, target, sizes):
-    """A prompt token by token, and in chunks between which single tokens lie: the same logits as at once."""
-    assert_logits_of_ids(family, in_parts(target, sizes), golden_logits(family))
+def test_in_parts(family, target):
+    """Single tokens, and chunks before and behind them: the same logits as at once."""
+    assert_logits_of_ids(family, in_parts(target, (11, *(1,) * 11, 11)), golden_logits(family))
 
 
 def in_parts(target, sizes):
@@ -105,8 +102,17 @@ def test_under_training(family, target):
 
 
 @EACH_PART
-@pytest.mark.parametrize("prefix", [wide(3), 23])
-def test_trees_node_by_node(family, target, prefix):
+def test_trees_node_by_node(family, target):
+    check_nodes(family, target, prefix=23)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["step3p7"], indirect=True)
+def test_trees_behind_a_prefix_within_the_windows(family, target):
+    check_nodes(family, target, prefix=3)
+
+
+def check_nodes(family, target, prefix):
     """A node's logits are those of its path alone: the prefix, then the nodes from the root on."""
     rng = np.random.default_rng(prefix)
     drafts = rng.normal(size=(2, 9, target.config.vocab_size)).astype(np.float32)

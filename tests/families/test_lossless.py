@@ -8,13 +8,13 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from tests.decode.oracle import OracleProposer, plant
 from tests.decode.ties import TIE, choice_rows, gaps
 from tests.decode.tiny import TinyEngine, serve
-from tests.families.goldens import NAMES
+from tests.families.goldens import MADE_OF_OTHERS, NAMES
 from tests.marks import wide
 
-# The one with most kinds of layers; a program of an engine takes long to compile.
-pytestmark = pytest.mark.parametrize(
-    "family", [name if name == "step3p7" else wide(name) for name in NAMES], indirect=True
-)
+# A program of an engine takes long to compile. The first has most kinds of layers, and is tried with all
+# numbers of slots; a family made of the parts of others would say nothing new.
+ALL_SLOTS = "step3p7"
+FAMILIES = [ALL_SLOTS, *(wide(name) for name in NAMES if name not in (ALL_SLOTS, *MADE_OF_OTHERS))]
 NEW_TOKENS = 20
 # One of less than a window of 8, one of more than a prompt chunk of 128, and others between.
 PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 140, 28, 40)]
@@ -46,6 +46,7 @@ def plain(target, oracle):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
     for prompt, tokens, params in zip(PROMPTS[:2], plain, PARAMS, strict=False):
         rows = choice_rows(target, prompt, tokens[:NEW_TOKENS], params)
@@ -54,12 +55,19 @@ def test_plain_tokens_are_what_whole_forwards_choose(target, plain):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("slots", "groups"),
-    [wide(1, [[0], [1], [2], [3]]), wide(4, [[1, 2]]), (4, [[3, 0, 2], [0, 1, 2, 3]])],
-    ids=["one", "two", "three and four"],
-)
-def test_deep_and_branching_paths(target, oracle, plain, slots, groups):
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_deep_and_branching_paths(target, oracle, plain):
+    check_deep_and_branching_paths(target, oracle, plain, 4, [[3, 0, 2], [0, 1, 2, 3]])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", [ALL_SLOTS], indirect=True)
+@pytest.mark.parametrize(("slots", "groups"), [(1, [[0], [1], [2], [3]]), (4, [[1, 2]])], ids=["one", "two"])
+def test_paths_in_other_slots(target, oracle, plain, slots, groups):
+    check_deep_and_branching_paths(target, oracle, plain, slots, groups)
+
+
+def check_deep_and_branching_paths(target, oracle, plain, slots, groups):
     for group in groups:
         truth = [[*PROMPTS[i], *plain[i]] for i in group]
         engine = TinyEngine(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import tests.conftest  # noqa: F401  (programs are compiled as in the tests)
+import tests.processes  # noqa: F401  (programs are compiled as in the tests)
 from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import build, weights_of
 from tests.decode.tiny import TINY, head_config
