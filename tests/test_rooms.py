@@ -29,7 +29,7 @@ ROOMS = {
         ("loop",),
         ("data",),
         ("head",),
-        ("demo",),
+        ("demo", "smollm2"),
         ("ablations",),
         ("command",),
         ("__main__",),

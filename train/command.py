@@ -14,6 +14,7 @@ from train.data import command as data
 from train.demo import command as demo
 from train.head import command as head
 from train.loop.stages import OutOfTime
+from train.smollm2 import command as smollm2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where compiled programs are kept (default: auto, on a GPU the user's cache folder)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (data, head, ablations, demo):
+    for module in (data, head, ablations, demo, smollm2):
         module.add_command(commands)
     parsed = parser.parse_args(arguments)
     try:

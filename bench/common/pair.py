@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
 from bench.common.options import add_breadth_arguments, check_least
-from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import DEMO, Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
@@ -20,6 +19,7 @@ from jetspec_jax.device.groups import meshes_for, say_unused
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
 from pallas_kernels.dispatch import gpu_problem
+from train.data.prompt_sets import FORMS, PROMPT_SETS, PUBLISHED, Part
 
 
 class Pair(NamedTuple):
@@ -55,7 +55,16 @@ def add_pair_arguments(
     add(
         "--prompts",
         default=DEMO,
-        help=f'"demo", {", ".join(PROMPT_SETS)}, or JSONL with "messages", "text" or "prompt" in each line',
+        metavar="SET|SET=FILE|FILE",
+        help=f'"demo"; {", ".join(PROMPT_SETS)}, from the hub or, as "gsm8k=test.jsonl", from a file; or '
+        'JSONL with "messages", "text" or "prompt" in each line',
+    )
+    add(
+        "--prompt-form",
+        choices=FORMS,
+        default=PUBLISHED,
+        help="how a set is asked: as in its published evaluation, or plainly: the question alone, a function "
+        f"to complete, the first of several turns (default: {PUBLISHED})",
     )
     # A set that has fewer is an error only where somebody asked for so many.
     parser.set_defaults(usual_prompts=prompts)
@@ -174,7 +183,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
     """
     asked = arguments.num_prompts
     part = Part(arguments.skip_prompts, asked or arguments.usual_prompts, fewer=asked is None)
-    prompts = load_prompts(arguments.prompts, part)
+    prompts = load_prompts(arguments.prompts, part, arguments.prompt_form)
     arguments.num_prompts = len(prompts)
     return prompts
 

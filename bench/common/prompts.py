@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common.prompt_sets import PROMPT_SETS, Part, read_set
 from jetspec_jax.checkpoint.loading import Target
 from jetspec_jax.demo import DEMO_PROMPTS
+from train.data.prompt_sets import PROMPT_SETS, PUBLISHED, Part, read_set
 from train.data.prompts import MESSAGES, Entry, read_entries
 from train.data.rendering import Encoder
 
@@ -40,19 +40,25 @@ class Prompt:
         return Prompt(f"{self.id}, a turn later", entry, self.task, self.later[1:])
 
 
-def load_prompts(name: str, part: Part = ALL) -> list[Prompt]:
+def load_prompts(name: str, part: Part = ALL, form: str = PUBLISHED) -> list[Prompt]:
     """Prompts of a set, each with the id that it has in the whole set.
 
     Args:
-        name: "demo", one of `PROMPT_SETS`, or a JSONL file (see `train.data.prompts`).
-        part: Which of them: of a published set, as those who published take a part of it.
+        name: "demo", one of `PROMPT_SETS`, one of them and the file that holds it ("gsm8k=test.jsonl"), or a
+            JSONL file of other prompts (see `train.data.prompts`).
+        part: Which of them, see `read_set`.
+        form: How a published set puts its questions, see `read_set`.
 
     Raises:
         FileNotFoundError: There is no such file, or a set cannot be loaded.
-        ValueError: A line is not what it should be (file and line number), or there are too few prompts.
+        ValueError: A line is not what it should be (file and line number), there are too few prompts, or they
+            have no such form.
     """
-    if name in PROMPT_SETS:
-        return _published(name, part)
+    published, equals, file = name.partition("=")
+    if published in PROMPT_SETS:
+        return _published(published, part, file if equals else None, form)
+    if form != PUBLISHED:
+        raise ValueError(f"the form {form!r} is one of published sets, and {name} is none of them")
     path = DEMO_PROMPTS if name == DEMO else Path(name)
     if not path.is_file():
         raise FileNotFoundError(
@@ -66,13 +72,15 @@ def load_prompts(name: str, part: Part = ALL) -> list[Prompt]:
     return numbered[part.skip :]
 
 
-def _published(name: str, part: Part) -> list[Prompt]:
+def _published(name: str, part: Part, file: str | None, form: str) -> list[Prompt]:
     try:
-        questions = read_set(name, part)
+        questions = read_set(name, part, path=file, form=form)
     except FileNotFoundError as error:
+        if file is not None:
+            raise FileNotFoundError(f"there is no file {file} with the set {name}") from error
         raise FileNotFoundError(
-            f"{error}. The set {name} is fetched over the network, once; without one, give a JSONL file of "
-            "prompts instead"
+            f"{error}. The set {name} is fetched over the network, once; without one, name the file that "
+            f"holds it: {name}=FILE.jsonl"
         ) from error
     prompts = []
     for question in questions:

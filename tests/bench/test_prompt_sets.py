@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.prompt_sets import PROMPT_SETS, Part
 from bench.common.prompts import load_prompts
+from train.data.prompt_sets import PROMPT_SETS, Part
 
 ROWS = Path(__file__).parent / "prompt_sets"
 #: What the library is asked for: path, config, split.
@@ -110,6 +110,58 @@ class TestForms:
         assert [prompt.task for prompt in prompts] == ["chat", "math", "code"]
 
 
+class TestFiles:
+    """A set in a file: as on the hub, or as it was first published. The library is not asked."""
+
+    @pytest.mark.parametrize("name", PROMPT_SETS)
+    def test_the_same_prompts_as_from_the_hub(self, hub, name):
+        fetched = load_prompts(name)
+        hub.calls.clear()
+        assert load_prompts(f"{name}={ROWS / name}.jsonl") == fetched
+        assert not hub.calls
+
+    def test_mt_bench_as_it_was_published(self, tmp_path):
+        rows = [{"question_id": i, "category": "math", "turns": [f"{i}?", "Why?"]} for i in range(3)]
+        path = tmp_path / "question.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        prompts = load_prompts(f"mt-bench={path}")
+        assert [(p.entry.value[0]["content"], p.later, p.task) for p in prompts] == [
+            (f"{i}?", ("Why?",), "math") for i in range(3)
+        ]
+        # In the file's own order.
+        assert load_prompts(f"mt-bench={path}", Part(skip=1, count=1)) == prompts[1:2]
+
+    def test_what_is_no_such_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*x\.jsonl with the set gsm8k"):
+            load_prompts(f"gsm8k={tmp_path / 'x.jsonl'}")
+        path = tmp_path / "rows.jsonl"
+        path.write_text("[1]\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: expected an object, not"):
+            load_prompts(f"gsm8k={path}")
+        path.write_text("", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"rows\.jsonl holds no rows"):
+            load_prompts(f"gsm8k={path}")
+
+
+@pytest.mark.usefixtures("hub")
+class TestPlainForm:
+    def test_no_instruction(self):
+        asked = {name: load_prompts(name, form="plain") for name in ("gsm8k", "humaneval", "mt-bench")}
+        content = {name: [p.entry.value[0]["content"] for p in own] for name, own in asked.items()}
+        assert content["gsm8k"] == [row["question"] for row in rows_of("gsm8k")]
+        assert content["humaneval"] == [
+            f"Complete this Python function.\n```python\n{row['prompt'].rstrip()}\n```"
+            for row in rows_of("humaneval")
+        ]
+        assert content["mt-bench"] == [row["prompt"][0] for row in rows_of("mt-bench")]
+        assert not any(prompt.later for prompt in asked["mt-bench"])
+
+    @pytest.mark.parametrize("name", ["mbpp", "demo", "x.jsonl"])
+    def test_others_have_none(self, name):
+        with pytest.raises(ValueError, match="form 'plain'"):
+            load_prompts(name, form="plain")
+
+
 class TestParts:
     def test_a_part_is_taken_as_the_published_ones_are(self, hub):
         hub.rows[ASKED["gsm8k"]] = [{"question": str(i)} for i in range(5)]
@@ -133,7 +185,7 @@ class TestTrouble:
         error = refusal("decode", "--prompts", "gsm8k")
         assert "\n" not in error
         assert error.startswith("the data set openai/gsm8k cannot be loaded: ConnectionError: Couldn't")
-        assert "fetched over the network, once; without one, give a JSONL file" in error
+        assert error.endswith("once; without one, name the file that holds it: gsm8k=FILE.jsonl")
 
     @pytest.mark.parametrize(
         ("name", "row", "said"),

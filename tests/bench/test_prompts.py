@@ -7,7 +7,6 @@ import pytest
 
 from bench.common import workload
 from bench.common.pair import add_pair_arguments, read_prompts
-from bench.common.prompt_sets import Part
 from bench.common.prompts import Prompt, encode_prompts, load_prompts, template_arguments
 from bench.common.report import settings_of
 from bench.common.workload import make_workload
@@ -16,6 +15,7 @@ from jetspec_jax.checkpoint.tokenizer import load_tokenizer
 from jetspec_jax.demo import DEMO_PROMPTS, DEMO_TARGET
 from tests.bench.conftest import text_prompt
 from tests.decode.tiny import TINY, random_target
+from train.data.prompt_sets import Part
 from train.data.prompts import Entry
 
 

@@ -98,6 +98,22 @@ def read_entries(
     return entries
 
 
+def read_rows(path: Path) -> list[Mapping[str, Any]]:
+    """All objects of a JSONL file, whatever their keys are.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line is no JSON object, which the message names; or there are none.
+    """
+    rows = [_parsed(where, line) for where, line in _lines(path)]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{path}:{number}: expected an object, not {shown(row)}")
+    if not rows:
+        raise ValueError(f"{path} holds no rows; every line must be a JSON object")
+    return rows
+
+
 def load_rows(path: str, config: str | None = None, *, split: str, files: Sequence[str] = ()) -> Any:
     """Loads the rows of a data set with the library ``datasets``.
 

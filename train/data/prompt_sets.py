@@ -3,18 +3,24 @@
 JetSpec's evaluation (hao-ai-lab/JetSpec, ``bench/reference/benchmark.py``) follows DFlash's (z-lab/dflash),
 from which the forms are. Both send a prompt as a user's message through the target's chat template, without
 thinking. A part of a set is the beginning of its rows as ``datasets`` shuffles them with seed 0.
+
+A set is read from the hub, or from a JSONL file with its rows, and some sets can be asked plainly too,
+without an instruction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from train.data.prompts import load_rows
+from train.data.prompts import load_rows, read_rows
 
 Row = Mapping[str, Any]
 SEED = 0
+#: How questions are put: as the published evaluations do, or plainly.
+PUBLISHED, PLAIN = FORMS = ("published", "plain")
 
 _BOXED = "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _HUMANEVAL = (
@@ -30,6 +36,7 @@ _LIVECODEBENCH = (
     "### Format: {format}\n```python\n{code}\n```\n\n"
     "### Answer: (use the provided format with backticks)"
 )
+_COMPLETE = "Complete this Python function.\n```python\n{prompt}\n```"
 _LCB_FILES = "hf://datasets/livecodebench/code_generation_lite/test{}.jsonl"
 # What MT-Bench calls its categories, where that is a task; all others are chat.
 _MT_BENCH_TASKS = {"math": "math", "coding": "code"}
@@ -44,6 +51,8 @@ class PromptSet:
         split: Of the data set.
         turns: What the user says, turn by turn.
         task: "math", "code" or "chat"; or what says so of a row.
+        plain: The turns of the plain form, if the set has one: a question alone, a function to complete, or
+            the first turn of several.
         config: Of the data set.
         files: Files on the hub, for a set that no current version of the library loads by its name.
     """
@@ -52,6 +61,7 @@ class PromptSet:
     split: str
     turns: Callable[[Row], Sequence[str]]
     task: str | Callable[[Row], str]
+    plain: Callable[[Row], Sequence[str]] | None = None
     config: str | None = None
     files: tuple[str, ...] = ()
 
@@ -68,12 +78,28 @@ def _livecodebench(row: Row) -> Sequence[str]:
     return [_LIVECODEBENCH.format(question=row["question_content"], format=form, code=code)]
 
 
+def mt_bench_turns(row: Row) -> Sequence[str]:
+    """What MT-Bench's user says: "turns" as LMSYS published them, "prompt" on the hub."""
+    return row["turns" if "turns" in row else "prompt"]
+
+
 PROMPT_SETS: Mapping[str, PromptSet] = {
-    "gsm8k": PromptSet("openai/gsm8k", "test", _boxed("question"), "math", config="main"),
+    "gsm8k": PromptSet(
+        "openai/gsm8k",
+        "test",
+        _boxed("question"),
+        "math",
+        plain=lambda row: [row["question"]],
+        config="main",
+    ),
     "math500": PromptSet("HuggingFaceH4/MATH-500", "test", _boxed("problem"), "math"),
     "aime25": PromptSet("MathArena/aime_2025", "train", _boxed("problem"), "math"),
     "humaneval": PromptSet(
-        "openai/openai_humaneval", "test", lambda row: [_HUMANEVAL.format(prompt=row["prompt"])], "code"
+        "openai/openai_humaneval",
+        "test",
+        lambda row: [_HUMANEVAL.format(prompt=row["prompt"])],
+        "code",
+        plain=lambda row: [_COMPLETE.format(prompt=row["prompt"].rstrip())],
     ),
     "mbpp": PromptSet(
         "google-research-datasets/mbpp", "test", lambda row: [row["prompt"]], "code", config="sanitized"
@@ -90,8 +116,9 @@ PROMPT_SETS: Mapping[str, PromptSet] = {
     "mt-bench": PromptSet(
         "HuggingFaceH4/mt_bench_prompts",
         "train",
-        lambda row: row["prompt"],
+        mt_bench_turns,
         lambda row: _MT_BENCH_TASKS.get(row["category"], "chat"),
+        plain=lambda row: mt_bench_turns(row)[:1],
     ),
 }
 
@@ -139,29 +166,71 @@ class Part:
             raise ValueError(f"{name} holds {held} prompts, asked for {self.count}{after}")
 
 
-def read_set(name: str, part: Part) -> list[Question]:
-    """Questions of a published set: all in its order, or some of them in the order of seed 0's shuffle.
+def set_rows(name: str, path: str | Path | None = None, *, split: str | None = None) -> Sequence[Row]:
+    """All rows of a published set.
+
+    Args:
+        name: One of `PROMPT_SETS`.
+        path: A JSONL file that holds them, as they are on the hub or were first published; None fetches them
+            from the hub.
+        split: On the hub; None is the one that is evaluated.
 
     Raises:
-        FileNotFoundError: The set cannot be loaded.
-        ValueError: The library is not installed, a row is not what it should be, or there are too few.
+        FileNotFoundError: They cannot be loaded, or there is no such file.
+        ValueError: The library is not installed, or a line of the file is no JSON object.
+    """
+    if path is not None:
+        return read_rows(Path(path))
+    own = PROMPT_SETS[name]
+    return load_rows(own.path, own.config, split=split or own.split, files=own.files)
+
+
+def read_set(
+    name: str, part: Part = Part(), *, path: str | Path | None = None, form: str = PUBLISHED
+) -> list[Question]:
+    """Questions of a published set: all in its order, or a part of them.
+
+    Args:
+        name: One of `PROMPT_SETS`.
+        part: Which of them. From the hub, in the order of seed 0's shuffle, as the published evaluations take
+            a part; from a file, in its own order.
+        path: As for `set_rows`.
+        form: "published" or "plain".
+
+    Raises:
+        FileNotFoundError: The set cannot be loaded, or there is no such file.
+        ValueError: The library is not installed, a row is not what it should be, there are too few, or the
+            set has no such form.
     """
     own = PROMPT_SETS[name]
-    rows = load_rows(own.path, own.config, split=own.split, files=own.files)
+    if form not in FORMS or (form == PLAIN and own.plain is None):
+        plain = ", ".join(other for other, its in PROMPT_SETS.items() if its.plain is not None)
+        raise ValueError(
+            f"{name} has no form {form!r}: {PUBLISHED} is every set's, {PLAIN} is one of {plain}"
+        )
+    rows = set_rows(name, path)
     part.check(name, len(rows))
     order = np.arange(len(rows))
     if part.skip or (part.end is not None and part.end < len(rows)):
         # As `Dataset.shuffle(seed)` does. Two parts that do not overlap share no question.
-        order = np.random.default_rng(SEED).permutation(len(rows))[part.skip : part.end]
-    return [_question(own, name, int(number), rows[int(number)]) for number in order]
+        order = order if path is not None else np.random.default_rng(SEED).permutation(len(rows))
+        order = order[part.skip : part.end]
+    turns = own.turns if form == PUBLISHED or own.plain is None else own.plain
+    return [_question(name, int(number), rows[int(number)], turns, own.task) for number in order]
 
 
-def _question(own: PromptSet, name: str, number: int, row: Row) -> Question:
+def _question(
+    name: str,
+    number: int,
+    row: Row,
+    turns_of: Callable[[Row], Sequence[str]],
+    task_of: str | Callable[[Row], str],
+) -> Question:
     where = f"{name} row {number}"
     try:
-        turns = own.turns(row)
-        task = own.task if isinstance(own.task, str) else own.task(row)
-    except (KeyError, TypeError) as error:
+        turns = turns_of(row)
+        task = task_of if isinstance(task_of, str) else task_of(row)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where} has no {error}; its columns are {', '.join(sorted(row))}") from error
     # A text would be taken for a list of its letters.
     if isinstance(turns, str) or not turns or not all(isinstance(turn, str) and turn for turn in turns):

@@ -1,0 +1,1 @@
+"""The draft head of SmolLM2: prompts, the target's answers, training."""

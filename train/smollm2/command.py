@@ -1,0 +1,230 @@
+"""``python -m train smollm2``: the draft head of SmolLM2, from its prompts to a checkpoint, stage by stage.
+
+The work folder holds ``written/`` (what the target wrote as a user), ``prompts.jsonl`` and ``prompts.json``
+(the prompts, and how many were dropped for which reason), ``answers/`` (the documents that the head learns
+from) and ``head/`` (its training; at the end ``head/draft_head``).
+"""
+
+import argparse
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jetspec_jax.checkpoint.files import write_json, write_text
+from jetspec_jax.checkpoint.gguf.smollm2 import NAME
+from jetspec_jax.checkpoint.loading import Target, read_target
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.sampling.params import SamplingParams
+from train.data.documents import Documents, Writer
+from train.data.holdout import hold_out
+from train.data.prompt_sets import mt_bench_turns, set_rows
+from train.data.prompts import MESSAGES, Entry, read_rows
+from train.data.regenerate import Prompts, regenerate, regeneration_settings
+from train.data.rendering import Encoder
+from train.head.frozen import mesh_to_load
+from train.head.recipe_file import add_set_option, read_head_recipe
+from train.head.training import train_head
+from train.loop.stages import Deadline, claim, run_stages
+from train.smollm2.overlap import RUN, Evaluated
+from train.smollm2.prompts import (
+    Asked,
+    gsm8k_questions,
+    read_written,
+    to_write,
+    without_overlap,
+)
+from train.smollm2.recipe import SMOLLM2, SmolLM2Recipe
+
+#: The evaluated sets, and the texts of a row that no prompt to train on may share words with.
+EVALUATED = {
+    "gsm8k": lambda row: [row["question"]],
+    "humaneval": lambda row: [row["prompt"]],
+    "mt-bench": mt_bench_turns,
+}
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command line."""
+    parser = commands.add_parser(NAME, help="make the draft head of SmolLM2", description=__doc__)
+    parser.set_defaults(run=_run)
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
+    parser.add_argument(
+        "--gsm8k",
+        type=Path,
+        metavar="FILE",
+        help="GSM8K's training split, JSONL (default: from the hub, with the datasets extra)",
+    )
+    parser.add_argument(
+        "--evaluated",
+        nargs="+",
+        default=[],
+        metavar="SET=FILE",
+        help=f"files of the evaluated sets {', '.join(EVALUATED)}, JSONL (default: each from the hub)",
+    )
+    add_set_option(parser, "the head's")
+    parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    recipe = SMOLLM2
+    if arguments.set:
+        recipe = replace(recipe, head=read_head_recipe(NAME, arguments.set))
+    folder = make_head(
+        recipe,
+        arguments.work,
+        gsm8k=arguments.gsm8k,
+        evaluated=_files(arguments.evaluated),
+        minutes=arguments.minutes,
+    )
+    print(f"the head is in {folder}")
+    return 0
+
+
+def make_head(
+    recipe: SmolLM2Recipe,
+    work: Path,
+    *,
+    gsm8k: Path | None = None,
+    evaluated: Mapping[str, Path] | None = None,
+    minutes: float | None = None,
+) -> Path:
+    """Runs the stages of a recipe that are not done; returns the head's folder.
+
+    Args:
+        recipe: The recipe.
+        work: The folder for everything that is made.
+        gsm8k: GSM8K's training split as JSONL; None fetches it from the hub.
+        evaluated: Files of evaluated sets by their names; the others are fetched from the hub.
+        minutes: Time after which the run saves and stops.
+
+    Raises:
+        OutOfTime: The limit was reached; the same call resumes.
+        FileNotFoundError: The target is not installed, or a set cannot be loaded.
+        ValueError: The folder is another recipe's, or a row is not what it should be.
+    """
+    claim(work, asdict(recipe))
+    made = _Head(recipe, work, gsm8k, evaluated or {}, Deadline(minutes))
+    stages = {
+        "written": made.written_stage,
+        "prompts": made.prompts_stage,
+        "answers": made.answers_stage,
+        "head": made.head_stage,
+    }
+    run_stages(work, stages, made.deadline)
+    return work / "head" / "draft_head"
+
+
+class _Head:
+    """The stages, and what they share, which is loaded on first use."""
+
+    def __init__(
+        self,
+        recipe: SmolLM2Recipe,
+        work: Path,
+        gsm8k: Path | None,
+        evaluated: Mapping[str, Path],
+        deadline: Deadline,
+    ):
+        self.recipe, self.work, self.deadline = recipe, work, deadline
+        self.gsm8k, self.evaluated = gsm8k, evaluated
+
+    @functools.cached_property
+    def target(self) -> Target:
+        return read_target(Source(NAME, self.recipe.head.dtype), mesh_to_load(self.recipe.head.mesh))
+
+    @functools.cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.target.tokenizer, self.target.eos_token_ids)
+
+    def written_stage(self) -> None:
+        """What the target writes as a user."""
+        prompts = to_write(self.target.tokenizer, self.recipe.writing)
+        self._regenerate("written", prompts, (self.recipe.seed,), held=())
+
+    def prompts_stage(self) -> None:
+        """GSM8K's questions and what was written, but for what is dropped, in a random order."""
+        recipe, rng = self.recipe, np.random.default_rng([self.recipe.seed, 1])
+        documents = Documents.open(self.work / "written")
+        tokenizer, end_ids = self.target.tokenizer, self.target.eos_token_ids
+        written, faulty = read_written(documents, tokenizer, end_ids, recipe.writing)
+        questions = gsm8k_questions(set_rows("gsm8k", self.gsm8k, split="train"), recipe.questions, rng)
+        kept, overlapping = without_overlap([*questions, *written], self._evaluated())
+        rows = [self._row(one, place) for place, one in enumerate(_by_kind(kept))]
+        order = rng.permutation(len(rows))
+        lines = [json.dumps(rows[i], ensure_ascii=False) + "\n" for i in order]
+        write_text(self.work / "prompts.jsonl", "".join(lines))
+        counts = {
+            "kept": Counter(f"{one.kind} {one.form}".strip() for one in kept),
+            "dropped": {f"{kind}: {reason}": n for (kind, reason), n in (faulty + overlapping).items()},
+            "run": RUN,
+        }
+        write_json(self.work / "prompts.json", counts)
+        print(f"  {json.dumps(counts)}", flush=True)
+
+    def answers_stage(self) -> None:
+        """The target's answers, some greedy and some sampled."""
+        rows = read_rows(self.work / "prompts.jsonl")
+        tokens = [
+            self.encoder.prompt(Entry(f"prompt {number}", MESSAGES, row["messages"]))
+            for number, row in enumerate(rows)
+        ]
+        params = [
+            SamplingParams(temperature=row["temperature"], max_tokens=self.recipe.max_tokens) for row in rows
+        ]
+        held = hold_out([ids.tobytes() for ids in tokens], self.recipe.heldout)
+        self._regenerate("answers", Prompts(tokens, params), (self.recipe.seed, 2), held)
+
+    def head_stage(self) -> None:
+        """The head's training."""
+        train_head(self.work / "head", self.recipe.head, self.target, self.work / "answers", self.deadline)
+
+    def _evaluated(self) -> Evaluated:
+        found = []
+        for name, texts in EVALUATED.items():
+            for row in set_rows(name, self.evaluated.get(name)):
+                found += texts(row)
+        return Evaluated(found)
+
+    def _row(self, one: Asked, place: int) -> dict[str, Any]:
+        temperatures = self.recipe.temperatures
+        return {
+            "messages": [{"role": "user", "content": one.text}],
+            "kind": one.kind,
+            "form": one.form,
+            "temperature": temperatures[place % len(temperatures)],
+        }
+
+    def _regenerate(self, name: str, prompts: Prompts, seed: Sequence[int], held: Sequence[int]) -> None:
+        settings = regeneration_settings(
+            prompts,
+            target=NAME,
+            vocab_size=self.target.config.vocab_size,
+            dtype=str(self.target.weights["embed_tokens"].dtype),
+            seed=seed,
+            source=name,
+            heldout=len(held),
+            shard_documents=self.recipe.shard_documents,
+        )
+        writer = Writer(self.work / name, settings, held)
+        regenerate(writer, self.target, prompts, slots=self.recipe.slots, deadline=self.deadline)
+
+
+def _by_kind(asked: Sequence[Asked]) -> list[Asked]:
+    """Prompts of one kind and form together, so that temperatures take turns within it."""
+    return sorted(asked, key=lambda one: (one.kind, one.form))
+
+
+def _files(named: Sequence[str]) -> dict[str, Path]:
+    files = {}
+    for text in named:
+        name, equals, path = text.partition("=")
+        if name not in EVALUATED or not equals:
+            raise ValueError(f"--evaluated takes SET=FILE for the sets {', '.join(EVALUATED)}, not {text!r}")
+        files[name] = Path(path)
+    return files

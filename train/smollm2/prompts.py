@@ -1,0 +1,128 @@
+"""Prompts for SmolLM2's draft head: GSM8K's training questions in two forms, and the target's own.
+
+The target writes a prompt as it would continue any text: behind the mark with which its chat template begins
+a user's turn, or behind a phrase there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jetspec_jax.checkpoint.chat_template import render_chat
+from jetspec_jax.sampling.params import SamplingParams
+from train.data.prompt_sets import PLAIN, PROMPT_SETS, PUBLISHED
+from train.data.records import Document
+from train.data.regenerate import Prompts
+from train.smollm2.overlap import Evaluated
+from train.smollm2.recipe import CHAT, CODE, GSM8K, OWN, PHRASES, Writing
+
+#: Why a prompt is dropped.
+UNENDED, SHORT, REPEATS, TWICE, EVALUATED = REASONS = (
+    "does not end",
+    "too short",
+    "repeats itself",
+    "equals an earlier one",
+    "shares a run of words with an evaluated prompt",
+)
+# Stands for what the user says, to find where the template puts it.
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class Beginning(NamedTuple):
+    """A prompt's kind and its first words, which may be none."""
+
+    kind: str
+    phrase: str
+
+
+class Asked(NamedTuple):
+    """A prompt: its kind, the form that a set has it in ("" for the target's own prompts), and its text."""
+
+    kind: str
+    form: str
+    text: str
+
+
+def beginnings(writing: Writing) -> list[Beginning]:
+    """The beginning of each prompt that the target writes; phrases of a kind take turns."""
+    found = [Beginning(OWN, "")] * writing.own
+    for kind, count in ((CODE, writing.code), (CHAT, writing.chat)):
+        phrases = PHRASES[kind]
+        found += [Beginning(kind, phrases[i % len(phrases)]) for i in range(count)]
+    return found
+
+
+def to_write(tokenizer: Any, writing: Writing) -> Prompts:
+    """The beginnings as prompts that the target continues at temperature 1."""
+    text = render_chat(tokenizer, [{"role": "user", "content": _MARK}], {}, tokenize=False)
+    before, mark, _ = text.partition(_MARK)
+    if not mark:
+        raise ValueError("the chat template does not write what the user says as it is")
+    ids = {
+        phrase: np.asarray(tokenizer.encode(before + phrase, add_special_tokens=False), np.int32)
+        for phrase in {phrase for _, phrase in beginnings(writing)}
+    }
+    tokens = [ids[phrase] for _, phrase in beginnings(writing)]
+    sampling = SamplingParams(temperature=1.0, max_tokens=writing.max_tokens)
+    return Prompts(tokens, [sampling] * len(tokens))
+
+
+def read_written(
+    documents: Iterable[Document], tokenizer: Any, end_ids: Sequence[int], writing: Writing
+) -> tuple[list[Asked], Counter[tuple[str, str]]]:
+    """The prompts that the target wrote, and how many of each kind were dropped for which reason.
+
+    Args:
+        documents: What the target made of `to_write`.
+        tokenizer: The target's.
+        end_ids: Tokens that end a turn.
+        writing: What a prompt must be.
+    """
+    asked, dropped = [], Counter()
+    for beginning, document in zip(beginnings(writing), documents, strict=True):
+        written = document.tokens[document.learn].tolist()
+        ended = bool(written) and written[-1] in end_ids
+        text = beginning.phrase + tokenizer.decode(written[:-1] if ended else written)
+        reason = None if ended else UNENDED
+        if reason := reason or _fault(text.split(), writing):
+            dropped[beginning.kind, reason] += 1
+        else:
+            asked.append(Asked(beginning.kind, "", text.strip()))
+    return asked, dropped
+
+
+def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[Asked]:
+    """Questions of GSM8K in a random order, in the published and in the plain form by turns."""
+    own = PROMPT_SETS["gsm8k"]
+    assert own.plain is not None
+    forms = ((PUBLISHED, own.turns), (PLAIN, own.plain))
+    found = []
+    for place, number in enumerate(rng.permutation(len(rows))[:count]):
+        form, turns = forms[place % 2]
+        found.append(Asked(GSM8K, form, turns(rows[int(number)])[0]))
+    return found
+
+
+def without_overlap(
+    asked: Iterable[Asked], evaluated: Evaluated
+) -> tuple[list[Asked], Counter[tuple[str, str]]]:
+    """The prompts that share no run of words with an evaluated one and come for the first time."""
+    kept, dropped, seen = [], Counter(), set()
+    for one in asked:
+        if one.text in seen:
+            dropped[one.kind, TWICE] += 1
+        elif evaluated.shares_a_run(one.text):
+            dropped[one.kind, EVALUATED] += 1
+        else:
+            seen.add(one.text)
+            kept.append(one)
+    return kept, dropped
+
+
+def _fault(words: list[str], writing: Writing) -> str | None:
+    if len(words) < writing.least_words:
+        return SHORT
+    runs = Counter(tuple(words[i : i + writing.ngram]) for i in range(len(words) - writing.ngram + 1))
+    return REPEATS if max(runs.values(), default=0) > writing.times else None
