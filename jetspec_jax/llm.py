@@ -260,7 +260,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
+        continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         routing: Hints | Sequence[Hints | None] | None = None,
         **unknown: object,
@@ -273,12 +273,11 @@ class LLM:
             sampling_params: One for all conversations, or one for each.
             use_tqdm: As for `generate`.
             add_generation_prompt: Whether the prompt ends with what begins an answer; None is the opposite of
-                ``continue_final_message``. False alone leaves the last message closed: the prompt ends with
-                the end mark that the template writes after a message, which is ``<|im_end|>`` and a line feed
-                for the demo.
+                ``continue_final_message``.
             continue_final_message: Whether the prompt ends with the content of the last message, an
                 assistant's, without an end mark, so that the model continues it. The completion has only
-                what is new.
+                what is new. None is the opposite of ``add_generation_prompt``, where the last message can be
+                continued. With both False the last message keeps the end mark that the template writes.
             chat_template_kwargs: Passed to the template, as ``{"enable_thinking": False}``.
             routing: As for `generate`.
             **unknown: Refused, as by `generate`.

@@ -37,45 +37,54 @@ class Ending(NamedTuple):
     Attributes:
         add_generation_prompt: With what begins an answer.
         continue_final_message: With the content of the last message, which is an assistant's. No end mark
-            follows, so that the model continues that message.
+            follows, so that the model continues that message. None continues it where it can be continued.
     """
 
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = False
 
     @classmethod
-    def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = False) -> "Ending":
-        """What a caller asks for; ``add_generation_prompt=None`` is the opposite of the other.
+    def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = None) -> "Ending":
+        """What a caller asks for; of each, None is the opposite of the other, and of both an answer.
 
         Raises:
             TypeError: One is no boolean.
             ValueError: Both are true.
         """
-        continues = check_flag("continue_final_message", continue_final_message)
-        if add_generation_prompt is None:
-            return cls(not continues, continues)
-        begins = check_flag("add_generation_prompt", add_generation_prompt)
+        begins, continues = (
+            value if value is None else check_flag(name, value)
+            for name, value in (
+                ("add_generation_prompt", add_generation_prompt),
+                ("continue_final_message", continue_final_message),
+            )
+        )
         if begins and continues:
             raise ValueError(
                 "continue_final_message and add_generation_prompt cannot both be true: the prompt ends in "
                 "the last message, or with what begins an answer"
             )
-        return cls(begins, continues)
+        if begins is None:
+            return cls(not continues, bool(continues))
+        return cls(begins, False if begins else continues)
 
-    def check(self, chat: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that a conversation of `read_chats` can end so.
+    def continues(self, chat: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the prompt of a conversation of `read_chats` ends in its last message.
 
         Raises:
-            ValueError: Its last message is to be continued, and is not an assistant's, has no content, or
-                calls tools after it.
+            ValueError: That message is to be continued, and is not an assistant's, has no content, or calls
+                tools after it.
         """
-        if not self.continue_final_message:
-            return
+        if self.continue_final_message is False:
+            return False
         last, needs = chat[-1], "continue_final_message needs a last message"
+        wrong = None
         if (role := last["role"]) != "assistant":
-            raise ValueError(f'{needs} of the role "assistant", not {shown(role)}')
-        if last.get("tool_calls") or last.get("content") is None:
-            raise ValueError(f"{needs} that has content and calls no tools")
+            wrong = f'{needs} of the role "assistant", not {shown(role)}'
+        elif last.get("tool_calls") or last.get("content") is None:
+            wrong = f"{needs} that has content and calls no tools"
+        if wrong is not None and self.continue_final_message:
+            raise ValueError(wrong)
+        return wrong is None
 
 
 #: The prompt of whoever waits for an answer.

@@ -365,13 +365,14 @@ CHAT = Group(
         ),
         Option(
             "add_generation_prompt",
-            "leave out what begins an answer; the last message keeps the end mark that the template writes",
+            "leave out what begins an answer: a last message of the assistant is continued",
             flag="--no-add-generation-prompt",
             is_flag=True,
         ),
         Option(
             "continue_final_message",
             "continue the last message, an assistant's, which then has no end mark",
+            is_flag=True,
         ),
     ),
 )

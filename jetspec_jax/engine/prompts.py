@@ -121,11 +121,18 @@ def encode_chat(
             does not write the tools that it is given, or the conversation cannot end so.
     """
     tokenizer = templated(target)
-    ending.check(chat)
+    continues = ending.continues(chat)
     if arguments.get("tools"):
         check_writes_tools(tokenizer)
     try:
-        text = render_chat(tokenizer, chat, arguments, tokenize=False, **ending._asdict())
+        text = render_chat(
+            tokenizer,
+            chat,
+            arguments,
+            tokenize=False,
+            add_generation_prompt=ending.add_generation_prompt,
+            continue_final_message=continues,
+        )
     except TemplateFailed as error:
         raise ValueError(f"{error}; {ANOTHER_TEMPLATE}") from error
     # The template has written the special tokens.

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jetspec_jax.async_llm import Delta
+from jetspec_jax.checkpoint.chat_template import Ending
 from jetspec_jax.engine.detokenizer import Detokenizer, detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
@@ -38,7 +39,7 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -147,7 +148,8 @@ def _forced(body: ChatRequest) -> str | None:
 def _reasons(body: ChatRequest, prompt: str, markers: Markers) -> bool:
     """Whether an answer begins within reasoning, which the template or the continued message has begun."""
     start, end = markers.start.rstrip(), markers.end.strip()
-    if not body.continue_final_message:
+    asked = Ending.of(body.add_generation_prompt, body.continue_final_message)
+    if not asked.continues([body.messages[-1].rendered()]):
         return prompt.rstrip().endswith(start)
     content = body.messages[-1].content
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]

@@ -99,7 +99,7 @@ def encode_messages(
     reasoning_effort: str | None = None,
     verbosity: str | None = None,
     add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
+    continue_final_message: bool | None = None,
 ) -> EncodedPrompt:
     """Messages as the tokens of the model's chat template.
 

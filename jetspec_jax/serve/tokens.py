@@ -21,7 +21,7 @@ class TokenizeRequest(Body):
     messages: Listed[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

@@ -182,7 +182,12 @@ class TestHowAPromptEnds:
         [
             ({}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
             ({"add_generation_prompt": True}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
-            ({"add_generation_prompt": False}, "The answer is <|im_end|>\n"),
+            ({"add_generation_prompt": False}, "The answer is "),
+            ({"continue_final_message": False}, "The answer is <|im_end|>\n<|im_start|>assistant\n"),
+            (
+                {"add_generation_prompt": False, "continue_final_message": False},
+                "The answer is <|im_end|>\n",
+            ),
             ({"continue_final_message": True}, "The answer is "),
             ({"add_generation_prompt": False, "continue_final_message": True}, "The answer is "),
         ],
@@ -190,9 +195,10 @@ class TestHowAPromptEnds:
     )
     def test_the_demo_s(self, given, end):
         ending = Ending.of(**given)
-        text = rendered(DEMO_TEMPLATE, [HELLO, BEGUN], **ending._asdict())
+        flags = {**ending._asdict(), "continue_final_message": ending.continues([HELLO, BEGUN])}
+        text = rendered(DEMO_TEMPLATE, [HELLO, BEGUN], **flags)
         assert text == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{end}"
-        assert text == TOKENIZER.apply_chat_template([HELLO, BEGUN], tokenize=False, **ending._asdict())
+        assert text == TOKENIZER.apply_chat_template([HELLO, BEGUN], tokenize=False, **flags)
 
     def test_a_continued_message_may_be_of_parts_or_empty(self):
         continued = Ending.of(continue_final_message=True)._asdict()
@@ -219,7 +225,6 @@ class TestHowAPromptEnds:
             ),
             ((1, False), TypeError, "^add_generation_prompt must be True or False, not 1"),
             ((None, "yes"), TypeError, "^continue_final_message must be True or False, not 'yes'"),
-            ((None, None), TypeError, "^continue_final_message must be True or False, not None"),
         ],
     )
     def test_what_is_no_ending(self, given, error, message):
@@ -238,9 +243,9 @@ class TestHowAPromptEnds:
     def test_what_cannot_be_continued(self, last, message):
         [chat] = read_chats([HELLO, last])
         with pytest.raises(ValueError, match=message):
-            Ending.of(continue_final_message=True).check(chat)
-        Ending.of().check(chat)
-        Ending.of(add_generation_prompt=False).check(chat)
+            Ending.of(continue_final_message=True).continues(chat)
+        assert not Ending.of().continues(chat)
+        assert not Ending.of(add_generation_prompt=False).continues(chat)
 
 
 class TestTemplatesThatAreGiven:
