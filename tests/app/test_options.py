@@ -29,7 +29,7 @@ class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
         known = set(inspect.signature(group.python).parameters)
-        no_text, others_names = {"mesh", "structured_outputs", "unknown"}, {"max_model_len", "max_num_seqs"}
+        no_text, others_names = {"mesh", "structured_outputs", "unknown"}, {"model", "max_model_len", "max_num_seqs"}
         assert {option.field for option in group.options} == known - no_text - others_names
 
     def test_options_of_an_algorithm_are_its_arguments(self):
@@ -137,7 +137,6 @@ class TestTable:
         monkeypatch.setattr(settings, "LLM", llm)
         words = {
             "target": "t",
-            "model": "m",
             "draft_head": "h",
             "budget": 5,
             "width": 6,

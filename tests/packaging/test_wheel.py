@@ -22,7 +22,7 @@ def test_every_line_of_both_sections_is_run(tmp_path):
     assert all(words[0] == "jetspec-jax" for words in found)
     assert not any("PATH" in word for words in found for word in words)
     [both] = [words for words in found if "--draft-head" in words]
-    assert both[both.index("--target") + 1] == str(target)
+    assert both[both.index("--model") + 1] == str(target)
     assert both[both.index("--draft-head") + 1] == str(head)
 
 

@@ -417,7 +417,7 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
     own |= {"shard_documents": 9, "dtype": "float32"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
-    flags += ["--ignore-config-key=zoom", "--tensor-parallel=1"]
+    flags += ["--ignore-config-key=zoom", "--tensor-parallel-size=1"]
     own["ignore_config_keys"] = ["zoom"]
     with pytest.raises(OutOfTime):
         run(*flags, *given)
