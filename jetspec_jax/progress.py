@@ -1,7 +1,6 @@
 """What is shown of something that takes a while: a bar or a line on a terminal, and lines in a file."""
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -63,14 +62,14 @@ def waiting(text: str) -> Iterator[None]:
 class Progress(tqdm):
     """The progress of a program that runs for long: tqdm's bar on a terminal, and in a file lines.
 
-    A line comes at the beginning, every `LINE_SECONDS`, and at the end. Commands that answer in a moment show
-    nothing in a file, and use tqdm itself.
+    A line comes every `LINE_SECONDS`, and when all is done. Commands that answer in a moment show nothing in
+    a file, and use tqdm itself.
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
         """As tqdm's."""
         file = settings.get("file") or sys.stderr
-        self._in_lines, self._line, self._line_at = not file.isatty(), "", -math.inf
+        self._in_lines, self._line, self._line_at = not file.isatty(), "", time.monotonic()
         super().__init__(*arguments, **settings)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
@@ -87,9 +86,10 @@ class Progress(tqdm):
             super().clear(nolock)
 
     def close(self) -> None:
-        """Ends with the last state, unless all was over before it was worth a line."""
+        """Ends with the last state, if all is done and was long enough to be worth a line."""
         if self._in_lines and not self.disable:
-            if self.format_dict["elapsed"] >= self.delay:
+            about = self.format_dict
+            if about["n"] == about["total"] and about["elapsed"] >= self.delay:
                 self._write_line()
             self.disable = True  # tqdm would add an empty line
         super().close()

@@ -142,7 +142,7 @@ def test_options_that_a_chat_has_no_use_for_are_not_its(chat):
         with pytest.raises(SystemExit):
             chat("", option)
     with pytest.raises(SystemExit):
-        chat("", "a prompt")
+        chat("", "a-model", "a prompt")
 
 
 class TestInterrupts:

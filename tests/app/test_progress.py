@@ -77,7 +77,6 @@ class TestProgressOfPrograms:
                 bar.set_postfix(loss="1.5")
                 bar.update()
         assert file.getvalue() == (
-            "head: 0 of 100 steps after 00:00\n"
             "head: 29 of 100 steps after 00:30, loss=1.5\n"
             "head: 59 of 100 steps after 01:00, loss=1.5\n"
             "head: 89 of 100 steps after 01:30, loss=1.5\n"
@@ -94,7 +93,14 @@ class TestProgressOfPrograms:
         with progress.Progress(total=2, desc="tune") as bar:
             progress.Progress.write("does not run", file=file)
             bar.update(2)
-        assert file.getvalue() == "tune: 0 of 2 it after 00:00\ndoes not run\ntune: 2 of 2 it after 00:00\n"
+        assert file.getvalue() == "does not run\ntune: 2 of 2 it after 00:00\n"
+
+    def test_what_breaks_off_is_not_done(self, watched, clock):
+        file = watched(io.StringIO())
+        with contextlib.suppress(ZeroDivisionError), progress.Progress(total=2) as bar:
+            bar.update(1)
+            raise ZeroDivisionError
+        assert file.getvalue() == ""
 
     def test_a_terminal_has_tqdm_s_bar(self, watched):
         terminal = watched(Terminal())
