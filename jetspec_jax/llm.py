@@ -58,7 +58,7 @@ class LLM:
     Example::
 
         llm = LLM()  # the embedded demo pair
-        [completion] = llm.generate(["def read_lines(path):"], SamplingParams(max_tokens=64))
+        [completion] = llm.generate(["def copy(self):"], SamplingParams(max_tokens=64))
     """
 
     def __init__(
