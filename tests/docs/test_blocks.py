@@ -24,7 +24,7 @@ from tests.events import join, until
 #: Blocks that are marked as not run; a new one is to be thought about.
 MARKED = 15
 #: Appended to commands that decode: the test's own limit.
-SHORT = ("--max-tokens", "8")
+SHORT = ("--max-tokens", "16")
 # What a wheel lacks.
 PROGRAMS = re.compile(
     r"python -m (?:bench|train|convert)\b|`make [a-z]|^make [a-z]|\bserve run\b|python examples/",
