@@ -106,7 +106,7 @@ def _train(
     if is_first():
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
-        pair = f"--target {arguments.target} --draft-head {folder}{options}"
+        pair = f"--model {arguments.target} --draft-head {folder}{options}"
         # Without a budget a CPU decodes plainly, and the head would have no part in it.
         budget = max(recipe.evaluation.budgets, default=DEFAULT_BUDGET)
         print(f"to use it: jetspec-jax generate {pair} --budget {budget} PROMPT")
