@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from jetspec_jax.arguments import printable
+from jetspec_jax.vllm_names import ENGINE
 
 # What looks like an option and is no negative number, nor a text of several words.
 _OPTION = re.compile(r"--?[^\W\d_][\w-]*")
@@ -21,14 +22,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Iterable[str] | None = None, *rest: Any, **named: Any) -> Any:
-        """As argparse's, but an unknown option is an error that names the nearest one.
+        """As argparse's, but an unknown option is an error that names what there is instead.
 
         It comes before errors about what is missing, which may be what the unknown option was meant for.
         """
         words = sys.argv[1:] if args is None else list(args)
         if unknown := self._unknown_option(words):
-            nearest = self._nearest(unknown)
-            self.error(f"unknown option {unknown}{nearest and f'; the nearest is {nearest}'}")
+            self.error(f"unknown option {unknown}{self._instead(unknown)}")
         return super().parse_known_args(words, *rest, **named)
 
     def error(self, message: str) -> NoReturn:
@@ -47,8 +47,10 @@ class Parser(argparse.ArgumentParser):
                 return name
         return None
 
-    def _nearest(self, name: str) -> str:
-        """The option that is spelled most like it, as the help shows it; empty if none is like it."""
+    def _instead(self, name: str) -> str:
+        """What to do without an option: vLLM's have an answer; else an option is spelled alike."""
+        if answer := ENGINE.get(name.lstrip("-").replace("-", "_")):
+            return f"; {answer}"
         known = self._option_string_actions
         longer = sorted((own for own in known if own.startswith(name)), key=len)
         near = longer or difflib.get_close_matches(name, known)
@@ -56,8 +58,8 @@ class Parser(argparse.ArgumentParser):
             return ""
         # Two letters that changed places are a likelier slip than one too many.
         found = max(near, key=lambda own: sorted(own) == sorted(name))
-        names = known[found].option_strings
-        return found if found in names else names[0]
+        shown = known[found].option_strings
+        return f"; the nearest is {found if found in shown else shown[0]}"
 
 
 def accept_formerly(parser: argparse.ArgumentParser, option: argparse.Action, *names: str) -> None:

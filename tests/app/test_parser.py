@@ -71,6 +71,10 @@ class TestUnknownOptions:
         assert said == "jetspec-jax generate: unknown option --zzz; see jetspec-jax generate --help\n"
         assert "unknown option -q;" in refused(capsys, command.main, "generate", "-q", "x")
 
+    def test_of_vllm_s_options_the_error_says_what_there_is_instead(self, capsys):
+        said = refused(capsys, command.main, "serve", "--gpu-memory-utilization", "0.9")
+        assert "unknown option --gpu-memory-utilization; set XLA_PYTHON_CLIENT_MEM_FRACTION" in said
+
     def test_texts_and_numbers_are_no_options(self, parser):
         words = ["generate", "--frequency-penalty", "-1", "-n3", "--stop", "- a", "-- in Lua"]
         given = parser.parse_args(words)
