@@ -29,7 +29,7 @@ help:
 	@echo "make clean            remove the virtual environment and everything built"
 
 demo: $(VENV)/.installed-demo
-	$(BIN)/jetspec-jax generate --budget 128 --check --stats "def read_lines(path):"
+	$(BIN)/jetspec-jax generate --budget 32 --check --stats "def copy(self):"
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -1,6 +1,5 @@
 """``python -m bench COMMAND``: see ``python -m bench --help``."""
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -59,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
+    from jetspec_jax.cli.parser import Parser
+
+    parser = Parser(prog="python -m bench", description="Benchmarks of jetspec_jax.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.summary)

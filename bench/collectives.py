@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
-from tqdm import tqdm
 
 from bench.common.options import check_least
 from bench.common.report import opening_of, show, write_report
 from bench.common.timing import compile_seconds, median, seconds_of
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
+from jetspec_jax.cli.options import MODELS
 from jetspec_jax.device.mesh import WHOLE, everywhere, make_mesh
 from jetspec_jax.device.peers import say_apart
+from jetspec_jax.progress import Progress
 from pallas_kernels import shards
 
 #: How XLA is told to compile the loop: by default, and with its own kernel for small sums in place of NCCL's.
@@ -35,7 +36,7 @@ WAYS: dict[str, dict[str, bool]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
-    add("--tensor-parallel", type=int, default=2, help="devices (default: 2)")
+    MODELS.add(parser, ["tensor_parallel_size"], tensor_parallel_size=2)
     add("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256], help="nodes of a round")
     add("--features", type=int, default=4096, help="of a node's stream (default: 4096)")
     add("--turns", type=int, default=512, help="sums of a dispatch (default: 512)")
@@ -48,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON."""
     check_least(arguments, 1, "rows", "features", "turns", "repeats")
     check_writable(arguments.json, make_folder=True)
-    mesh, dtype = make_mesh(arguments.tensor_parallel), resolve_dtype(arguments.dtype)
+    mesh, dtype = make_mesh(arguments.tensor_parallel_size), resolve_dtype(arguments.dtype)
     say_apart((mesh,))
     rows = []
-    with tqdm(total=len(arguments.rows) * (1 + len(WAYS)), unit="loop") as bar:
+    with Progress(total=len(arguments.rows) * (1 + len(WAYS)), unit="loop") as bar:
         for count in arguments.rows:
             x = np.asarray(np.random.default_rng(0).normal(size=(count, arguments.features)), dtype)
             empty = _seconds(mesh, lambda x: x, x, arguments, {})

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.kernel_trace import summarise, trace_kernels
@@ -32,6 +31,7 @@ from jetspec_jax.device.partition import check_partition
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import Weights
+from jetspec_jax.progress import Progress
 from train.loop.fit import Fit
 from train.loop.mesh import MeshSettings, batch_parts, make_mesh, one_device, shares_target
 from train.loop.trainer import Loop
@@ -47,7 +47,8 @@ MESH = Group(
             "data",
             "copies of the head; -1 is as many as the devices allow",
             int,
-            flag="--data-parallel",
+            flag="--data-parallel-size",
+            former_names=("--data-parallel",),
             metavar="N",
         ),
         Option("fsdp", "parts of a copy's weights and optimiser, on other sequences", int, metavar="N"),
@@ -55,14 +56,16 @@ MESH = Group(
             "expert",
             "parts of the target's routed experts in a group, by number",
             int,
-            flag="--expert-parallel",
+            flag="--expert-parallel-size",
+            former_names=("--expert-parallel",),
             metavar="N",
         ),
         Option(
             "tensor",
-            "likewise, by features; times --expert-parallel devices share the target",
+            "likewise, by features; times --expert-parallel-size devices share the target",
             int,
-            flag="--tensor-parallel",
+            flag="--tensor-parallel-size",
+            former_names=("--tensor-parallel",),
             metavar="N",
         ),
     ),
@@ -121,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         "tokens": rng.integers(0, shape.target.vocab_size, (arguments.batch, window), np.int32),
         "learn": np.ones((arguments.batch, window), bool),
     }
-    with tqdm(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
+    with Progress(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
         bar.set_description("compile")
         # As `Loop.advance` does it.
         with jax.set_mesh(mesh):

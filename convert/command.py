@@ -10,7 +10,8 @@ from convert.folders import Checkpoint, locate
 from convert.verification import Verification, check_target, verify
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
-from jetspec_jax.cli.options import add_allow_option, add_ignore_option
+from jetspec_jax.cli.options import add_allow_option, add_ignore_option, add_target_option
+from jetspec_jax.cli.parser import Parser
 
 # Names that are shown of the tensors left out for one reason; the rest are counted.
 MAX_NAMES = 3
@@ -30,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m convert",
         description="Converts a target or a draft head between Hugging Face safetensors and Orbax, and a "
         "target in GGUF to Hugging Face safetensors. The direction follows from what SOURCE is. Every "
@@ -42,9 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write; it must not exist")
     parser.add_argument("--verify", action="store_true", help="read both again and compare bits and outputs")
-    parser.add_argument(
-        "--target", metavar="PATH_OR_ID", help="with --verify of a draft head: the target to draft for"
-    )
+    add_target_option(parser, "with --verify of a draft head: the target to draft for")
     parser.add_argument(
         "--dtype",
         default=STORED,
@@ -72,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     checkpoint = found(arguments.source)
     if arguments.target is not None:
         if not arguments.verify:
-            raise ValueError("--target is used by --verify only")
+            raise ValueError("--model is used by --verify only")
         target = check_target(checkpoint, found(arguments.target))
     if checkpoint.layout == "huggingface":
         if shard_bytes is not None:

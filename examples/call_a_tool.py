@@ -10,7 +10,7 @@ import json
 
 from openai import OpenAI
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server")
 parser.add_argument("--max-tokens", type=int, default=64)
 arguments = parser.parse_args()

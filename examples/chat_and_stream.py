@@ -7,7 +7,7 @@ import argparse
 
 from jetspec_jax import LLM, SamplingParams
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--max-tokens", type=int, default=64)
 params = SamplingParams(max_tokens=parser.parse_args().max_tokens)
 

@@ -7,10 +7,10 @@ import argparse
 import json
 
 from jetspec_jax import SamplingParams, generate, generate_tree, load_draft_head, load_target
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_PROMPTS, DEMO_TARGET
+from jetspec_jax.demo import DEMO_PROMPTS
 from jetspec_jax.tree import algorithm_names
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument(
     "--algorithms", nargs="+", default=["accum_logp", "top_nodes", "chain"], choices=algorithm_names()
 )
@@ -19,8 +19,8 @@ parser.add_argument("--prompts", type=int, default=4)
 parser.add_argument("--max-tokens", type=int, default=64)
 arguments = parser.parse_args()
 
-target = load_target(DEMO_TARGET)
-head = load_draft_head(DEMO_DRAFT_HEAD, target=target)
+target = load_target("demo")
+head = load_draft_head("demo", target=target)
 lines = DEMO_PROMPTS.read_text(encoding="utf-8").splitlines()[: arguments.prompts]
 prompts = [target.tokenizer.encode(json.loads(line)["text"]) for line in lines]
 params = SamplingParams(max_tokens=arguments.max_tokens)

@@ -8,16 +8,15 @@ import argparse
 import numpy as np
 
 import jetspec_jax as jj
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 
 PAGES, PAGE_SIZE, CHUNK = 8, 64, 32
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--max-tokens", type=int, default=48)
 params = jj.SamplingParams(max_tokens=parser.parse_args().max_tokens)
 
-target = jj.load_target(DEMO_TARGET)
-head = jj.load_draft_head(DEMO_DRAFT_HEAD, target=target)
+target = jj.load_target("demo")
+head = jj.load_draft_head("demo", target=target)
 decoder = jj.TreeDecoder(target.config, jj.DraftHeadProposer(head.config), bucket=16)
 weights = jj.DecodeWeights(target.weights, head.weights)
 # One slot, which gets all pages. Each call donates the state that it is given.

@@ -1,6 +1,6 @@
 """Completes texts, several at once, each with its own sampling.
 
-``python examples/generate.py [--target PATH_OR_ID --draft-head PATH_OR_ID]``
+``python examples/generate.py [--model PATH_OR_ID --draft-head PATH_OR_ID]``
 """
 
 import argparse
@@ -9,13 +9,13 @@ from jetspec_jax import LLM, SamplingParams
 
 PROMPTS = ["def read_lines(path):", "class Stack:", "import os\n"]
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--target", default="demo", help="folder or hub id (default: the embedded pair)")
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+parser.add_argument("--model", default="demo", help="folder or hub id (default: the embedded pair)")
 parser.add_argument("--draft-head", help="folder or hub id")
 parser.add_argument("--max-tokens", type=int, default=64)
 arguments = parser.parse_args()
 
-llm = LLM(arguments.target, arguments.draft_head, budget=64)
+llm = LLM(arguments.model, arguments.draft_head, budget=64)
 params = [
     SamplingParams(max_tokens=arguments.max_tokens),  # greedy
     SamplingParams(max_tokens=arguments.max_tokens, temperature=0.8, top_p=0.95, seed=1),

@@ -9,7 +9,7 @@ from jetspec_jax import LLM, SamplingParams
 from jetspec_jax.inspect.trace import trace_rounds
 from jetspec_jax.view.terminal import draw_round
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--budget", type=int, default=16, help="most nodes of a tree")
 parser.add_argument("--max-tokens", type=int, default=32)
 arguments = parser.parse_args()

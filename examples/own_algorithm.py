@@ -25,7 +25,7 @@ class WideWhileUnsure(Algorithm):
         return Plan(jnp.where(candidates.entropies > self.nats, width, 1).astype(jnp.int32))
 
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
 parser.add_argument("--nats", type=float, default=1.0)
 parser.add_argument("--max-tokens", type=int, default=64)
 arguments = parser.parse_args()

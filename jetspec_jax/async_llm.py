@@ -93,7 +93,7 @@ class AsyncLLM:
     Example::
 
         async with AsyncLLM(budget=16) as llm:
-            async for delta in llm.generate("def read_lines(path):"):
+            async for delta in llm.generate("def copy(self):"):
                 print(delta.text, end="")
     """
 

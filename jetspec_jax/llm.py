@@ -20,7 +20,7 @@ from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_t
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.demo import DEMO, head_at
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
@@ -49,7 +49,7 @@ class _Unnamed(str):
 
 
 #: The demo, where nobody has named a target: a string of its own, to be told from one that was given.
-UNNAMED = _Unnamed("demo")
+UNNAMED = _Unnamed(DEMO)
 
 
 class LLM:
@@ -58,7 +58,7 @@ class LLM:
     Example::
 
         llm = LLM()  # the embedded demo pair
-        [completion] = llm.generate(["def read_lines(path):"], SamplingParams(max_tokens=64))
+        [completion] = llm.generate(["def copy(self):"], SamplingParams(max_tokens=64))
     """
 
     def __init__(
@@ -147,10 +147,8 @@ class LLM:
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
-        if target == "demo":
-            target, draft_head = DEMO_TARGET, "demo" if draft_head is None else draft_head
-        if draft_head == "demo":
-            draft_head = DEMO_DRAFT_HEAD
+        if target == DEMO and draft_head is None:
+            draft_head = DEMO
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
         template = None if chat_template is None else read_chat_template(chat_template)
         ours: Target | Source
@@ -167,7 +165,7 @@ class LLM:
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
-            head = draft_head if loaded else replace(reading, path_or_id=draft_head)
+            head = draft_head if loaded else replace(reading, path_or_id=head_at(draft_head))
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(ours, Target):

@@ -1,14 +1,18 @@
-"""What a terminal shows of something that takes a while and cannot be counted; `tqdm` shows what can."""
+"""What is shown of something that takes a while: a bar or a line on a terminal, and lines in a file."""
 
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 from tqdm import tqdm
 
 #: Seconds after which a wait is worth a line.
 PATIENCE = 2.0
+#: Seconds between two lines about one thing in a file.
+LINE_SECONDS = 30.0
 _hidden = threading.Event()
 
 
@@ -53,3 +57,48 @@ def waiting(text: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+class Progress(tqdm):
+    """The progress of a program that runs for long: tqdm's bar on a terminal, and in a file lines.
+
+    A line comes every `LINE_SECONDS`, and when all is done. Commands that answer in a moment show nothing in
+    a file, and use tqdm itself.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        """As tqdm's."""
+        file = settings.get("file") or sys.stderr
+        self._in_lines, self._line, self._line_at = not file.isatty(), "", time.monotonic()
+        super().__init__(*arguments, **settings)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        """Shows the state; in a file only if the line before is old enough."""
+        if not self._in_lines:
+            return super().display(msg, pos)
+        if time.monotonic() >= self._line_at + LINE_SECONDS:
+            self._write_line()
+        return True
+
+    def clear(self, nolock: bool = False) -> None:
+        """Takes a bar off the terminal; lines stay."""
+        if not self._in_lines:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        """Ends with the last state, if all is done and was long enough to be worth a line."""
+        if self._in_lines and not self.disable:
+            about = self.format_dict
+            if about["n"] == about["total"] and about["elapsed"] >= self.delay:
+                self._write_line()
+            self.disable = True  # tqdm would add an empty line
+        super().close()
+
+    def _write_line(self) -> None:
+        about = self.format_dict
+        name, of = about["prefix"].removesuffix(": "), f" of {about['total']}" if about["total"] else ""
+        line = f"{name}{name and ': '}{about['n']}{of} {about['unit'].strip()}"
+        if line != self._line:
+            more = f", {about['postfix']}" if about["postfix"] else ""
+            print(f"{line} after {self.format_interval(about['elapsed'])}{more}", file=self.fp, flush=True)
+            self._line, self._line_at = line, time.monotonic()

@@ -1,12 +1,12 @@
 """The command ``python -m train``."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.arguments import printable
 from jetspec_jax.cli.options import join_as_told
+from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.device.joining import leave
 from train.ablations import command as ablations
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     that it began as; 130 an interrupt.
     """
     show_own_log()
-    parser = argparse.ArgumentParser(prog="python -m train", description="Training of draft heads.")
+    parser = Parser(prog="python -m train", description="Training of draft heads.")
     parser.add_argument(
         "--compilation-cache",
         default="auto",

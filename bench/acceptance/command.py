@@ -10,7 +10,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from bench.acceptance.replay import Drafts, accepted_along, draft_along, rounds_along, write_texts
 from bench.common.given_profile import describe_profile, profile_notes
@@ -28,6 +27,7 @@ from bench.common.report import add_report_arguments, check_report, opening_of, 
 from bench.common.workload import make_workloads
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.progress import Progress
 from jetspec_jax.tree import algorithm_of
 
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     works = make_workloads(arguments, pair.target, prompts, arguments.temperatures, batch=arguments.batch)
     implementation, budgets = arguments.implementation, sorted(set(arguments.budgets))
     rows = []
-    with tqdm(total=len(works) * (2 + len(trees)), unit="step") as bar:
+    with Progress(total=len(works) * (2 + len(trees)), unit="step") as bar:
         for temperature, work in works.items():
             bar.set_description(f"T = {temperature:g}: decode")
             texts = write_texts(pair, work, batch=arguments.batch, implementation=implementation)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from tqdm import tqdm
 
 from bench.common.pair import Pair
 from bench.common.workload import Workload
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
+from jetspec_jax.progress import Progress
 from jetspec_jax.tree import Hints
 
 #: A target's choice that is none of a row's K candidates.
@@ -68,7 +68,7 @@ def follow(
     """
     found = []
     requests = list(zip(work.ids, work.params, work.routing, strict=True))
-    for i, (prompt, own, routing) in enumerate(tqdm(requests, desc="trace", unit="prompt")):
+    for i, (prompt, own, routing) in enumerate(Progress(requests, desc="trace", unit="prompt")):
         trace = trace_rounds(
             pair.target,
             pair.head,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from bench.common.programs import UNCOMPILABLE, Job, compile_together
+from jetspec_jax.progress import Progress
 
 # Of a row, relative to the reference in float32. In bfloat16 the weights and the output are rounded to
 # 8 bits, which is about 3e-3.
@@ -29,7 +29,7 @@ def compare_jobs(
         title: Of the progress bar.
     """
     verdicts = []
-    with tqdm(total=3 * len(jobs), desc=title, unit="step") as bar:
+    with Progress(total=3 * len(jobs), desc=title, unit="step") as bar:
         programs = compile_together([*jobs, *references], bar.update)
         for (_, arguments), own, (_, given), right, tolerance in zip(
             jobs, programs[: len(jobs)], references, programs[len(jobs) :], tolerances, strict=True

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from tqdm import tqdm
 
 from bench.common.kernel_trace import Kernel, trace_kernels
 from bench.common.timing import median, on_gpu, seconds_of
+from jetspec_jax.progress import Progress
 
 # XLA does not hold Python's lock while it compiles.
 WORKERS = max(2, min(16, os.cpu_count() or 2))
@@ -115,7 +115,7 @@ def time_together(
         repeats: Bursts by the host's clock.
         title: Of the progress bar.
     """
-    with tqdm(total=len(jobs) * (2 + repeats), desc=title, unit="step") as bar:
+    with Progress(total=len(jobs) * (2 + repeats), desc=title, unit="step") as bar:
         programs = []
         for call, (_, arguments), count in zip(compile_together(jobs, bar.update), jobs, layers, strict=True):
             if isinstance(call, Exception):

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
-from jetspec_jax.demo import DEMO_PROMPTS
+from jetspec_jax.demo import DEMO, DEMO_PROMPTS
 from train.data.prompt_sets import PROMPT_SETS, PUBLISHED, Part, read_set
 from train.data.prompts import MESSAGES, Entry, read_entries
 from train.data.rendering import Encoder
 
-DEMO = "demo"
 ALL = Part()
 # The argument of chat templates that lets a target think before it answers.
 THINKING = "enable_thinking"

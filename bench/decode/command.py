@@ -10,8 +10,6 @@ import argparse
 import itertools
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
 from bench.common.options import add_breadth_arguments
@@ -31,6 +29,7 @@ from bench.decode.record import begin_report, finish_report, finished_methods, w
 from bench.decode.report import Rows, tables_of
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if groups:
         bench.check(groups[-1])
     prompts_of_all = arguments.repeats * sum(len(work.ids) for work in works.values())
-    with tqdm(total=sum(map(len, groups)) * prompts_of_all, unit=" prompts") as bar:
+    with Progress(total=sum(map(len, groups)) * prompts_of_all, unit=" prompts") as bar:
 
         def step(name: str, prompts: int) -> None:
             bar.set_description(name)

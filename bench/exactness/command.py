@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
 from bench.common.options import add_breadth_arguments
@@ -39,6 +37,7 @@ from jetspec_jax import Completion, enable_compilation_cache
 from jetspec_jax.cli.options import SAMPLING, parallel_sizes
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.inspect.exactness import TIE_GAP
+from jetspec_jax.progress import Progress
 
 DTYPES = ("float32", "bfloat16", "float16")
 #: Of sampling; on several devices each looks at its own part of the vocabulary.
@@ -71,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, "width", "candidates", "batch")
     check_trees(arguments)
     if arguments.one_device and not parallel_sizes(arguments):
-        raise ValueError("--one-device goes with --tensor-parallel, --expert-parallel or --data-parallel")
+        sizes = "--tensor-parallel-size, --expert-parallel-size or --data-parallel-size"
+        raise ValueError(f"--one-device goes with {sizes}")
     check_report(arguments)
     algorithms = choose_algorithms(arguments.algorithms, arguments.algorithm_option, arguments.profile)
     trees = {
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes, temperatures = dict.fromkeys(arguments.dtypes), set(arguments.temperatures)
     rows, entries, about, agreement = [], [], {}, Agreement()
     runs = 1 + len(trees) + arguments.one_device
-    with tqdm(total=len(dtypes) * len(temperatures) * runs, desc="decode", unit="run") as bar:
+    with Progress(total=len(dtypes) * len(temperatures) * runs, desc="decode", unit="run") as bar:
         for dtype in dtypes:
             about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, agreement, bar)
             rows += own_rows

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.common.workload import Workload
 from jetspec_jax import Completion, Target
 from jetspec_jax.inspect.exactness import TIE_RULE, first_divergence
+from jetspec_jax.progress import Progress
 
 # Rows of divergences that the screen shows; the JSON has all.
 SHOWN = 20
@@ -36,7 +35,7 @@ def divergences_of(
     """
     entries = []
     pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
-    for prompt, ids, params, ours, theirs in tqdm(
+    for prompt, ids, params, ours, theirs in Progress(
         pairs, total=len(outputs), desc="compare", unit="prompt", leave=False, delay=2
     ):
         found = first_divergence(target, ids, params, ours.token_ids, theirs.token_ids)

@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from tqdm import tqdm
 
 from bench.common.programs import UNCOMPILABLE, Program, compile_together, kernel_micros
 from bench.common.report import show, write_report
 from bench.experts.cases import ExpertWeights, chain_experts, random_choices, random_layer
 from bench.experts.speed import GPU_CALLS, config_of
+from jetspec_jax.progress import Progress
 from pallas_kernels.expert_choice import ExpertChoice
 from pallas_kernels.expert_mlp import pallas_triton
 from pallas_kernels.expert_mlp.config import Config
@@ -95,7 +95,7 @@ def _tune_case(shape: ExpertShape, layer: ExpertWeights, count: int) -> list[dic
 
     jobs = [(partial(chain_experts, partial(run, config)), (layer, x, choices)) for config in configs]
     programs: dict[int, Program] = {}
-    with tqdm(total=2 * len(jobs), desc=f"tune {shape.name}, {count} tokens", unit="step") as bar:
+    with Progress(total=2 * len(jobs), desc=f"tune {shape.name}, {count} tokens", unit="step") as bar:
         for i, program in enumerate(compile_together(jobs, bar.update)):
             bar.update()
             if isinstance(program, Exception):

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from bench.common.comparison import TOLERANCES, compare_rows
 from bench.common.floors import Ceilings, measure_ceilings
@@ -29,6 +28,7 @@ from bench.kernel.tuning import (
     with_entry,
     write_table,
 )
+from jetspec_jax.progress import Progress
 from pallas_kernels.tree_attention import PagedPrefix, config, pallas_triton
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
@@ -81,15 +81,15 @@ def tune(
     make_score = make_score or _scores_on_gpu(dtypes)
     results: list[dict[str, Any]] = []
     remaining = list(todo)
-    for task in tqdm(todo, desc="tune", unit="entry"):
-        tqdm.write(f"tuning {task}")
+    for task in Progress(todo, desc="tune", unit="entry"):
+        Progress.write(f"tuning {task}")
         try:
             ranking = search(task, make_score(task, prefixes), multiprocessors, started + limit_seconds)
         except OutOfTime:
             break
         remaining.remove(task)
         if not ranking:
-            tqdm.write(f"no configuration runs: {task}")
+            Progress.write(f"no configuration runs: {task}")
             continue
         # What is on disk may have grown since: another run may tune other shapes.
         table = with_entry(read_table(table_path), device.device_kind, task, ranking[0][1])
@@ -177,7 +177,7 @@ class _Inputs:
         programs: dict[int, list[Program]] = {}
         for i, compiled in enumerate(compile_together(jobs, lambda: None)):
             if isinstance(compiled, Exception):
-                tqdm.write(f"does not compile: {configs[i]}: {_first_line(compiled)}")
+                Progress.write(f"does not compile: {configs[i]}: {_first_line(compiled)}")
             elif self._is_right(compiled, configs[i]):
                 programs[i] = [
                     Program(compiled, arguments, LAYERS, dispatches)
@@ -208,11 +208,11 @@ class _Inputs:
         try:
             out = np.asarray(compiled(*self._arguments[0]))
         except jax.errors.JaxRuntimeError as error:
-            tqdm.write(f"does not run: {own}: {_first_line(error)}")
+            Progress.write(f"does not run: {own}: {_first_line(error)}")
             return False
         _, problem = compare_rows(out, out, self._expected, self._tolerance)
         if problem is not None:
-            tqdm.write(f"WRONG RESULT, not used: {own}: {problem}")
+            Progress.write(f"WRONG RESULT, not used: {own}: {problem}")
         return problem is None
 
 

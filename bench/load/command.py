@@ -25,13 +25,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.options import check_known, check_least
 from bench.common.pair import Pair, shapes_of
-from bench.common.prompts import DEMO, encode_prompts, load_prompts
+from bench.common.prompts import encode_prompts, load_prompts
 from bench.common.report import add_report_arguments, check_report, opening_of, show
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES, find_pair_shape
@@ -52,7 +51,8 @@ from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.demo import DEMO
+from jetspec_jax.progress import Progress
 from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
 
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = _begin(arguments)
     measured = Measured(arguments, report["parts"])
     left = [part for part in arguments.parts if part not in report["parts"]]
-    with tqdm(total=len(left) + 1, unit="part") as bar:
+    with Progress(total=len(left) + 1, unit="part") as bar:
         if left:
             bar.set_description("check")
             report["tokens_checked"] = check(arguments)
@@ -408,7 +408,7 @@ class Measured:
     @cached_property
     def _demo(self) -> Pair:
         dtype = self._given.dtype
-        return Pair(load_target(DEMO_TARGET, dtype=dtype), load_draft_head(DEMO_DRAFT_HEAD, dtype=dtype))
+        return Pair(load_target(DEMO, dtype=dtype), load_draft_head(DEMO, dtype=dtype))
 
     def _traffic(self, pair: Pair, prompts: list[list[int]], step: Callable[[str], None]) -> Any:
         for load in self._loads.values():

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes, reads, prints the table, and writes the JSON."""
     if arguments.target is not None and (arguments.shape or arguments.work or arguments.keep):
-        raise ValueError("--target is read as it is: it goes with neither --shape, --work nor --keep")
+        raise ValueError("--model is read as it is: it goes with neither --shape, --work nor --keep")
     check_writable(arguments.json, make_folder=True)
     if arguments.target is not None:
         return _report(arguments, Source(arguments.target).folder, {})

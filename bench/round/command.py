@@ -13,7 +13,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
@@ -32,12 +31,13 @@ from jetspec_jax import (
     enable_compilation_cache,
 )
 from jetspec_jax.checkpoint.source import resolve_dtype
-from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, parallel_mesh
+from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.memory import free_bytes
 from jetspec_jax.device.mesh import describe_mesh, size_of
 from jetspec_jax.device.partition import check_partition
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
+from jetspec_jax.progress import Progress
 from jetspec_jax.tree import DEFAULT_ALGORITHM, bucket_for
 from pallas_kernels.tree_attention import implementations
 
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
-    add("--target", help='"demo", folder or hub id, instead of --shape')
-    add("--draft-head", help="folder or hub id, with --target (default: the demo's)")
+    add_target_option(parser, '"demo", folder or hub id, instead of --shape')
+    add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)
     add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")
     add(
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     weights = make_weights()
 
     measured: dict[RoundCase, CaseRuns] = {}
-    with tqdm(total=setup.steps(len(cases)) + 1, unit="step") as bar:
+    with Progress(total=setup.steps(len(cases)) + 1, unit="step") as bar:
 
         def step(name: str) -> None:
             bar.set_description(name)
@@ -146,13 +146,16 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         ValueError: A setting is out of its range, or phases are to be timed on a mesh.
     """
     check_least(arguments, 1, "rounds", "repeats")
-    shared = any(size is not None for size in (arguments.tensor_parallel, arguments.expert_parallel))
+    shared = any(
+        size is not None for size in (arguments.tensor_parallel_size, arguments.expert_parallel_size)
+    )
     if arguments.phases is None:
         arguments.phases = not shared
     elif arguments.phases and shared:
         # Between two phases lie logits, of which each device has a part.
         raise ValueError(
-            "--phases goes with neither --tensor-parallel nor --expert-parallel: only whole rounds run there"
+            "--phases goes with neither --tensor-parallel-size nor --expert-parallel-size: "
+            "only whole rounds run there"
         )
     mesh = parallel_mesh(arguments)
     return Setup(
@@ -191,11 +194,13 @@ def _models(
             ),
         )
     if arguments.shape is not None:
-        raise ValueError("--shape stands for random weights: it goes with neither --target nor --draft-head")
+        raise ValueError("--shape stands for random weights: it goes with neither --model nor --draft-head")
     if arguments.target is None:
-        raise ValueError("--draft-head goes with --target")
+        raise ValueError("--draft-head goes with --model")
     if mesh is not None:
-        raise ValueError("--tensor-parallel and --expert-parallel are for random weights: name a --shape")
+        raise ValueError(
+            "--tensor-parallel-size and --expert-parallel-size are for random weights: name a --shape"
+        )
     target, head = load_pair(arguments, arguments.dtype)
     weights, given = DecodeWeights(target.weights, head.weights), settings_of(arguments)
     names = {name: given[name] for name in ("target", "draft_head") if given[name] is not None}

@@ -15,7 +15,6 @@ import shlex
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from bench.common.options import check_known, check_least
 from bench.common.report import add_report_arguments, check_report, opening_of, show
@@ -26,6 +25,7 @@ from bench.serve.replaying import add_replay_arguments
 from bench.serve.servers import Server, options_of
 from bench.serve.sets import ENDPOINTS, SETS, Asking, conversations
 from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = report["rows"]
     methods = [arguments.url] if arguments.url else arguments.methods
     scenes = len(arguments.sets) * sum(len(own) for own in (arguments.concurrency, rates, loads))
-    with tqdm(total=len(methods) * scenes * arguments.num_prompts, unit="conversation") as bar:
+    with Progress(total=len(methods) * scenes * arguments.num_prompts, unit="conversation") as bar:
         for method in methods:
             bar.set_description(f"start {method}")
             server = None if arguments.url else _start(arguments, method)

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from bench.common.prompts import DEMO, encode_prompts, load_prompts
+from bench.common.prompts import encode_prompts, load_prompts
 from bench.load.published import DEPTH, Acceptance, expected
 from jetspec_jax import AsyncLLM, DecodeWeights
+from jetspec_jax.demo import DEMO
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.planning import EnginePlan

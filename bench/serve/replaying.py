@@ -16,6 +16,7 @@ from bench.common.options import check_known
 from bench.load.published import TAU
 from bench.serve.replayed import RECORDED, ReplayedEngine, replay
 from jetspec_jax import AsyncLLM
+from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.cli.serving import add_serve_command
 from jetspec_jax.cli.settings import model_arguments
@@ -40,13 +41,12 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(words: Sequence[str]) -> None:
     """Serves until it is told to stop."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.replaying", description=__doc__)
-    add_replay_arguments(parser)
-    own, others = parser.parse_known_args(words)
-    check_known("task", [own.task], TAU)
-    serving = argparse.ArgumentParser()
-    add_serve_command(serving.add_subparsers())
-    arguments = serving.parse_args(["serve", *others])
+    parser = Parser(prog="python -m bench.serve.replaying", description=__doc__)
+    commands = parser.add_subparsers()
+    add_serve_command(commands)
+    add_replay_arguments(commands.choices["serve"])
+    arguments = parser.parse_args(["serve", *words])
+    check_known("task", [arguments.task], TAU)
     given = model_arguments(arguments) | ENGINE.given(arguments)
     stopping = Stopping()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> None:
 
     def make() -> AsyncLLM:
         llm = AsyncLLM(**given)
-        engine = replay(llm, given, own.recorded, own.task)
+        engine = replay(llm, given, arguments.recorded, arguments.task)
         threading.Thread(target=answer, args=(engine,), daemon=True).start()
         return llm
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.prompts import DEMO, load_prompts
+from bench.common.prompts import load_prompts
 from bench.load.arrivals import Lengths
+from jetspec_jax.demo import DEMO
 
 #: Where requests go, by the form that they have.
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -13,10 +13,13 @@ from jetspec_jax.checkpoint.gguf.smollm2 import NAME as SMOLLM2
 from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
+from jetspec_jax.demo import DEMO, DEMO_TARGET
 from jetspec_jax.progress import waiting
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = (*SMALL_PATTERNS, "*.safetensors")
+#: Words that stand for checkpoints, also where a folder has such a name.
+NAMES = (DEMO, SMOLLM2)
 CONFIG_PATTERNS = ("config.json",)
 # Weights in folders of their own are the same again in other layouts, as large: GPT-OSS's "original".
 OTHER_LAYOUTS = ("*/*.safetensors",)
@@ -26,7 +29,8 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
     """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
 
     Args:
-        path_or_id: A folder, a GGUF file, a hub id, or "smollm2": see `find_smollm2`.
+        path_or_id: A folder, a GGUF file, a hub id, "demo": the embedded target, or "smollm2": see
+            `find_smollm2`.
         patterns: Which files of a hub id to fetch.
 
     Raises:
@@ -34,6 +38,8 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
             fetched.
         CheckpointError: The ``config.json`` is no file.
     """
+    if path_or_id == DEMO:
+        return DEMO_TARGET
     if path_or_id == SMOLLM2:
         return find_smollm2()
     folder = local_path(path_or_id)

@@ -12,7 +12,7 @@ from typing import Any
 from jetspec_jax.arguments import printable
 from jetspec_jax.checkpoint.chat_template import check_template_arguments, read_chats
 from jetspec_jax.cli.figures import figures
-from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED
+from jetspec_jax.cli.options import ALGORITHM, CHAT, MODELS, ROUTING, SAMPLING, STRUCTURED, add_target_place
 from jetspec_jax.cli.process import hear, in_main_thread
 from jetspec_jax.cli.prompts import decode_utf8
 from jetspec_jax.cli.screen import on_screen
@@ -43,6 +43,7 @@ def add_chat_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("chat", help="talk to a model", description=_chat.__doc__)
     parser.set_defaults(run=_chat)
+    add_target_place(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the answers are to heed")
     for group in (SAMPLING, CHAT, STRUCTURED, MODELS, ALGORITHM, ROUTING):
         asked = [option.field for option in group.options if option.field not in _NOT_ASKED.get(group, ())]
@@ -62,7 +63,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     llm = load_llm(arguments)
     templated(llm.target)
     hints = {key: value for key in ("task", "mode") if (value := getattr(arguments, key)) is not None}
-    limit = min(llm.target.config.max_position_embeddings, arguments.capacity or sys.maxsize)
+    limit = min(llm.target.config.max_position_embeddings, arguments.max_model_len or sys.maxsize)
     chat = _Conversation(llm, params, settings, hints, limit, arguments.system, stats=arguments.stats)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:

@@ -1,12 +1,10 @@
 """The command ``jetspec-jax``: generate text, chat, see trees, look at checkpoints, and serve."""
 
-import argparse
 import contextlib
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import flax
 import jax
@@ -18,6 +16,7 @@ from jetspec_jax.cli.completion import add_completion_option
 from jetspec_jax.cli.generating import add_generate_command
 from jetspec_jax.cli.info import add_info_command
 from jetspec_jax.cli.options import join_as_told
+from jetspec_jax.cli.parser import Parser
 from jetspec_jax.cli.quiet import show_own_log
 from jetspec_jax.cli.serving import add_serve_command
 from jetspec_jax.cli.view import add_tree_command
@@ -54,15 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}; see {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jetspec-jax", description="Tree speculative decoding in JAX.")
+def _parser() -> Parser:
+    parser = Parser(prog="jetspec-jax", description="Tree speculative decoding in JAX.")
     parser.add_argument("--version", action="version", version=VERSIONS)
     add_completion_option(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

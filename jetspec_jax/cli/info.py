@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from jetspec_jax.arguments import printable
-from jetspec_jax.cli.options import add_ignore_option
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.cli.options import add_ignore_option, add_target_option
+from jetspec_jax.demo import DEMO, DEMO_DRAFT_HEAD
 from jetspec_jax.inspect.describe import describe
 
 # Numbers that people read in a larger unit.
@@ -17,22 +17,24 @@ def add_info_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
     parser.set_defaults(run=_info)
-    parser.add_argument("path", metavar="PATH_OR_ID", help="folder, GGUF file or hub id, or demo")
-    parser.add_argument(
-        "--target", metavar="PATH_OR_ID", help="for a draft head: the target that it should fit"
-    )
+    parser.add_argument("path", nargs="?", metavar="PATH_OR_ID", help="folder, GGUF file or hub id, or demo")
+    add_target_option(parser, "the target that a draft head should fit; alone, what is described")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_ignore_option(parser)
 
 
 def _info(arguments: argparse.Namespace) -> int:
     """Describes a target or a draft head: shapes, bytes, and whether a head fits a target."""
-    ignored = arguments.ignore_config_key
-    if arguments.path == "demo":
-        target = arguments.target or DEMO_TARGET
-        reports = [describe(DEMO_TARGET), describe(DEMO_DRAFT_HEAD, target, ignore_config_keys=ignored)]
+    path, target, ignored = arguments.path, arguments.target, arguments.ignore_config_key
+    if path is None:
+        path, target = target, None
+    if path is None:
+        raise ValueError("info describes a checkpoint: name a folder, a GGUF file, a hub id or demo")
+    if path == DEMO:
+        head = describe(DEMO_DRAFT_HEAD, target or DEMO, ignore_config_keys=ignored)
+        reports = [describe(DEMO), head]
     else:
-        reports = [describe(arguments.path, arguments.target, ignore_config_keys=ignored)]
+        reports = [describe(path, target, ignore_config_keys=ignored)]
     if arguments.json:
         print(json.dumps(reports if len(reports) > 1 else reports[0]))
     else:

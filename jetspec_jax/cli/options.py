@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.source import DTYPES
+from jetspec_jax.cli.parser import accept_formerly
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
 from jetspec_jax.device.groups import say_unused
@@ -86,6 +87,27 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+class OneOfSeveralNames(argparse.Action):
+    """Stores the value of an option that has several names, or a place too, and takes only one of these."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores it.
+
+        Raises:
+            argparse.ArgumentError: It has another value already.
+        """
+        before = getattr(namespace, self.dest, None)
+        if before not in (None, values, parser.get_default(self.dest)):
+            raise argparse.ArgumentError(self, f"expected one of {before!r} and {values!r}, not both")
+        setattr(namespace, self.dest, values)
+
+
 @dataclass(frozen=True)
 class Option:
     """One option.
@@ -95,6 +117,8 @@ class Option:
         help: What it does; the default is added where Python has one that can be shown.
         type: Makes a value of its text.
         flag: Its name where that is not the field's.
+        other_names: More names that the help shows.
+        former_names: Names that are taken all the same, and that the help does not show.
         metavar: What stands for its value in the help.
         recurs: Whether it may be given several times, for a list of values.
         words: Values that a shell may offer.
@@ -106,6 +130,8 @@ class Option:
     help: str
     type: Callable[[str], Any] = str
     flag: str = ""
+    other_names: tuple[str, ...] = ()
+    former_names: tuple[str, ...] = ()
     metavar: str | None = None
     recurs: bool = False
     words: Sequence[str] = ()
@@ -119,8 +145,8 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """Its attribute among the parsed arguments."""
-        return self.name.lstrip("-").replace("-", "_")
+        """Its attribute among the parsed arguments: its name, or its field where it has several names."""
+        return self.field if self.other_names else self.name.lstrip("-").replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -159,11 +185,13 @@ class Group:
                 settings["action"] = "store_false" if option.name.startswith("--no-") else "store_true"
             else:
                 settings |= {"type": option.type, "metavar": option.metavar}
-                settings["action"] = "append" if option.recurs else "store"
+                once = OneOfSeveralNames if option.other_names else "store"
+                settings["action"] = "append" if option.recurs else once
                 shown = next(own for own in (default, usual, option.unset) if own not in (None, ...))
                 if shown not in ("", (), []):
                     settings["help"] += f" (default: {shown})"
-            section.add_argument(option.name, **settings)
+            added = section.add_argument(option.name, *option.other_names, **settings)
+            accept_formerly(parser, added, *option.former_names)
 
     def given(self, arguments: argparse.Namespace) -> dict[str, Any]:
         """The values that were given, by field."""
@@ -219,9 +247,20 @@ MODELS = Group(
     "models and trees",
     LLM,
     (
-        Option("target", "folder, GGUF file or hub id", metavar="PATH_OR_ID", unset="the embedded demo"),
-        Option("model", "another name of --target", metavar="PATH_OR_ID"),
-        Option("draft_head", "likewise", metavar="PATH_OR_ID", unset="the demo's; else plain decoding"),
+        Option(
+            "target",
+            "folder, GGUF file or hub id of the target",
+            flag="--model",
+            other_names=("--target",),
+            metavar="PATH_OR_ID",
+            unset="the embedded demo",
+        ),
+        Option(
+            "draft_head",
+            "likewise of its draft head",
+            metavar="PATH_OR_ID",
+            unset="the demo's; else plain decoding",
+        ),
         Option(
             "budget",
             "most nodes of a tree, 1..256",
@@ -246,11 +285,21 @@ MODELS = Group(
             words=algorithm_names(),
         ),
         Option("dtype", f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}", metavar="TYPE", words=DTYPES),
-        Option("capacity", "tokens that a slot holds", int, metavar="N", unset="1024, or what is needed"),
+        Option(
+            "capacity",
+            "tokens of prompt and output that a slot holds",
+            int,
+            flag="--max-model-len",
+            former_names=("--capacity",),
+            metavar="N",
+            unset="1024, or what is needed",
+        ),
         Option(
             "max_slots",
             "most prompts that decode at the same time, with each copy",
             int,
+            flag="--max-num-seqs",
+            former_names=("--max-slots",),
             metavar="N",
             unset=str(MAX_SLOTS),
         ),
@@ -258,21 +307,21 @@ MODELS = Group(
             "tensor_parallel_size",
             "devices that share each model, or each expert",
             int,
-            flag="--tensor-parallel",
+            former_names=("--tensor-parallel",),
             metavar="N",
         ),
         Option(
             "expert_parallel_size",
-            "groups of whole experts; times --tensor-parallel devices share all else",
+            "groups of whole experts; times --tensor-parallel-size devices share all else",
             int,
-            flag="--expert-parallel",
+            former_names=("--expert-parallel",),
             metavar="N",
         ),
         Option(
             "data_parallel_size",
             "copies of the models, each on devices of its own",
             int,
-            flag="--data-parallel",
+            former_names=("--data-parallel",),
             metavar="N",
         ),
         Option(
@@ -412,6 +461,26 @@ def join_as_told(arguments: argparse.Namespace) -> None:
                 f"--coordinator, --processes and --process belong together; add {', '.join(missing)}"
             )
         join_processes(**given)
+
+
+def add_target_option(parser: argparse.ArgumentParser, help: str, **settings: Any) -> None:
+    """Adds the option that names a target, to commands for which it means something of their own."""
+    [target] = (option for option in MODELS.options if option.field == "target")
+    names = target.name, *target.other_names
+    given = {"dest": target.dest, "metavar": target.metavar, "action": OneOfSeveralNames}
+    parser.add_argument(*names, **given, help=help, **settings)
+
+
+def add_target_place(parser: argparse.ArgumentParser) -> None:
+    """Lets the target also be named by the first word of a command that has the option for it."""
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODEL",
+        action=OneOfSeveralNames,
+        default=argparse.SUPPRESS,  # which leaves the option's value alone
+        help="the target, as --model names it",
+    )
 
 
 def add_ignore_option(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,9 @@
 """The options of ``jetspec-jax serve`` beside those of models and trees."""
 
+from dataclasses import replace
+
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.cli.options import Group, Option
+from jetspec_jax.cli.options import MODELS, Group, Option
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
 from jetspec_jax.serve.parsers import REASONING, TOOL_CALLS
 from jetspec_jax.serve.settings import LOG_LEVELS, POLICIES, WARM_UPS, ServeSettings
@@ -52,30 +54,19 @@ SERVER = Group(
     ),
 )
 
-#: What `MODELS` has too, under vLLM's names.
+# As `LLM` has them, with other defaults.
+_MODELS = {option.field: option for option in MODELS.options}
 ENGINE = Group(
     "the engine",
     AsyncLLM,
     (
-        Option(
-            "max_slots",
-            "requests that decode at once, with each copy",
-            int,
-            flag="--max-num-seqs",
-            metavar="N",
+        replace(
+            _MODELS["max_slots"],
+            help="requests that decode at once, with each copy",
+            unset="what memory has room for, up to 256; 8 on a CPU",
         ),
-        Option(
-            "capacity",
-            "tokens of prompt and output",
-            int,
-            flag="--max-model-len",
-            metavar="N",
-            unset=str(DEFAULT_CAPACITY),
-        ),
+        replace(_MODELS["capacity"], help="tokens of prompt and output", unset=str(DEFAULT_CAPACITY)),
         Option("max_waiting", "requests that may wait for a slot, with each copy", int, metavar="N"),
-        Option("tensor_parallel_size", "devices that share each model", int, metavar="N"),
-        Option("expert_parallel_size", "groups of whole experts", int, metavar="N"),
-        Option("data_parallel_size", "copies of the models", int, metavar="N"),
     ),
 )
 

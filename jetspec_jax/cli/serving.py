@@ -4,24 +4,23 @@ import argparse
 from typing import Any
 
 from jetspec_jax.async_llm import AsyncLLM
-from jetspec_jax.cli.options import ALGORITHM, MODELS, PROCESSES
+from jetspec_jax.cli.options import ALGORITHM, MODELS, PROCESSES, add_target_place
 from jetspec_jax.cli.process import hear
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.cli.settings import model_arguments
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.serve.settings import ServeSettings
 
-# Those of the models that have vLLM's names here, or none.
-_OTHERWISE = {"target", "model", *(option.field for option in ENGINE.options)}
+# Those of the models that have a default of the server's.
+_OTHERWISE = {option.field for option in ENGINE.options}
 
 
 def add_serve_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("serve", help="serve OpenAI's API", description=_serve.__doc__)
     parser.set_defaults(run=_serve)
-    parser.add_argument(
-        "target", nargs="?", metavar="MODEL", help="folder or hub id (default: the embedded demo)"
-    )
+    add_target_place(parser)
     SERVER.add(parser)
     ENGINE.add(parser)
     MODELS.add(parser, [option.field for option in MODELS.options if option.field not in _OTHERWISE])
@@ -48,7 +47,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     run(
         lambda: AsyncLLM(**given),
         settings,
-        name=str(arguments.target or "demo"),
+        name=str(arguments.target or DEMO),
         capacity=given.get("capacity"),
         stopping=stopping,
     )

@@ -58,8 +58,8 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     given = model_arguments(arguments)
     if jax.process_count() > 1 and math.prod(parallel_sizes(arguments).values()) == 1:
         raise ValueError(
-            f"{jax.process_count()} processes share the models: say into how many parts by --tensor-parallel "
-            "or --expert-parallel"
+            f"{jax.process_count()} processes share the models: say into how many parts by "
+            "--tensor-parallel-size or --expert-parallel-size"
         )
     llm = LLM(**given)
     if llm.draft_head is None:

@@ -16,6 +16,7 @@ from jetspec_jax.cli.options import SAMPLING
 from jetspec_jax.cli.prompts import GivenPrompt, encode, read_prompts, routing_hints
 from jetspec_jax.cli.settings import add_decoding_options, load_llm, sampling_params
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, TreeSettings
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.processes import is_first
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
@@ -59,9 +60,9 @@ def _tree(arguments: argparse.Namespace) -> int:
     prompts, params = read_prompts(arguments), sampling_params(arguments)
     if len(prompts) != 1:
         raise ValueError(f"tree takes one prompt, not {len(prompts)}")
-    if (arguments.data_parallel or 1) > 1:
+    if (arguments.data_parallel_size or 1) > 1:
         raise ValueError(
-            f"--data-parallel {arguments.data_parallel}: one prompt has a use for one copy alone"
+            f"--data-parallel-size {arguments.data_parallel_size}: one prompt has a use for one copy alone"
         )
     llm = load_llm(arguments)
     run = _trace(llm, prompts[0], params, arguments)
@@ -123,7 +124,7 @@ def _settings(tree: TreeSettings, params: SamplingParams, arguments: argparse.Na
     sampling: dict[str, Any] = dict.fromkeys(option.field for option in SAMPLING.options)
     sampling |= SAMPLING.given(arguments)
     return {
-        "target": str(arguments.target or arguments.model or "demo"),
+        "target": str(arguments.target or DEMO),
         "draft_head": said.get("draft_head"),
         "budget": tree.budget,
         **tree.breadth._asdict(),

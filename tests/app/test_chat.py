@@ -116,10 +116,10 @@ def test_two_slashes_begin_a_message_with_one(chat, llm):
 def test_the_last_answers_take_what_room_is_left(chat, llm):
     """Prompt and answer never exceed the context, or the capacity; then there is advice."""
     ids = llm.encode("<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n")
-    code, out, err = chat("def\n", "--capacity", str(len(ids) + 3))
+    code, out, err = chat("def\n", "--max-model-len", str(len(ids) + 3))
     assert code == 0
     assert err == "jetspec-jax: cut after 3 tokens\n"
-    code, out, err = chat("def\n", "--capacity", str(len(ids)))
+    code, out, err = chat("def\n", "--max-model-len", str(len(ids)))
     assert (code, out) == (2, "")
     assert f"the conversation is {len(ids)} tokens of {len(ids)}: /clear forgets it" in err
 
@@ -136,13 +136,13 @@ def test_a_target_without_a_template_is_refused_before_anything_is_read(chat, ll
 
 def test_options_that_a_chat_has_no_use_for_are_not_its(chat):
     for option in (
-        *("-n=2", "--logprobs=2", "--data-parallel=2"),
+        *("-n=2", "--logprobs=2", "--data-parallel-size=2"),
         *("--no-add-generation-prompt", "--continue-final-message"),
     ):
         with pytest.raises(SystemExit):
             chat("", option)
     with pytest.raises(SystemExit):
-        chat("", "a prompt")
+        chat("", "a-model", "a prompt")
 
 
 class TestInterrupts:

@@ -247,7 +247,7 @@ class TestCommands:
     @pytest.mark.wide
     def test_generate(self, folders, expected, capsys):
         words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
-        places = ("--tensor-parallel", "2", "--data-parallel", "2")
+        places = ("--tensor-parallel-size", "2", "--data-parallel-size", "2")
         code, out, err = self.run(capsys, folders, "generate", *words, "--ignore-eos", *places)
         assert code == 0
         assert json.loads(out)["token_ids"] == expected[0]
@@ -257,16 +257,18 @@ class TestCommands:
     @pytest.mark.wide
     def test_tree(self, folders, expected, capsys):
         words = ("--token-ids", "3,1,4,1,5", "--max-tokens", "24", "--budget", "16", "--width", "3", "--json")
-        places = ("--expert-parallel", "1", "--tensor-parallel", "2")
+        places = ("--expert-parallel-size", "1", "--tensor-parallel-size", "2")
         code, out, _ = self.run(capsys, folders, "tree", *words, "--ignore-eos", *places)
         assert code == 0
         committed = [token for one in json.loads(out)["rounds"] for token in one["committed"]]
         assert committed[:24] == expected[0]
-        code, _, err = self.run(capsys, folders, "tree", *words, "--data-parallel", "2")
+        code, _, err = self.run(capsys, folders, "tree", *words, "--data-parallel-size", "2")
         assert code == 2
-        assert "--data-parallel 2: one prompt has a use for one copy alone" in err
+        assert "--data-parallel-size 2: one prompt has a use for one copy alone" in err
 
     def test_sizes_that_cannot_be(self, folders, capsys):
-        code, _, err = self.run(capsys, folders, "generate", "--token-ids", "1", "--tensor-parallel", "0")
+        code, _, err = self.run(
+            capsys, folders, "generate", "--token-ids", "1", "--tensor-parallel-size", "0"
+        )
         assert code == 2
         assert "jetspec-jax: tensor_parallel_size must be at least 1, not 0" in err

@@ -29,8 +29,9 @@ class TestTable:
     @pytest.mark.parametrize("group", [SAMPLING, MODELS], ids=lambda group: group.title)
     def test_every_argument_of_python_has_an_option(self, group):
         known = set(inspect.signature(group.python).parameters)
-        no_text, others_names = {"mesh", "structured_outputs", "unknown"}, {"max_model_len", "max_num_seqs"}
-        assert {option.field for option in group.options} == known - no_text - others_names
+        no_text = {"mesh", "structured_outputs", "unknown"}
+        other_names = {"model", "max_model_len", "max_num_seqs"}
+        assert {option.field for option in group.options} == known - no_text - other_names
 
     def test_options_of_an_algorithm_are_its_arguments(self):
         known = set(inspect.signature(get_algorithm).parameters)
@@ -137,7 +138,6 @@ class TestTable:
         monkeypatch.setattr(settings, "LLM", llm)
         words = {
             "target": "t",
-            "model": "m",
             "draft_head": "h",
             "budget": 5,
             "width": 6,

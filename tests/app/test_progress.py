@@ -57,3 +57,60 @@ def test_nothing_is_written_to_a_file(monkeypatch, watched):
     with progress.waiting("this"):
         assert waiting_threads() == []  # nobody is there who would write
     assert file.getvalue() == ""
+
+
+class TestProgressOfPrograms:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """Seconds, which pass where a test says so; tqdm's own clock included."""
+        now = [1000.0]
+        monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+        return now
+
+    def test_a_file_has_a_line_now_and_then(self, watched, clock):
+        file = watched(io.StringIO())
+        with progress.Progress(total=100, desc="head", unit=" steps", mininterval=2) as bar:
+            bar.set_postfix_str("compiling")
+            for _ in range(100):
+                clock[0] += 1
+                bar.set_postfix(loss="1.5")
+                bar.update()
+        assert file.getvalue() == (
+            "head: 29 of 100 steps after 00:30, loss=1.5\n"
+            "head: 59 of 100 steps after 01:00, loss=1.5\n"
+            "head: 89 of 100 steps after 01:30, loss=1.5\n"
+            "head: 100 of 100 steps after 01:40, loss=1.5\n"
+        )
+
+    def test_what_is_soon_over_has_no_line(self, watched, clock):
+        file = watched(io.StringIO())
+        assert list(progress.Progress(range(9), desc="prompts", delay=1, leave=False)) == [*range(9)]
+        assert file.getvalue() == ""
+
+    def test_a_message_between_the_lines(self, watched, clock):
+        file = watched(io.StringIO())
+        with progress.Progress(total=2, desc="tune") as bar:
+            progress.Progress.write("does not run", file=file)
+            bar.update(2)
+        assert file.getvalue() == "does not run\ntune: 2 of 2 it after 00:00\n"
+
+    def test_what_breaks_off_is_not_done(self, watched, clock):
+        file = watched(io.StringIO())
+        with contextlib.suppress(ZeroDivisionError), progress.Progress(total=2) as bar:
+            bar.update(1)
+            raise ZeroDivisionError
+        assert file.getvalue() == ""
+
+    def test_a_terminal_has_tqdm_s_bar(self, watched):
+        terminal = watched(Terminal())
+        with progress.Progress(total=2, desc="head") as bar:
+            bar.update(2)
+        assert "100%|" in terminal.getvalue()
+        assert terminal.getvalue().count("\n") == 1
+
+    def test_disabled_says_nothing(self, watched):
+        file = watched(io.StringIO())
+        with progress.Progress(total=2, disable=True) as bar:
+            bar.update(2)
+        assert file.getvalue() == ""

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tqdm import tqdm
 
 from bench.__main__ import main
 from bench.common.given_profile import describe_profile
@@ -26,6 +25,7 @@ from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.engine.memory import empty_state
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.serving import complete
+from jetspec_jax.progress import Progress
 from tests.bench.conftest import random_workloads, text_prompt
 
 SMALL = ["--num-prompts", "2", "--max-tokens", "12", "--budgets", "16", "--repeats", "1", "--batch", "2"]
@@ -187,7 +187,7 @@ def test_together_takes_turns_of_a_few_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(decode_measure, "complete", watched)
     monkeypatch.setattr(decode_measure, "PROMPTS_PER_TURN", 1)
     monkeypatch.setattr(decode_measure, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    monkeypatch.setattr(decode, "tqdm", lambda **bar: bars.append(tqdm(**bar)) or bars[-1])
+    monkeypatch.setattr(decode, "Progress", lambda **bar: bars.append(Progress(**bar)) or bars[-1])
     path = tmp_path / "decode.json"
     words = ["--together", "--temperatures", "0", "--num-prompts", "3", "--repeats", "2"]
     assert run(path, *words) == 0

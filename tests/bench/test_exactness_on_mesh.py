@@ -14,7 +14,7 @@ from tests.meshes import need_devices
 
 pytestmark = pytest.mark.wide
 
-SMALL = "--dtypes float32 --num-prompts 2 --max-tokens 8 --budgets 16 --batch 2 --tensor-parallel 2"
+SMALL = "--dtypes float32 --num-prompts 2 --max-tokens 8 --budgets 16 --batch 2 --tensor-parallel-size 2"
 FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.01}
 
 
@@ -71,4 +71,4 @@ def test_devices_that_differ_are_the_exit_code(run, monkeypatch):
 
 
 def test_one_device_is_compared_with_several_alone(refusal):
-    assert "goes with --tensor-parallel" in refusal("exactness", "--one-device")
+    assert "goes with --tensor-parallel-size" in refusal("exactness", "--one-device")

@@ -38,7 +38,7 @@ def sizes(config, itemsize):
 def test_two_devices_read_what_was_written(call, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # of the process that reads
     work = tmp_path / "work"
-    words = "--shape tiny --tensor-parallel 2 --dtype float32 --profile"
+    words = "--shape tiny --tensor-parallel-size 2 --dtype float32 --profile"
     report = call(*words.split(), "--work", work)
     assert list(work.iterdir()) == []
     assert (report["devices"], report["dtype"], report["pages_of_files"]) == (2, "float32", "just written")

@@ -40,7 +40,7 @@ def tokens(completions):
 
 
 def test_the_pair_lies_where_the_command_line_says(load):
-    several = load("--tensor-parallel", "2", "--data-parallel", "2")
+    several = load("--tensor-parallel-size", "2", "--data-parallel-size", "2")
     places = [[device.id for device in mesh.devices.flat] for mesh in several.target.meshes]
     assert places == [[0, 1], [2, 3]]
     one = load()
@@ -60,7 +60,7 @@ def test_drafts_along_texts(load):
     text = Text(PROMPTS[0], [1, 2, 3] * 9, 20, None)
     found = [
         draft_along(load(*places), [text], 3, implementation="xla").candidates
-        for places in ((), ("--tensor-parallel", "2"))
+        for places in ((), ("--tensor-parallel-size", "2"))
     ]
     assert (found[0].tokens == found[1].tokens).all()
     assert np.allclose(found[0].log_probs, found[1].log_probs, atol=1e-4)
@@ -68,7 +68,7 @@ def test_drafts_along_texts(load):
 
 def test_all_copies_decode_the_prompts_of_a_method(load):
     work, runs = Workload([], PROMPTS, PARAMS, [None] * len(PROMPTS)), []
-    for places in ((), ("--data-parallel", "2")):
+    for places in ((), ("--data-parallel-size", "2")):
         bench = Bench(*load(*places), {0.0: work}, batch=1, implementation="xla")
         [found] = bench.measure([PLAIN_METHOD], 1, lambda *_: None)
         runs.append(found[PLAIN_METHOD, 0.0])

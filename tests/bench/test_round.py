@@ -165,7 +165,7 @@ class TestReport:
             ("--shape qwen9", "--shape must be one of tiny"),
             ("--shape tiny --target x --draft-head y", "--shape stands for random weights"),
             ("--target x", "--draft-head is missing: trees for x need a head"),
-            ("--draft-head x", "--draft-head goes with --target"),
+            ("--draft-head x", "--draft-head goes with --model"),
             ("--shape tiny --budgets 300", "budget must be in 1..256"),
             (
                 "--shape tiny --algorithms chain beam",
@@ -176,8 +176,11 @@ class TestReport:
             ("--shape tiny --contexts 0", "--contexts must be at least 1"),
             ("--shape tiny --batches 0 2", "--batches must be at least 1"),
             ("--shape tiny --contexts 4090", "context limit of 4096"),
-            ("--shape tiny --tensor-parallel 1 --phases", "--phases goes with neither --tensor-parallel nor"),
-            ("--shape tiny --tensor-parallel 1000", "needs 1000 devices"),
+            (
+                "--shape tiny --tensor-parallel-size 1 --phases",
+                "--phases goes with neither --tensor-parallel-size nor",
+            ),
+            ("--shape tiny --tensor-parallel-size 1000", "needs 1000 devices"),
             ("--shape tiny --rounds 0", "--rounds must be at least 1"),
             ("--shape tiny --repeats 0", "--repeats must be at least 1"),
             ("--shape tiny --temperature -1", "temperature"),

@@ -36,9 +36,9 @@ ROUNDS = "--budgets 8 --contexts 20 --rounds 2 --repeats 1 --dtype float32"
 
 
 def test_devices_share_rounds_and_each_has_half_of_the_floor(report_of, capsys, caplog):
-    report = report_of("round", f"--shape tiny --tensor-parallel 2 {ROUNDS}")
+    report = report_of("round", f"--shape tiny --tensor-parallel-size 2 {ROUNDS}")
     assert report["devices"] == 2
-    assert "--tensor-parallel 2 --no-phases" in report["command"]
+    assert "--tensor-parallel-size 2 --no-phases" in report["command"]
     assert f"{report['device']}, a mesh of expert 1 x tensor 2 (devices 0, 1), JAX" in capsys.readouterr().out
     there = len(jax.devices())
     assert (f"decoding on the first 2 of {there} devices" in caplog.messages) == (there > 2)
@@ -57,7 +57,7 @@ def test_experts_are_counted_over_all_devices(report_of, monkeypatch):
     monkeypatch.setitem(SHAPES, "mixture", PairShape(MIXTURE, head_config(MIXTURE)))
     one, several = (
         [row["experts_touched"] for row in report_of("round", f"--shape mixture {words} {ROUNDS}")["rows"]]
-        for words in ("--no-phases", "--expert-parallel 2")
+        for words in ("--no-phases", "--expert-parallel-size 2")
     )
     assert one == several
     assert TOP_K == several[0] < several[1] <= COUNT
@@ -65,7 +65,7 @@ def test_experts_are_counted_over_all_devices(report_of, monkeypatch):
 
 def test_sums_of_two_devices(tmp_path, capsys):
     path = tmp_path / "sums.json"
-    words = "--tensor-parallel 2 --rows 1 4 --features 32 --turns 3 --repeats 1"
+    words = "--tensor-parallel-size 2 --rows 1 4 --features 32 --turns 3 --repeats 1"
     assert main(["collectives", *words.split(), "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["devices"] == 2

@@ -31,7 +31,9 @@ def test_one_device(one):
     assert "parallel" not in one["command"]
 
 
-@pytest.mark.parametrize("words", ["--fsdp 4 --tensor-parallel 2", "--data-parallel -1 --tensor-parallel 2"])
+@pytest.mark.parametrize(
+    "words", ["--fsdp 4 --tensor-parallel-size 2", "--data-parallel-size -1 --tensor-parallel-size 2"]
+)
 def test_several_devices_compute_the_same_step(one, tmp_path, words):
     """With the same batch on all of them together; two of them share the target."""
     need_devices(8)
@@ -47,9 +49,9 @@ def test_several_devices_compute_the_same_step(one, tmp_path, words):
 
 def test_meshes_that_do_not_fit_are_refused(refusal):
     need_devices(8)
-    assert "does not divide 8 devices" in refusal("train", "--shape", "tiny", "--data-parallel", "3")
-    said = refusal("train", "--shape", "tiny", "--tensor-parallel", "8")
+    assert "does not divide 8 devices" in refusal("train", "--shape", "tiny", "--data-parallel-size", "3")
+    said = refusal("train", "--shape", "tiny", "--tensor-parallel-size", "8")
     assert "8 devices cannot split the model: 2 KV heads for 4 query heads over 8 parts" in said
-    assert "for models with experts" in refusal("train", *TINY, "--expert-parallel", "2")
-    said = refusal("train", "--shape", "tiny", "--batch", "4", "--data-parallel", "8")
+    assert "for models with experts" in refusal("train", *TINY, "--expert-parallel-size", "2")
+    said = refusal("train", "--shape", "tiny", "--batch", "4", "--data-parallel-size", "8")
     assert "a batch of 4 sequences does not divide" in said

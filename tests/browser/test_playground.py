@@ -152,6 +152,27 @@ def test_the_accepted_paths_are_the_text(page, url):
     expect(page.locator("#round")).to_contain_text("Round 3 of")
 
 
+def test_the_prompt_covers_nothing_of_the_tree(page):
+    setting(page, "max-tokens", 24)
+    page.click("label[for=traced]")
+    run(page)
+    tree, prompt = (page.locator(name).bounding_box() for name in ("#tree", "#composer"))
+    assert tree["y"] + tree["height"] <= prompt["y"], "all of it is seen without a scroll"
+    for place in ("start", "center", "end"):
+        page.evaluate("at => document.querySelector('#tree').scrollIntoView({block: at})", place)
+        prompt = page.locator("#composer").bounding_box()
+        assert prompt["y"] + prompt["height"] <= page.viewport_size["height"]
+        # What is seen at the places of the tree that are on the screen and not below the part that scrolls.
+        covered = page.evaluate("""() => {
+            const {left, right, top, bottom} = document.querySelector("#tree").getBoundingClientRect();
+            const shown = document.querySelector("#shown").getBoundingClientRect();
+            const low = Math.min(bottom, shown.bottom || bottom), high = Math.max(top, shown.top);
+            return [.02, .25, .5, .75, .98].flatMap(share => [left + 4, (left + right) / 2, right - 4].filter(
+                x => !document.elementFromPoint(x, high + share * (low - high))?.closest("#tree")));
+        }""")
+        assert covered == []
+
+
 @pytest.mark.parametrize("trees", [False, True])
 def test_stop_stops(page, url, trees):
     setting(page, "max-tokens", 900)

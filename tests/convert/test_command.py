@@ -91,7 +91,7 @@ class TestErrors:
 
     def test_options_that_do_nothing(self, tmp_path, source, capsys):
         for options, complaint in (
-            (["--target", source], "--target is used by --verify only"),
+            (["--target", source], "--model is used by --verify only"),
             (["--max-shard-size", "5GB"], "--max-shard-size is about safetensors"),
             (["--max-shard-size", "5 apples"], "a size is a number of bytes"),
         ):

@@ -78,7 +78,7 @@ def command(start):
     def begin(*arguments):
         def own(index, port):
             place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
-            return ["jetspec_jax", *arguments, "--tensor-parallel", "4", *place]
+            return ["jetspec_jax", *arguments, "--tensor-parallel-size", "4", *place]
 
         return start(own)
 

@@ -52,7 +52,7 @@ def test_on_the_demo_pair(run, name):
 
 @pytest.mark.wide
 def test_on_a_target_of_one_s_own(run, tmp_path):
-    said = run("generate", "--target", str(write_target(tmp_path / "target")))
+    said = run("generate", "--model", str(write_target(tmp_path / "target")))
     assert len(re.findall(r"^--- \d+ tokens, 1\.00 per round, ended by", said, re.MULTILINE)) == 3, said
 
 

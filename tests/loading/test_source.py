@@ -2,8 +2,11 @@ import dataclasses
 
 import pytest
 
+from jetspec_jax import load_draft_head, load_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.config import parse_draft_head_config, parse_model_config
+from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.inspect.describe import describe
 from tests.loading.published import HEAD, V4, write
 
 
@@ -39,3 +42,13 @@ def test_the_config_is_read_once(tmp_path):
     (tmp_path / "target" / "config.json").unlink()
     assert source.target_config is config
     assert source.raw_config == V4
+
+
+def test_demo_is_the_embedded_pair(tmp_path, monkeypatch):
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder of this name is not meant
+    target = load_target("demo", tokenizer="demo")
+    assert target.config == Source(DEMO_TARGET).target_config == Source("demo").config
+    assert target.tokenizer.encode("def f(x):")
+    assert load_draft_head("demo", target=target).config == Source(DEMO_DRAFT_HEAD).head_config
+    assert describe("demo") == describe(DEMO_TARGET)

@@ -11,7 +11,8 @@ import jetspec_jax
 from tests.packaging.check_wheel import ROOT, SECTIONS, blocks, commands, wrong_wheel
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = SETTINGS["project"]
 
 
 def test_every_line_of_both_sections_is_run(tmp_path):
@@ -22,7 +23,7 @@ def test_every_line_of_both_sections_is_run(tmp_path):
     assert all(words[0] == "jetspec-jax" for words in found)
     assert not any("PATH" in word for words in found for word in words)
     [both] = [words for words in found if "--draft-head" in words]
-    assert both[both.index("--target") + 1] == str(target)
+    assert both[both.index("--model") + 1] == str(target)
     assert both[both.index("--draft-head") + 1] == str(head)
 
 
@@ -45,6 +46,26 @@ def test_a_wheel_is_held_against_the_checkout(tmp_path):
         "the wheel should not hold tests/b.py",
         "the wheel lacks its licence",
     ]
+
+
+def test_the_readme_of_a_package_index_has_links_and_pictures_that_lead_somewhere():
+    text, [own] = README, SETTINGS["tool"]["hatch"]["metadata"]["hooks"].values()
+    for change in own["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    assert len(links) == len(re.findall(r"\]\(", README)) > 40
+    # Each is a link to elsewhere, or one of this repository's files.
+    repository = PROJECT["urls"]["Repository"]
+    raw = repository.replace("github.com", "raw.githubusercontent.com")
+    pictures = 0
+    for picture, link in links:
+        start = f"{raw}/main/" if picture else f"{repository}/blob/main/"
+        pictures += bool(picture)
+        assert link.startswith("https://")
+        assert not link.startswith(start) or (ROOT / link.removeprefix(start).partition("#")[0]).exists()
+        assert link.startswith(start) or not picture
+    assert pictures >= 3
+    assert f"pip install {PROJECT['name']}" in text
 
 
 def test_the_version_has_a_dated_entry_in_the_changelog():

@@ -11,6 +11,7 @@ import pytest
 
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli import command
+from jetspec_jax.cli.options import MODELS
 from jetspec_jax.cli.server_options import ENGINE, SERVER
 from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
@@ -214,7 +215,7 @@ def test_what_the_command_line_refuses(capsys, words, says):
 
 def test_every_setting_has_an_option_of_vllm_s_name():
     assert {option.field for option in SERVER.options} == set(SETTINGS)
-    names = {option.name for option in (*SERVER.options, *ENGINE.options)}
+    names = {option.name for option in (*SERVER.options, *ENGINE.options, *MODELS.options)}
     assert {
         *("--host", "--port", "--api-key", "--served-model-name", "--uvicorn-log-level", "--allowed-origins"),
         *("--root-path", "--tool-call-parser", "--reasoning-parser", "--scheduling-policy"),

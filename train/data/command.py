@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, parallel_mesh
+from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
+from jetspec_jax.cli.parser import accept_formerly
 from train.data.make_data import Made, make_data
 from train.data.manifest import MODES, REGENERATE
 from train.loop.stages import Deadline
@@ -15,7 +16,7 @@ def add_command(commands: Any) -> None:
     """Adds the command line."""
     parser = commands.add_parser("data", help="make documents for training a draft head", description=__doc__)
     parser.set_defaults(run=run)
-    parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
+    add_target_option(parser, 'folder or hub id, or "demo"', required=True)
     parser.add_argument(
         "--prompts",
         required=True,
@@ -55,7 +56,15 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="about how many documents for validation, equal prompts together (default: 1 in 8, at most 64)",
     )
-    parser.add_argument("--slots", type=int, default=32, help="documents generated at a time (default: 32)")
+    slots = parser.add_argument(
+        "--max-num-seqs",
+        dest="slots",
+        type=int,
+        default=32,
+        metavar="N",
+        help="documents generated at a time (default: 32)",
+    )
+    accept_formerly(parser, slots, "--slots")
     parser.add_argument("--limit", type=int, help="take only the first so many prompts")
     parser.add_argument("--skip-too-long", action="store_true", help="drop what does not fit the context")
     parser.add_argument("--template-arguments", metavar="JSON", help="object passed to the chat template")

@@ -4,8 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
+from jetspec_jax.progress import Progress
 from train.data.documents import Writer
 from train.data.manifest import CORPUS, DocumentsSettings
 from train.data.records import Document, encode
@@ -59,7 +58,7 @@ def write_given(
     writer = Writer(folder, settings, held)
     missing = writer.missing
     done = settings.count - sum(len(planned.indices) for planned in missing)
-    with tqdm(
+    with Progress(
         total=settings.count, initial=done, desc="documents", unit=" documents", delay=1, leave=False
     ) as bar:
         for planned in missing:

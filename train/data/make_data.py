@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS
 from jetspec_jax.checkpoint.hub import resolve
@@ -17,7 +16,8 @@ from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import ModelConfig, check_head_fits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.demo import DEMO, head_at
+from jetspec_jax.progress import Progress
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
 from train.data.given import write_given
@@ -131,11 +131,10 @@ def make_data(
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
     deadline = Deadline() if deadline is None else deadline
-    source = Source(DEMO_TARGET if target == "demo" else target, dtype, ignore_config_keys)
+    source = Source(target, dtype, ignore_config_keys)
     head_source = None
     if draft_head is not None:
-        head_path = DEMO_DRAFT_HEAD if draft_head == "demo" else draft_head
-        head_source = Source(head_path, dtype, ignore_config_keys)
+        head_source = Source(head_at(draft_head), dtype, ignore_config_keys)
     config, resolved = source.target_config, source.weights_dtype
     tree = PLAIN
     if head_source is not None:
@@ -197,7 +196,7 @@ def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
 def name_of(target: str | Path) -> str:
     """The target's name in a manifest: its hub id, or its folder's name."""
     folder = Path(target).expanduser()
-    return folder.resolve().name if target != "demo" and folder.is_dir() else str(target)
+    return folder.resolve().name if target != DEMO and folder.is_dir() else str(target)
 
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
@@ -260,7 +259,7 @@ def _encoded(
         ValueError: There are none; at the end.
     """
     usable = 0
-    for entry in tqdm(entries, desc="prompts", unit=" prompts", delay=1, leave=False):
+    for entry in Progress(entries, desc="prompts", unit=" prompts", delay=1, leave=False):
         try:
             made = encode(entry)
         except ValueError as error:

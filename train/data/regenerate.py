@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
@@ -17,6 +16,7 @@ from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.planning import check_request, plan_requests
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
+from jetspec_jax.progress import Progress
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
 from train.data.manifest import REGENERATE, DocumentsSettings, PlannedShard
@@ -153,7 +153,7 @@ def regenerate(
 
     begun: list[tuple[PlannedShard, list[Request]]] = []
     done = count - sum(len(planned.indices) for planned in todo)
-    with tqdm(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
+    with Progress(total=count, initial=done, desc="regenerate", unit=" documents", mininterval=1) as bar:
         while todo or begun:
             # The next shard begins before this one is finished, so that no slot is idle.
             while todo and sum(map(_unfinished, begun)) < plan.size.slots and not deadline.passed():

@@ -17,6 +17,7 @@ import numpy as np
 
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import load_draft_head, load_target
+from jetspec_jax.cli.options import add_target_option
 from jetspec_jax.config import parse_model_config
 from train.data.manifest import TRAIN
 from train.demo.continuations import continue_corpus, cut_splits
@@ -48,7 +49,7 @@ def add_command(commands: Any) -> None:
     demo.set_defaults(run=_demo)
     demo.add_argument("--work", type=Path, required=True, help="folder for everything made")
     demo.add_argument("--corpus", type=Path, help=f"Lib folder of CPython {VERSION}; default: this Python's")
-    demo.add_argument("--target", type=Path, help="keep this finished target and make only its head")
+    add_target_option(demo, "keep this finished target and make only its head", type=Path)
     demo.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
     manifest = commands.add_parser("manifest", help="list a corpus, with hashes and splits")
     manifest.set_defaults(run=_manifest)

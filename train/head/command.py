@@ -6,10 +6,10 @@ from typing import Any
 
 from jetspec_jax.checkpoint.loading import read_target
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.cli.options import PROCESSES, add_ignore_option
+from jetspec_jax.cli.options import PROCESSES, add_ignore_option, add_target_option
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
-from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
+from jetspec_jax.demo import head_at
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
     for parser in (head, export, tune):
         add_ignore_option(parser)
     for parser in (head, tune):
-        parser.add_argument("--target", required=True, help='folder or hub id, or "demo"')
+        add_target_option(parser, 'folder or hub id, or "demo"', required=True)
         parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
         add_set_option(parser, "the")
@@ -98,17 +98,15 @@ def _finetune(arguments: argparse.Namespace) -> int:
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
-    path = DEMO_TARGET if arguments.target == "demo" else arguments.target
-    checkpoint = DEMO_DRAFT_HEAD if arguments.draft_head == "demo" else arguments.draft_head
-    ignored = arguments.ignore_config_key
-    target = read_target(Source(path, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
-    begin = None if checkpoint is None else Source(checkpoint, ignore_config_keys=ignored)
+    checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
+    target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
+    begin = None if checkpoint is None else Source(head_at(checkpoint), ignore_config_keys=ignored)
     folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
     result = read_verdict(work)
     if is_first():
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")
         options = "".join(f" {IGNORE_OPTION} {key}" for key in ignored)
-        pair = f"--target {arguments.target} --draft-head {folder}{options}"
+        pair = f"--model {arguments.target} --draft-head {folder}{options}"
         # Without a budget a CPU decodes plainly, and the head would have no part in it.
         budget = max(recipe.evaluation.budgets, default=DEFAULT_BUDGET)
         print(f"to use it: jetspec-jax generate {pair} --budget {budget} PROMPT")

@@ -1,7 +1,8 @@
 """Trains a draft head from a recipe, a target and a folder of documents, and writes a checkpoint.
 
-The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``, and
-at the end ``draft_head/`` (Hugging Face layout), ``evaluation.json`` and ``training.png``.
+The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``,
+``training.png``, which is drawn while the run goes on, and at the end ``draft_head/`` (Hugging Face layout)
+and ``evaluation.json``.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
 from train.loop.checkpoints import Checkpoints
 from train.loop.mesh import batch_parts, make_mesh, one_device, replicated
-from train.loop.plot import plot_training
+from train.loop.plot import LivePicture, plot_training
 from train.loop.stages import Deadline, claim, fresh
 from train.loop.trainer import Trained, train
 from train.loss.distillation import distillation_loss
@@ -252,6 +253,7 @@ class _HeadRun:
                 tokens_per_step=recipe.fit.batch * recipe.window,
                 # A fine-tuned head must not become worse than it was.
                 evaluate_first=recipe.head.start != "random",
+                watch=LivePicture(self.work / "log.jsonl", self.work / "training.png", label),
             )
         finally:
             source.close()

@@ -1,5 +1,6 @@
 """Pictures of a training run, drawn from its log; and what other pictures share with them."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import matplotlib
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
 from jetspec_jax.checkpoint.files import replacing
@@ -18,6 +19,8 @@ DPI = 100
 INCHES = (16.0, 8.0)
 TRAIN, VALIDATION = "#0072b2", "#d55e00"
 DEPTHS = (1, 2, 4, 8)
+#: A picture takes a second or two to draw.
+LIVE_SECONDS = 60.0
 SMOOTHED = 0.02  # share of a run's steps that a point of a smoothed curve averages
 TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
 ACCURACY = "drafts equal to the target's choice"
@@ -29,7 +32,9 @@ Panel = Callable[[Axes, Sequence[Record]], None]
 
 
 def plot_training(log: Path, picture: Path, title: str) -> None:
-    """Writes a PNG of 1600 x 800: losses, accuracies, accepted lengths, and small panels for rates and speed.
+    """Writes a PNG of 1600 x 800: losses, accuracies, and lengths of a chain and of trees.
+
+    Below are small panels for rates and speed.
 
     Args:
         log: A ``log.jsonl``. Panels without data are left out.
@@ -44,22 +49,44 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
     if not any("loss" in record for record in records):
         raise ValueError(f"{log} has no training step yet, so there is nothing to draw")
     keys = {key for record in records for key in record}
-    panels = [_losses]
+    columns = [[_losses]]
     if keys & {TRAIN_ACCURACY, VALIDATION_ACCURACY}:
-        panels += [_accuracies, _last_accuracies]
-    if keys & {"accepted_length", "validation_accepted_length", "tau"}:
-        panels.append(_lengths)
-    small = [draw for key, draw in SMALL.items() if key in keys]
+        columns += [[_accuracies], [_last_accuracies]]
+    chain = [_chain] if keys & {"accepted_length", "validation_accepted_length"} else []
+    if lengths := chain + ([_trees] if "tau" in keys else []):
+        columns.append(lengths)
+    small = [[draw] for key, draw in SMALL.items() if key in keys]
     # Without pyplot there is no global state, and no window system is asked for.
     figure = Figure(figsize=INCHES, layout="constrained")
-    rows = [panels, small] if small else [panels]
+    rows = [columns, small] if small else [columns]
     parts = figure.subfigures(len(rows), 1, height_ratios=(2.4, 1)[: len(rows)], squeeze=False).flat
     for part, row in zip(parts, rows, strict=True):
-        for axis, draw in zip(part.subplots(1, len(row), squeeze=False).flat, row, strict=True):
-            draw(axis, records)
-            axis.spines[["top", "right"]].set_visible(False)
+        _draw_columns(part, row, records)
     figure.suptitle(title, fontsize=11)
     save(figure, picture)
+
+
+class LivePicture:
+    """The picture of a run that goes on: a call draws it again, at most once in `LIVE_SECONDS`."""
+
+    def __init__(self, log: Path, picture: Path, title: str):
+        """As `plot_training`; the first call within `LIVE_SECONDS` draws nothing, either."""
+        self._given, self._drawn_at = (log, picture, title), time.monotonic()
+
+    def __call__(self) -> None:
+        """Draws it; raises what `plot_training` does."""
+        if time.monotonic() >= self._drawn_at + LIVE_SECONDS:
+            plot_training(*self._given)
+            self._drawn_at = time.monotonic()
+
+
+def _draw_columns(part: SubFigure, columns: Sequence[Sequence[Panel]], records: Sequence[Record]) -> None:
+    """Draws one panel in each column, or two, one above the other."""
+    # A panel that is both the first and the last of its column takes its whole height.
+    axes = part.subplot_mosaic([[column[row] for column in columns] for row in (0, -1)])
+    for draw, axis in axes.items():
+        draw(axis, records)
+        axis.spines[["top", "right"]].set_visible(False)
 
 
 def smooth(values: Float[np.ndarray, "n *columns"], window: int) -> Float[np.ndarray, "n *columns"]:
@@ -119,7 +146,9 @@ def _accuracies(axis: Axes, records: Sequence[Record]) -> None:
     axis.set_ylabel(ACCURACY)
     axis.yaxis.set_major_formatter(PercentFormatter(1))
     _step_axis(axis)
-    axis.legend(title="train (lines) and validation (dots) at depth", ncols=len(depths), **LEGEND, **ABOVE)
+    axis.legend(
+        title="a chain at depth: train (lines), validation (dots)", ncols=len(depths), **LEGEND, **ABOVE
+    )
 
 
 def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
@@ -133,20 +162,31 @@ def _last_accuracies(axis: Axes, records: Sequence[Record]) -> None:
             range(1, train.shape[1] + 1), train[-1], "o", color=TRAIN, markersize=4, label="train, smoothed"
         )
     _depth_axis(axis)
-    axis.legend(title="at the end", ncols=2, **LEGEND, **ABOVE)
+    axis.legend(title="a chain at the end", ncols=2, **LEGEND, **ABOVE)
 
 
-def _lengths(axis: Axes, records: Sequence[Record]) -> None:
+def _chain(axis: Axes, records: Sequence[Record]) -> None:
+    """Of a chain: drafts before the first one that the target would not choose."""
     steps, lengths = _smoothed(records, "accepted_length")
     if len(steps):
-        axis.plot(steps, lengths, color=TRAIN, linewidth=1.6, label="accepted of a greedy chain: train")
-    _points(axis, records, "validation_accepted_length", "the same: validation")
+        axis.plot(steps, lengths, color=TRAIN, linewidth=1.6, label="train, smoothed")
+    _points(axis, records, "validation_accepted_length", "validation")
+    axis.set_title("a chain of the likeliest drafts", fontsize=10)
+    axis.set_ylabel("accepted drafts")
+    axis.set_ylim(bottom=0)
+    _step_axis(axis)
+    axis.legend(**LEGEND)
+
+
+def _trees(axis: Axes, records: Sequence[Record]) -> None:
+    """Of trees: what real decoding of held-out prompts commits in a round, the bonus token included."""
     measured = [record for record in records if "tau" in record]
     budgets = sorted({int(budget) for record in measured for budget in record["tau"]})
     for budget, colour in zip(budgets, shades("Greens", 0.45, 0.95, len(budgets)), strict=True):
         own = [(x["step"], x["tau"][str(budget)]) for x in measured if str(budget) in x["tau"]]
-        axis.plot(*np.array(own, float).T, "s--", color=colour, markersize=4, label=f"τ, tree of {budget}")
-    axis.set_ylabel("tokens a round")
+        axis.plot(*np.array(own, float).T, "s--", color=colour, markersize=4, label=f"tree of {budget}")
+    axis.set_title("trees, decoding held-out prompts", fontsize=10)
+    axis.set_ylabel("τ, tokens a round")
     axis.set_ylim(bottom=0)
     _step_axis(axis)
     axis.legend(**LEGEND)
@@ -187,7 +227,7 @@ def _log_axis(axis: Axes) -> None:
 
 def _step_axis(axis: Axes) -> None:
     axis.set_xlabel("optimiser step", fontsize=9)
-    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
-from tqdm import tqdm
 
 from jetspec_jax.device.processes import agreed
 from jetspec_jax.models import Weights
+from jetspec_jax.progress import Progress
 from train.loop.checkpoints import Best, Checkpoints
 from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
@@ -121,6 +121,7 @@ def train(
     deterministic: bool = False,
     tokens_per_step: int = 0,
     evaluate_first: bool = False,
+    watch: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Trains, or resumes the run that the folder holds.
 
@@ -140,6 +141,7 @@ def train(
         deterministic: Whether a GPU must give the same bits again.
         tokens_per_step: Tokens of the windows, padding included, for the log.
         evaluate_first: Whether the initial weights are evaluated too and may stay the best.
+        watch: Called by the first process once the log has steps and a new evaluation of their weights.
 
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
@@ -161,7 +163,9 @@ def train(
         if (resumed := checkpoints.restore(state)) is not None:
             first, state = resumed.step, resumed.state
             batches.set_state(resumed.host["data"])
-        bar = tqdm(total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main)
+        bar = Progress(
+            total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main
+        )
         # A run without a checkpoint begins anew, and so does its log, the evaluation of step 0 included.
         with TrainingLog(folder, kept_steps=first or -1, main=main) as log, bar:
 
@@ -173,6 +177,8 @@ def train(
                     record, score = evaluate(state.weights)
                     bar.set_description(label)
                     log.write("evaluation", step, record)
+                    if main and step:
+                        watch()
                     if not agreed(bool(score > best.score), "whether weights are the best"):
                         return best
                     checkpoints.save_best(Best(step, score), state.weights)

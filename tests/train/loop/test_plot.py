@@ -97,8 +97,8 @@ class TestTraining:
             [
                 (steps, smoothed("accepted_length")),
                 (looks, series("validation_accepted_length")),
-                *taus,
             ],
+            taus,
             *([(steps, series(key))] for key in small),
         ]
         for axis, curves in zip(figures[0].axes, expected, strict=True):
@@ -119,12 +119,12 @@ class TestTraining:
                 assert not any(part in text.get_text() for text in texts for part in lacking)
             return len(figures[-1].axes)
 
-        assert count("validation") == 8
-        assert count("accuracy") == 6
+        assert count("validation") == 9
+        assert count("accuracy") == 7
         assert count("accepted", "tau") == 7
-        assert count("tau") == 8
+        assert count("tau") == count("accepted") == 8
         assert count("accuracy", "accepted", "tau", "rate", "norm", "tokens", "memory") == 1
-        assert count("seconds", "memory", "norm") == 6
+        assert count("seconds", "memory", "norm") == 7
 
     @pytest.mark.parametrize("steps", [1, wide(2), wide(3)])
     def test_a_run_that_has_just_begun(self, tmp_path, steps):
@@ -133,6 +133,27 @@ class TestTraining:
             file.write('{"step": 4, "lo')  # the run is writing
         plot_training(log, tmp_path / "a.png", "title")
         assert size(tmp_path / "a.png") == (800, 1600)
+
+    def test_titles_say_what_is_a_chain_and_what_a_tree(self, tmp_path, figures):
+        plot_training(write_log(tmp_path / "log.jsonl"), tmp_path / "a.png", "title")
+        titles = {}
+        for axis in figures[0].axes:
+            legend = axis.get_legend()
+            titles[axis.get_ylabel()] = axis.get_title() + (legend.get_title().get_text() if legend else "")
+        assert "chain" in titles["accepted drafts"]
+        assert "chain" in titles[plot.ACCURACY]
+        assert "trees" in titles["τ, tokens a round"]
+        assert "chain" not in titles["τ, tokens a round"]
+
+    def test_a_run_s_picture_is_drawn_again_once_it_is_old(self, tmp_path, monkeypatch, figures):
+        now = [0.0]
+        monkeypatch.setattr(plot.time, "monotonic", lambda: now[0])
+        picture = plot.LivePicture(write_log(tmp_path / "log.jsonl"), tmp_path / "a.png", "title")
+        drawn = []
+        for now[0] in (1.0, plot.LIVE_SECONDS, plot.LIVE_SECONDS + 1, 2 * plot.LIVE_SECONDS):
+            picture()
+            drawn.append(len(figures))
+        assert drawn == [0, 1, 1, 2]
 
     def test_null_is_a_gap(self, tmp_path, figures):
         def spoil(record):
@@ -146,7 +167,7 @@ class TestTraining:
 
         plot_training(write_log(tmp_path / "log.jsonl", spoil), tmp_path / "a.png", "title")
         curves = {line.get_label(): line for axis in figures[0].axes for line in axis.get_lines()}
-        assert np.isnan(curves["τ, tree of 16"].get_ydata()).tolist() == [False, True] + [False] * 4
+        assert np.isnan(curves["tree of 16"].get_ydata()).tolist() == [False, True] + [False] * 4
         assert np.isfinite(curves["1"].get_ydata()).all()
 
     def test_it_reads_what_the_log_writes(self, tmp_path, figures):

@@ -87,9 +87,15 @@ def run(folder, deadline=None, loss=loss, fit=FIT, batches=None, width=2, **chan
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def watched():
+    """The last record of the log whenever the whole run was watched."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, watched):
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder)
+    return folder, run(folder, watch=lambda: watched.append(records(folder)[-1]))
 
 
 def same(left, right):
@@ -108,6 +114,11 @@ def test_a_step_s_record_has_means_rate_and_norm(whole):
     # The rate is that of the step's own update: the first one of a warm-up is 0.
     assert record["learning_rate"] == pytest.approx(float(schedule(FIT)(2)))
     assert record["gradient_norm"] > 0
+
+
+def test_a_run_can_be_watched_from_its_log(whole, watched):
+    assert [record["step"] for record in watched] == [6, 12, 18, 24]
+    assert all("validation_loss" in record for record in watched)
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
