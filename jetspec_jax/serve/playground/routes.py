@@ -1,7 +1,6 @@
 """The routes of the playground: its page, and rounds with their trees as a stream of events."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -130,18 +129,17 @@ class _Rounds(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # A round that runs in a thread has ended by now: who is cancelled has waited for it.
+            # Waits for a round that runs in a thread, as it may where the server's end cancels the reply.
             self._traced.close()
 
 
 async def _events(rounds: Generator[dict[str, Any]]) -> AsyncGenerator[bytes]:
-    with contextlib.closing(rounds):
-        try:
-            async for one in iterate_in_threadpool(rounds):
-                yield event(one)
-        except DeadlinePassed as error:
-            yield event(of_generation(error, (), {}).body)
-        except Exception as error:
-            log("request failed", logging.ERROR, error=error)
-            yield event(internal(error).body)
-        yield DONE
+    try:
+        async for one in iterate_in_threadpool(rounds):
+            yield event(one)
+    except DeadlinePassed as error:
+        yield event(of_generation(error, (), {}).body)
+    except Exception as error:
+        log("request failed", logging.ERROR, error=error)
+        yield event(internal(error).body)
+    yield DONE

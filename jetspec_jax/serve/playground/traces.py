@@ -8,7 +8,7 @@ from typing import Any
 
 from jetspec_jax.engine.prompts import EncodedPrompt
 from jetspec_jax.engine.request import DeadlinePassed
-from jetspec_jax.inspect.trace import Trace, trace_rounds
+from jetspec_jax.inspect.trace import RoundTrace, Trace, trace_rounds
 from jetspec_jax.llm import LLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.view.data import labels_of, round_data
@@ -94,7 +94,7 @@ class TracedRequest:
         """
         self._trace, self._tokenizer = trace, tokenizer
         self._deadline, self._release = deadline, release
-        self._ended = False
+        self._ended, self._decoding = False, threading.Lock()
 
     def events(self) -> Generator[dict[str, Any]]:
         """Decodes round by round: JSON values with its text, its number of tokens, its tree, and the end.
@@ -103,7 +103,7 @@ class TracedRequest:
             DeadlinePassed: It has not ended in its time.
         """
         chars = tokens = 0
-        for one in self._trace:
+        while (one := self._next_round()) is not None:
             completion, text = self._trace.completion, self._trace.text
             # What the last round committed behind the request's end is no part of it.
             count = len(one.committed) if completion is None else len(completion.token_ids) - tokens
@@ -115,9 +115,14 @@ class TracedRequest:
             if completion is None and self._deadline is not None and time.monotonic() > self._deadline:
                 raise DeadlinePassed(f"{tokens} tokens had come by then")
 
+    def _next_round(self) -> RoundTrace | None:
+        with self._decoding:
+            return None if self._ended else next(self._trace, None)
+
     def close(self) -> None:
-        """Ends it, whether it has run to its end or not; its stores are free again."""
-        if not self._ended:
-            self._ended = True
-            self._trace.close()
-            self._release()
+        """Ends it, run to its end or not, once no thread decodes a round of it; its stores are free again."""
+        with self._decoding:
+            if not self._ended:
+                self._ended = True
+                self._trace.close()
+                self._release()
