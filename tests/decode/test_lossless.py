@@ -83,9 +83,9 @@ def tokenizer():
     return word_tokenizer(CONFIG.vocab_size)
 
 
-@pytest.fixture(scope="module", params=[wide(1), 10], ids=["all draws", "one draw of ten"])
+@pytest.fixture(scope="module", params=[wide(3), 10], ids=["one draw of three", "one draw of ten"])
 def draws(request, tokenizer):
-    if request.param == 1:
+    if request.param == 3:
         request.getfixturevalue("optimised")
     seeds = iter(range(1000))
     counts = [shape.draws // request.param for shape in SHAPES]

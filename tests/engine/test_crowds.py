@@ -10,7 +10,7 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from tests.decode.tiny import SLIDING, TINY, TinyEngine, finish, random_head, random_target, with_windows
 from tests.engine.crowd import Alone, assert_as_alone, engine_for_many, make_crowd, serve_crowd
-from tests.families.goldens import NAMES, golden_target
+from tests.families.goldens import MADE_OF_OTHERS, NAMES, golden_target
 from tests.marks import wide
 from tests.sampling.byte_tokenizer import SPECIAL, byte_tokenizer
 
@@ -64,17 +64,17 @@ def test_a_small_crowd(monkeypatch, no_type_checks):
 def test_a_crowd_of_the_demo_pair(monkeypatch, no_type_checks):
     target = load_target(DEMO_TARGET, dtype="float32")
     head, rng = load_draft_head(DEMO_DRAFT_HEAD, dtype="float32"), np.random.default_rng(1)
-    crowd = make_crowd(target, 200, rng, lengths=(1, 100, 150, 150))
+    crowd = make_crowd(target, 50, rng, lengths=(1, 100, 150, 150))
     told = serve_and_check(
         monkeypatch, target, head, crowd, rng, slots=4, num_pages=6, most_rounds=8, live=()
     )
-    assert told.preemptions >= 20
-    assert told.prefix_hits >= 50
+    assert told.preemptions >= 5
+    assert told.prefix_hits >= 12
     assert {len(batch.live) for batch in told.batches} == {0, 4}
     assert {batch.bucket for batch in told.batches} == {1, 16}
 
 
-@pytest.mark.parametrize("family", [wide(name) for name in NAMES])
+@pytest.mark.parametrize("family", [wide(name) for name in NAMES if name not in MADE_OF_OTHERS])
 def test_a_crowd_of_each_family(monkeypatch, no_type_checks, family):
     """Drafts come from an oracle, as nobody has trained heads for these."""
     target, rng = golden_target(family), np.random.default_rng(2)
