@@ -96,7 +96,7 @@ class Service:
     def warn_once(self, message: str) -> None:
         """Logs a warning, unless this server has logged it before; from any thread."""
         mark = object()
-        if self._warnings.setdefault(message, mark) is mark:  # in one step: threads may come at once
+        if self._warnings.setdefault(message, mark) is mark:  # atomic: several threads may call
             log(message, logging.WARNING)
 
     def check_model(self, name: str | None) -> str:
