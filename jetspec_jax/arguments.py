@@ -83,9 +83,9 @@ def refuse_unknown(
 
 
 def parameters_of(call: Callable[..., Any]) -> list[str]:
-    """Names of a function's or a class's parameters, without the one that takes all other keywords."""
+    """Names of the keywords that a function or a class has, without those that ``**`` would take."""
     parameters = inspect.signature(call).parameters.values()
-    return [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
+    return [own.name for own in parameters if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
 
 
 Kind = TypeVar("Kind", bound=type)

@@ -54,10 +54,10 @@ class Delta:
         token_ids: More of its tokens, whose text may still be to come.
         index: Which of its prompt's ``n`` completions it is.
         finish_reason: None while it goes on; as `Completion` has it, or "abort".
-        completion: All of it, once it has ended; where it was aborted, what its deltas had.
+        completion: All of it, once it has ended; after an abort, what came until then.
         logprobs: What is told of the new tokens, as `Completion` has it.
         rounds: What each round added of it.
-        request_id: What the request was called, or else a name that it was given; its deltas share it.
+        request_id: The name that the caller gave the request, or else one that `AsyncLLM` made.
         finished: Whether it is the last delta of the request.
     """
 
@@ -73,7 +73,7 @@ class Delta:
 
     @property
     def outputs(self) -> "list[Delta]":
-        """The delta alone: vLLM's results hold a list of theirs, and each of these is a result here."""
+        """The delta alone. In vLLM a result has a list of completions; here each delta is a result."""
         return [self]
 
     @property
@@ -189,7 +189,7 @@ class AsyncLLM:
         Args:
             prompt: As for `LLM.generate`.
             sampling_params: How it is sampled; ``n`` of them makes so many completions.
-            request_id: A name for `abort`; None gives it one, which its deltas have.
+            request_id: A name for `abort`; None makes a new name, which all deltas of the request have.
             priority: Lower numbers are served first.
             timeout: Seconds that it has from now on, at least 0; None is no limit.
             cache_salt: Pages are shared only among requests with the same salt.
@@ -252,6 +252,8 @@ class AsyncLLM:
                 if heard == _LATE:
                     raise next(iter(going_on.values())).request.too_late(time.monotonic())
                 if isinstance(heard, str):
+                    for output in going_on.values():
+                        output.request.abandoned = True  # at once: whoever reads the deltas may be slow
                     for number, output in list(going_on.items()):
                         going_on.pop(number)
                         output.end(ABORT)

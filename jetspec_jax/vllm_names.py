@@ -13,41 +13,66 @@ IMPORTS = {
     "RequestOutputKind": _KINDS,
     "TextPrompt": 'a prompt is a text or a dictionary, {"prompt": …}',
     "TokensPrompt": 'a prompt is a list of token ids or a dictionary, {"prompt_token_ids": …}',
-    "GuidedDecodingParams": "StructuredOutputsParams says what form a text has",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
     "BeamSearchParams": "there is no beam search; SamplingParams(n=…) gives several completions",
     "PoolingParams": "models generate text alone",
 }
 
-_ALWAYS = "leave it out: it is always so"
-#: Arguments of vLLM's `LLM` and `AsyncEngineArgs`.
+_ALWAYS = "leave it out: it is always on"
+#: Arguments of vLLM's `LLM` and `AsyncEngineArgs`; commands quote them with the names of options.
 ENGINE = {
     "async_scheduling": _ALWAYS,
     "block_size": "leave it out: a page holds 64 tokens",
     "compilation_config": "leave it out: warm_up() compiles what calls need",
     "cpu_offload_gb": "weights stay on the devices: tensor_parallel_size=… spreads them over several",
-    "distributed_executor_backend": "leave it out: one process has its devices, join_processes() more",
+    "distributed_executor_backend": "leave it out: join_processes() adds the devices of other hosts",
+    "disable_log_stats": "leave it out: Completion.metrics and GET /metrics have the figures",
     "download_dir": "set HF_HOME in the environment, or give a folder as the model",
     "enable_chunked_prefill": _ALWAYS,
     "enable_expert_parallel": "say expert_parallel_size=…, the number of groups of experts",
     "enable_lora": "adapters are not read: merge them into the checkpoint",
     "enable_prefix_caching": _ALWAYS,
     "enforce_eager": "leave it out: everything is compiled, by warm_up() or by the first call",
-    "generation_config": "leave it out: it gives end-of-sequence tokens alone; say SamplingParams(…)",
+    "generation_config": "leave it out: only end-of-sequence tokens are read; requests set their sampling",
     "gpu_memory_utilization": "set XLA_PYTHON_CLIENT_MEM_FRACTION in the environment, as 0.9",
     "hf_overrides": "edit config.json in a copy of the checkpoint",
+    "hf_token": "set HF_TOKEN in the environment",
     "kv_cache_dtype": "leave it out: the cache has the type of the weights",
     "limit_mm_per_prompt": "leave it out: prompts are text alone",
-    "load_format": "leave it out: safetensors, GGUF and Orbax checkpoints are told by their files",
+    "load_format": "leave it out: safetensors, GGUF and Orbax checkpoints are recognised by their files",
     "max_logprobs": "leave it out: it is 20",
     "max_num_batched_tokens": "leave it out: chunks of prompts have the sizes that suit the device",
     "pipeline_parallel_size": "say tensor_parallel_size=…: layers are not split into stages",
     "quantization": "leave it out: MXFP4 and GGUF checkpoints say themselves how they are quantised",
     "revision": "give a folder with that revision as the model",
-    "seed": "say it in SamplingParams(seed=…): each request has its own",
+    "seed": "each request has its own: SamplingParams(seed=…), or seed in a body of the server",
     "speculative_config": "say draft_head=…, budget=…, width=…, depth=… and algorithm=…",
     "swap_space": "leave it out: a request that loses its pages is prefilled again",
+    "structured_outputs_config": "leave it out: there is one library of grammars, llguidance",
     "tokenizer_mode": "leave it out: the tokenizer is always a fast one",
     "trust_remote_code": "leave it out: code of checkpoints is never run",
+}
+
+#: Options of ``vllm serve`` beside those of its engine.
+SERVE = {
+    "api_server_count": "leave it out: one process answers all requests",
+    "chat_template_content_format": "leave it out: the template's source tells it",
+    "disable_log_requests": "leave it out: texts of requests are never logged",
+    "enable_auto_tool_choice": "leave it out: tool_call_parser=… is enough",
+    "enable_log_requests": "leave it out: texts of requests are never logged",
+    "lora_modules": ENGINE["enable_lora"],
+    "ssl_certfile": "serve TLS by a proxy in front",
+    "ssl_keyfile": "serve TLS by a proxy in front",
+}
+
+#: Short options of ``vllm serve``, and what they stand for.
+SHORT_OPTIONS = {
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
 }
 
 #: Arguments of vLLM's `SamplingParams`.
@@ -56,6 +81,7 @@ SAMPLING = {
     "detokenize": "leave it out: a target with a tokenizer gives text",
     "guided_decoding": "say structured_outputs=StructuredOutputsParams(…)",
     "length_penalty": "there is no beam search",
+    "logprob_token_ids": "jetspec_jax.logits gives the logits of all tokens",
     "logits_processors": "say logit_bias, bad_words, allowed_token_ids or structured_outputs",
     "output_kind": f"leave it out: {_KINDS}",
     "spaces_between_special_tokens": "leave it out: texts are decoded as the tokenizer does",
@@ -74,7 +100,7 @@ STRUCTURED = {
 #: Arguments of vLLM's `generate` and `chat`.
 CALLS = {
     "chat_template": "all chats of an LLM have one template: LLM(chat_template=…)",
-    "chat_template_content_format": "leave it out: the template's source tells it",
+    "chat_template_content_format": SERVE["chat_template_content_format"],
     "data_parallel_rank": "leave it out: the copy with the least work serves a request",
     "lora_request": "adapters are not read: merge them into the checkpoint",
     "mm_processor_kwargs": "prompts are text alone",

@@ -24,7 +24,7 @@ RESERVED = frozenset(
 )
 # Characters of a template's error that are repeated.
 _MOST_SAID = 500
-#: What to do about a template, for callers who can.
+#: What errors about a template advise.
 ANOTHER_TEMPLATE = "give another template by --chat-template FILE or chat_template=…"
 
 
@@ -45,7 +45,7 @@ class Ending(NamedTuple):
 
     @classmethod
     def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = None) -> "Ending":
-        """What a caller asks for; of each, None is the opposite of the other, and of both an answer.
+        """What a caller asks for. None is the opposite of the other setting; two None ask for an answer.
 
         Raises:
             TypeError: One is no boolean.
@@ -87,7 +87,7 @@ class Ending(NamedTuple):
         return wrong is None
 
 
-#: The prompt of whoever waits for an answer.
+#: The usual ending, which asks for an answer.
 ANSWERED = Ending()
 
 
@@ -239,7 +239,7 @@ def check_template_arguments(names: Iterable[str]) -> None:
 
 
 def unread(tokenizer: Any, template_arguments: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of some names that the template of a conversation with these arguments does not read."""
+    """Which of the names the chat template does not read; with tools it may be another template."""
     from jetspec_jax.checkpoint.template_content import variables_of
 
     read = variables_of(tokenizer.get_chat_template(tools=template_arguments.get("tools")))

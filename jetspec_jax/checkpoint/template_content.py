@@ -29,7 +29,7 @@ def _parsed(template: str) -> nodes.Template:
 
 @functools.lru_cache(maxsize=32)
 def variables_of(template: str) -> frozenset[str]:
-    """Names that a template reads of what it is given.
+    """Names of the variables that a template reads and does not set itself.
 
     Raises:
         jinja2.TemplateSyntaxError: It is no template.

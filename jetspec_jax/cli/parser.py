@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from jetspec_jax.arguments import printable
-from jetspec_jax.vllm_names import ENGINE
+from jetspec_jax.vllm_names import ENGINE, SERVE, SHORT_OPTIONS
 
 # What looks like an option and is no negative number, nor a text of several words.
 _OPTION = re.compile(r"--?[^\W\d_][\w-]*")
+# An argument of `LLM` in a sentence of `vllm_names`; those of other calls stand within parentheses.
+_ARGUMENT = re.compile(r"(?<![(\w])(\w+)=…")
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,8 +51,10 @@ class Parser(argparse.ArgumentParser):
 
     def _instead(self, name: str) -> str:
         """What to do without an option: vLLM's have an answer; else an option is spelled alike."""
-        if answer := ENGINE.get(name.lstrip("-").replace("-", "_")):
-            return f"; {answer}"
+        name = SHORT_OPTIONS.get(name, name)
+        field = name.lstrip("-").replace("-", "_").removeprefix("no_")
+        if answer := ENGINE.get(field) or SERVE.get(field):
+            return f"; {_ARGUMENT.sub(_as_option, answer)}"
         known = self._option_string_actions
         longer = sorted((own for own in known if own.startswith(name)), key=len)
         near = longer or difflib.get_close_matches(name, known)
@@ -60,6 +64,10 @@ class Parser(argparse.ArgumentParser):
         found = max(near, key=lambda own: sorted(own) == sorted(name))
         shown = known[found].option_strings
         return f"; the nearest is {found if found in shown else shown[0]}"
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    return f"--{argument[1].replace('_', '-')} …"
 
 
 def accept_formerly(parser: argparse.ArgumentParser, option: argparse.Action, *names: str) -> None:

@@ -45,12 +45,12 @@ class Completion:
         logprobs: For each generated token, what is told of it and of the likeliest ones at its place, by
             token; None unless it was asked for.
         prompt_logprobs: Likewise for each token of the prompt, but None for the first: nothing is before it.
-            None as a whole also where it was aborted before the prompt was read.
+            Also None, as a whole, if the request was aborted before its prompt was read.
         stop_reason: The stop string, or the token of ``stop_token_ids``, that ended it; None for any other
             end.
-        request_id: What the request was called, or its number in this process; the ``n`` completions of one
-            prompt share it.
-        finished: True, as for all completions of vLLM that have ended.
+        request_id: The name that the caller gave the request, or else its number in this process. The ``n``
+            completions of a prompt share it.
+        finished: True: vLLM's name for a result that is complete.
     """
 
     text: str | None
@@ -81,7 +81,7 @@ class Completion:
 
     @property
     def outputs(self) -> "list[Completion]":
-        """The completion alone: vLLM's results hold a list of theirs, and each of these is a result here."""
+        """The completion alone. In vLLM a result has a list of completions; here each one is a result."""
         return [self]
 
     @property

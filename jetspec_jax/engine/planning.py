@@ -42,7 +42,7 @@ from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tr
 from jetspec_jax.tree.routing import Routing, hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
-# Of prompts, as vLLM numbers them: names of requests that nobody has named.
+# Numbers of prompts, as vLLM has them: the request ids of requests that callers do not name.
 _numbers = itertools.count()
 
 

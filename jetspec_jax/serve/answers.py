@@ -165,7 +165,7 @@ def figures(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def ending(reason: str | None, own: Delta | Completion) -> dict[str, Any]:
-    """Why a choice ended, in OpenAI's word, and what ended it, as vLLM says it."""
+    """OpenAI's ``finish_reason`` of a choice, and vLLM's ``stop_reason``."""
     return {"finish_reason": reason, "stop_reason": own.stop_reason}
 
 

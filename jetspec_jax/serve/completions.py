@@ -44,12 +44,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are told, before those of the output."""
+        """Whether ``logprobs`` of a choice begins with the prompt's tokens."""
         return self.echo and self.logprobs is not None
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the text that is wanted is the prompt alone."""
+        """Whether the answer's text is the prompt alone."""
         return self.echo and self.max_tokens == 0
 
     @property
@@ -85,15 +85,15 @@ def _check(body: CompletionRequest) -> None:
     if not body.scores_prompt:
         return
     if body.stream:
-        message = "echo with logprobs is not told in a stream: leave stream out, or one of them"
+        message = "a stream has no log-probabilities of its prompt: leave out stream, echo or logprobs"
         raise ApiError(400, message, param="echo", code="unsupported")
     if body.prompt_logprobs not in (None, body.logprobs):
-        message = f"echo tells logprobs={body.logprobs} of the prompt too: leave prompt_logprobs out"
+        message = f"echo gives the prompt's tokens logprobs={body.logprobs} too: leave prompt_logprobs out"
         raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
 
 
 def _params(body: CompletionRequest, settings: ServeSettings) -> SamplingParams:
-    """How a request is sampled. An engine generates one token at least, of which nothing has to be told."""
+    """How a request is sampled. For the prompt alone the engine still generates a token, which is dropped."""
     scores: dict[str, Any] = {"prompt_logprobs": body.logprobs} if body.scores_prompt else {}
     most, logprobs = (1, None) if body.prompt_only else (body.max_tokens, body.logprobs)
     return sampling_params(body, settings, max_tokens=most, logprobs=logprobs, **scores)
@@ -167,8 +167,11 @@ class CompletionWriter:
             text = self._echo(choice // self._asked.params.n) + (own.text or "")
             logprobs = self._logprobs(choice, own.token_ids, own.logprobs)
             if self._body.scores_prompt:
-                before, logprobs = self._scored_prompt(choice // self._asked.params.n, own), logprobs or {}
-                logprobs = {name: told + logprobs.get(name, []) for name, told in before.items()}
+                of_prompt, of_output = (
+                    self._scored_prompt(choice // self._asked.params.n, own),
+                    logprobs or {},
+                )
+                logprobs = {name: values + of_output.get(name, []) for name, values in of_prompt.items()}
             made = self._choice(choice, text, logprobs, own)
             if self._body.prompt_logprobs is not None:
                 made["prompt_logprobs"] = prompt_logprobs(own)
@@ -201,26 +204,26 @@ class CompletionWriter:
         if rows is None:
             return None
         if choice not in self._offsets:
-            skip, begin = (
-                self._asked.params.skip_special_tokens,
-                len(self._echo(choice // self._asked.params.n)),
+            params = self._asked.params
+            begin = len(self._echo(choice // params.n))
+            self._offsets[choice] = _Offsets(
+                self._detokenizer, skip_special_tokens=params.skip_special_tokens, begin=begin
             )
-            self._offsets[choice] = _Offsets(self._detokenizer, skip_special_tokens=skip, begin=begin)
         return self._told(tokens, rows, self._offsets[choice])
 
     def _scored_prompt(self, prompt: int, own: Completion) -> dict[str, Any]:
-        """What is told of a prompt's tokens."""
+        """The log-probabilities of a prompt's tokens, in OpenAI's form."""
         text, tokens = self._echo(prompt), own.prompt_token_ids
         offsets = _Offsets(self._detokenizer, skip_special_tokens=False)
         told = self._told(tokens, own.prompt_logprobs or [], offsets)
-        # Tokens that the tokenizer has put before a text are not in it.
+        # Offsets count characters of the echoed text, which lacks tokens that the tokenizer put before it.
         added = 0 if self._tokenizer is None else max(0, self._tokenizer.decode(tokens).find(text))
         return told | {"text_offset": [max(0, offset - added) for offset in told["text_offset"]]}
 
     def _told(
         self, tokens: Sequence[int], rows: Sequence[dict[int, Logprob] | None], offsets: "_Offsets"
     ) -> dict[str, list[Any]]:
-        """What is told of tokens, in OpenAI's form; None of the one that has none before it."""
+        """Log-probabilities of tokens, in OpenAI's form; None for the first token of a prompt."""
         pairs = [*zip(tokens, rows, strict=True)]
         return {
             "tokens": [self._name(token) for token in tokens],

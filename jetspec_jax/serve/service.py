@@ -42,7 +42,8 @@ class Asked:
         priority: As for `AsyncLLM.generate`, as is the next.
         cache_salt: Pages are shared only among requests with the same.
         budget: Most nodes of its trees; None is the engine's.
-        prompt_only: Whether only the prompt is wanted back: what the engine generates is dropped.
+        prompt_only: Whether the answer has no generated tokens. The one that the engine generates all the
+            same is dropped; ``params`` ask for no log-probabilities of it.
     """
 
     prompts: Sequence[EncodedPrompt]
@@ -95,7 +96,7 @@ class Service:
     def warn_once(self, message: str) -> None:
         """Logs a warning, unless this server has logged it before; from any thread."""
         mark = object()
-        if self._warnings.setdefault(message, mark) is mark:  # in one step: threads may come at once
+        if self._warnings.setdefault(message, mark) is mark:  # atomic: several threads may call
             log(message, logging.WARNING)
 
     def check_model(self, name: str | None) -> str:
@@ -237,13 +238,12 @@ class Service:
 
 def _without_output(delta: Delta) -> Delta:
     """A delta as of a request for no tokens; its completion keeps what is told of the prompt."""
-    nothing: dict[str, Any] = {"text": "", "token_ids": []}
-    if delta.logprobs is not None:
-        nothing["logprobs"] = []
     if delta.completion is None:
-        return replace(delta, **nothing, rounds=[])
-    whole = replace(delta.completion, **nothing, finish_reason="length", stop_reason=None)
-    return replace(delta, **nothing, rounds=[], finish_reason="length", completion=whole)
+        return replace(delta, text="", token_ids=[], rounds=[])
+    whole = replace(delta.completion, text="", token_ids=[], finish_reason="length", stop_reason=None)
+    return replace(
+        delta, text="", token_ids=[], rounds=[], finish_reason=whole.finish_reason, completion=whole
+    )
 
 
 @contextlib.contextmanager

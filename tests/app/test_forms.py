@@ -180,6 +180,8 @@ class TestRefused:
                 kind(max_slots=1, max_num_seqs=1)
         with pytest.raises(TypeError, match="max_wating; did you mean max_waiting"):
             AsyncLLM(max_wating=2)
+        with pytest.raises(TypeError, match=r"modles; did you mean model\?"):  # not *models
+            AsyncLLM(modles="demo")
         with pytest.raises(TypeError, match=r"^SamplingParams has no argument best_of; say n="):
             SamplingParams(best_of=2)
         with pytest.raises(TypeError, match="max_token; did you mean max_tokens"):

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from convert.command import _parser as convert_parser
 from convert.command import main as convert
 from jetspec_jax.cli import command
 from jetspec_jax.cli.options import MODELS
+from jetspec_jax.cli.parser import _ARGUMENT, _as_option
+from jetspec_jax.vllm_names import ENGINE, SERVE
 from train.command import main as train
 
 ROOT = Path(__file__).parents[2]
@@ -71,9 +74,30 @@ class TestUnknownOptions:
         assert said == "jetspec-jax generate: unknown option --zzz; see jetspec-jax generate --help\n"
         assert "unknown option -q;" in refused(capsys, command.main, "generate", "-q", "x")
 
-    def test_of_vllm_s_options_the_error_says_what_there_is_instead(self, capsys):
-        said = refused(capsys, command.main, "serve", "--gpu-memory-utilization", "0.9")
-        assert "unknown option --gpu-memory-utilization; set XLA_PYTHON_CLIENT_MEM_FRACTION" in said
+    @pytest.mark.parametrize(
+        ("words", "instead"),
+        [
+            ("--gpu-memory-utilization 0.9", "set XLA_PYTHON_CLIENT_MEM_FRACTION in the environment"),
+            (
+                "--speculative-config {}",
+                "say --draft-head …, --budget …, --width …, --depth … and --algorithm …",
+            ),
+            ("--seed 1", "each request has its own: SamplingParams(seed=…), or seed in a body"),
+            ("--enable-auto-tool-choice", "leave it out: --tool-call-parser … is enough"),
+            ("--no-enable-prefix-caching", "leave it out: it is always on"),
+            ("-tp 2", "the nearest is --tensor-parallel-size; see"),
+            ("-pp 2", "say --tensor-parallel-size …: layers are not split into stages"),
+        ],
+    )
+    def test_of_vllm_s_options_the_error_says_what_there_is_instead(self, capsys, words, instead):
+        said = refused(capsys, command.main, "serve", *words.split())
+        assert f"unknown option {words.split()[0]}; {instead}" in said
+
+    @pytest.mark.parametrize("answer", [*ENGINE.values(), *SERVE.values()])
+    def test_options_that_answers_name_exist(self, parser, answer):
+        [commands] = (own for own in parser._actions if isinstance(own, argparse._SubParsersAction))
+        named = re.findall(r"--[\w-]+", _ARGUMENT.sub(_as_option, answer))
+        assert {*named} <= {*commands.choices["serve"]._option_string_actions}
 
     def test_texts_and_numbers_are_no_options(self, parser):
         words = ["generate", "--frequency-penalty", "-1", "-n3", "--stop", "- a", "-- in Lua"]
