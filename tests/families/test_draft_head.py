@@ -1,11 +1,11 @@
-"""A draft head of every family's target: it trains, is written, is read again, and drafts."""
+"""A draft head of targets that have all kinds of layers: it trains, is written, is read again, and drafts."""
 
 import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate_tree, load_draft_head, logits
 from tests.decode.ties import TIE, gaps
-from tests.families.goldens import IDS, NAMES, VARIANTS
+from tests.families.goldens import IDS, MADE_OF_OTHERS, NAMES
 from tests.train.head.tiny import RECIPE, changed, losses, write_documents
 from train.head.training import train_head
 from train.loop.stages import Deadline
@@ -18,7 +18,7 @@ TEN_STEPS = changed(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", [name for name in NAMES if name not in VARIANTS], indirect=True)
+@pytest.mark.parametrize("family", [name for name in NAMES if name not in MADE_OF_OTHERS], indirect=True)
 def test_it_learns_and_drafts(family, target, tmp_path):
     data = write_documents(tmp_path / "documents", target.config.vocab_size)
     work = tmp_path / "work"
