@@ -15,8 +15,6 @@ from tests.marks import wide
 
 FOLDER = Path(__file__).parent / "goldens"
 NAMES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
-# Second goldens of a family. No draft head is trained for them: it sees nothing of what they differ in.
-VARIANTS = ("qwen3_moe_sliding",)
 # Others have all that these are made of.
 MADE_OF_OTHERS = ("gemma3", "llama", "qwen3_5_moe", "qwen3_moe_sliding", "qwen3_next")
 # For tests that compile much.
