@@ -96,7 +96,7 @@ def test_a_head_from_documents(trained, folder):
 def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
     assert head(folder, folder / "documents", trained) == 0
     out = capsys.readouterr().out
-    pair = f"--target {folder / 'target'} --draft-head {trained / 'draft_head'}"
+    pair = f"--model {folder / 'target'} --draft-head {trained / 'draft_head'}"
     assert f"jetspec-jax generate {pair} --budget 16 PROMPT" in out
     assert "with budget 16" in out
 
