@@ -107,7 +107,8 @@ def gpu_problem() -> str | None:
     split = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes)
     if split > 1:
         return f"XLA splits the program over {split} devices, and cannot split a kernel"
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config  # whose flags have types from JAX 0.12 on
+    device = config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     if device.platform not in ("gpu", "cuda", "rocm"):

@@ -103,7 +103,7 @@ def _defects(plan: Any, shape: tuple[int, ...]) -> list[str]:
     for name, array, dtype in (("caps", plan.caps, jnp.int32), ("bonus", plan.bonus, jnp.float32)):
         if array is None and name == "bonus":
             continue
-        expected = f"{dtype.__name__} {list(shape)}, one for each sequence and draft row"
+        expected = f"{jnp.dtype(dtype).name} {list(shape)}, one for each sequence and draft row"
         if not isinstance(array, jax.Array | np.ndarray):
             wrong.append(f"{name} must be {expected}, not {type(array).__name__}")
         elif array.shape != shape or array.dtype != dtype:
