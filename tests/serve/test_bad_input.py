@@ -134,7 +134,7 @@ def test_bodies(http, raw, kind, status, words):
             ["65536"],
         ),
         ({"prompt": "a", "priority": 1}, 400, "priority", ["--scheduling-policy priority"]),
-        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", ["leave stream out"]),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, 400, "echo", ["leave out stream"]),
         ({"prompt": "a", "echo": True, "logprobs": 21}, 400, "logprobs", ["0..20"]),
         (
             {"prompt": "a", "echo": True, "logprobs": 1, "prompt_logprobs": 2},
