@@ -88,6 +88,16 @@ def parameters_of(call: Callable[..., Any]) -> list[str]:
     return [own.name for own in parameters if own.kind not in (own.VAR_POSITIONAL, own.VAR_KEYWORD)]
 
 
+Value = TypeVar("Value")
+
+
+def either(name: str, value: Value | None, vllm_name: str, vllm_value: Value | None) -> Value | None:
+    """A setting that may be given under either of two names; raises ValueError if it is under both."""
+    if value is not None and vllm_value is not None:
+        raise ValueError(f"give {name} or {vllm_name}, which are two names of one setting, not both")
+    return vllm_value if value is None else value
+
+
 Kind = TypeVar("Kind", bound=type)
 
 

@@ -12,6 +12,7 @@ from jetspec_jax.arguments import (
     check_integer,
     check_number,
     check_type,
+    either,
     parameters_of,
     refuse_unknown,
     shown,
@@ -32,7 +33,7 @@ from jetspec_jax.engine.size import MAX_SLOTS
 from jetspec_jax.engine.standing import plan_standing
 from jetspec_jax.engine.stats import EngineStats
 from jetspec_jax.engine.wants import Kind
-from jetspec_jax.llm import LLM, either, kinds_to_compile, refuse_keywords
+from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
 from jetspec_jax.vllm_names import ENGINE

@@ -4,11 +4,19 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.sharding import Mesh
 
-from jetspec_jax.arguments import Complaints, check_flag, check_integer, check_type, refuse_unknown, shown
+from jetspec_jax.arguments import (
+    Complaints,
+    check_flag,
+    check_integer,
+    check_type,
+    either,
+    refuse_unknown,
+    shown,
+)
 from jetspec_jax.checkpoint.chat_template import (
     Chat,
     Ending,
@@ -494,13 +502,3 @@ def refuse_keywords(call: Callable[..., Any], unknown: Mapping[str, object]) -> 
         if name in _SAMPLING
     }
     refuse_unknown(call, unknown, instead)
-
-
-Value = TypeVar("Value")
-
-
-def either(name: str, value: Value | None, vllm_name: str, vllm_value: Value | None) -> Value | None:
-    """A setting that may be given under either of two names; raises ValueError if it is under both."""
-    if value is not None and vllm_value is not None:
-        raise ValueError(f"give {name} or {vllm_name}, which are two names of one setting, not both")
-    return vllm_value if value is None else value

@@ -57,7 +57,9 @@ def load_prompts(name: str, part: Part = ALL, form: str = PUBLISHED) -> list[Pro
     if published in PROMPT_SETS:
         return _published(published, part, file if equals else None, form)
     if form != PUBLISHED:
-        raise ValueError(f"the form {form!r} is one of published sets, and {name} is none of them")
+        raise ValueError(
+            f"the form {form!r} is for published sets alone: {', '.join(PROMPT_SETS)}; {name} is none of them"
+        )
     path = DEMO_PROMPTS if name == DEMO else Path(name)
     if not path.is_file():
         raise FileNotFoundError(

@@ -312,7 +312,8 @@ def _plan_requests(
         make_request(
             target, plan.decoder, settings, one.prompt, child, hint, index=index, request_id=str(number)
         )
-        for one, hint, number in zip(asked, hints, _numbers, strict=False)
+        for one, hint in zip(asked, hints, strict=True)
+        for number in itertools.islice(_numbers, 1)
         for index, child in enumerate(one.params.each())
     ]
     plan = replace(plan, extras=Extras.of(requests))

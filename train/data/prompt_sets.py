@@ -206,7 +206,7 @@ def read_set(
     if form not in FORMS or (form == PLAIN and own.plain is None):
         plain = ", ".join(other for other, its in PROMPT_SETS.items() if its.plain is not None)
         raise ValueError(
-            f"{name} has no form {form!r}: {PUBLISHED} is every set's, {PLAIN} is one of {plain}"
+            f"{name} has no form {form!r}: all sets have {PUBLISHED!r}, and {plain} have {PLAIN!r} too"
         )
     rows = set_rows(name, path)
     part.check(name, len(rows))

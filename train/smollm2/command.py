@@ -111,6 +111,7 @@ def make_head(
     claim(work, asdict(recipe))
     made = _Head(recipe, work, gsm8k, evaluated or {}, Deadline(minutes))
     stages = {
+        "sets": made.sets_stage,
         "written": made.written_stage,
         "prompts": made.prompts_stage,
         "answers": made.answers_stage,
@@ -142,6 +143,24 @@ class _Head:
     def encoder(self) -> Encoder:
         return Encoder(self.target.tokenizer, self.target.eos_token_ids)
 
+    @functools.cached_property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Of GSM8K's training split."""
+        return set_rows("gsm8k", self.gsm8k, split="train")
+
+    @functools.cached_property
+    def runs(self) -> Evaluated:
+        """Runs of words of all evaluated sets."""
+        found = []
+        for name, texts in EVALUATED.items():
+            for row in set_rows(name, self.evaluated.get(name)):
+                found += texts(row)
+        return Evaluated(found)
+
+    def sets_stage(self) -> None:
+        """Reads all sets, so that one that is missing is an error before anything is decoded."""
+        print(f"  {len(self.rows):,} questions; {', '.join(EVALUATED)}: {self.runs.count:,} runs", flush=True)
+
     def written_stage(self) -> None:
         """What the target writes as a user."""
         prompts = to_write(self.target.tokenizer, self.recipe.writing)
@@ -153,8 +172,8 @@ class _Head:
         documents = Documents.open(self.work / "written")
         tokenizer, end_ids = self.target.tokenizer, self.target.eos_token_ids
         written, faulty = read_written(documents, tokenizer, end_ids, recipe.writing)
-        questions = gsm8k_questions(set_rows("gsm8k", self.gsm8k, split="train"), recipe.questions, rng)
-        kept, overlapping = without_overlap([*questions, *written], self._evaluated())
+        questions = gsm8k_questions(self.rows, recipe.questions, rng)
+        kept, overlapping = without_overlap([*questions, *written], self.runs)
         rows = [self._row(one, place) for place, one in enumerate(_by_kind(kept))]
         order = rng.permutation(len(rows))
         lines = [json.dumps(rows[i], ensure_ascii=False) + "\n" for i in order]
@@ -183,13 +202,6 @@ class _Head:
     def head_stage(self) -> None:
         """The head's training."""
         train_head(self.work / "head", self.recipe.head, self.target, self.work / "answers", self.deadline)
-
-    def _evaluated(self) -> Evaluated:
-        found = []
-        for name, texts in EVALUATED.items():
-            for row in set_rows(name, self.evaluated.get(name)):
-                found += texts(row)
-        return Evaluated(found)
 
     def _row(self, one: Asked, place: int) -> dict[str, Any]:
         temperatures = self.recipe.temperatures

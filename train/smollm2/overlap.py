@@ -22,6 +22,11 @@ class Evaluated:
             self._runs.update(_runs(words, min(RUN, len(words))))
         self._lengths = sorted({len(run) for run in self._runs})
 
+    @property
+    def count(self) -> int:
+        """How many different runs there are."""
+        return len(self._runs)
+
     def shares_a_run(self, text: str) -> bool:
         """Whether a text has a run of words of an evaluated text."""
         words = _words(text)

@@ -19,7 +19,7 @@ from train.smollm2.overlap import Evaluated
 from train.smollm2.recipe import CHAT, CODE, GSM8K, OWN, PHRASES, Writing
 
 #: Why a prompt is dropped.
-UNENDED, SHORT, REPEATS, TWICE, EVALUATED = REASONS = (
+UNENDED, SHORT, REPEATS, TWICE, OVERLAPS = (
     "does not end",
     "too short",
     "repeats itself",
@@ -85,8 +85,7 @@ def read_written(
         written = document.tokens[document.learn].tolist()
         ended = bool(written) and written[-1] in end_ids
         text = beginning.phrase + tokenizer.decode(written[:-1] if ended else written)
-        reason = None if ended else UNENDED
-        if reason := reason or _fault(text.split(), writing):
+        if reason := _fault(text.split(), writing) if ended else UNENDED:
             dropped[beginning.kind, reason] += 1
         else:
             asked.append(Asked(beginning.kind, "", text.strip()))
@@ -114,7 +113,7 @@ def without_overlap(
         if one.text in seen:
             dropped[one.kind, TWICE] += 1
         elif evaluated.shares_a_run(one.text):
-            dropped[one.kind, EVALUATED] += 1
+            dropped[one.kind, OVERLAPS] += 1
         else:
             seen.add(one.text)
             kept.append(one)

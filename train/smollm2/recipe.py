@@ -7,7 +7,7 @@ from train.head.recipe_file import read_head_recipe
 
 #: Kinds of prompts: GSM8K's training split, and what the target writes as a user, by itself
 #: or behind a phrase.
-GSM8K, OWN, CODE, CHAT = KINDS = ("gsm8k", "own", "code", "chat")
+GSM8K, OWN, CODE, CHAT = ("gsm8k", "own", "code", "chat")
 
 #: Beginnings of prompts that the target goes on with, written by hand. Two are those of the evaluated forms
 #: of a function to complete.

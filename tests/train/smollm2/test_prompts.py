@@ -8,7 +8,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from train.data.records import Document
 from train.smollm2.overlap import Evaluated
 from train.smollm2.prompts import (
-    EVALUATED,
+    OVERLAPS,
     REPEATS,
     SHORT,
     TWICE,
@@ -114,4 +114,4 @@ def test_evaluated_words_and_repeated_prompts_are_dropped():
     asked = [Asked(OWN, "", f"{text} eleven"), *[Asked(CODE, "", "another prompt")] * 2, Asked(CHAT, "", "b")]
     kept, dropped = without_overlap(asked, Evaluated([text]))
     assert kept == [Asked(CODE, "", "another prompt"), Asked(CHAT, "", "b")]
-    assert dropped == {(OWN, EVALUATED): 1, (CODE, TWICE): 1}
+    assert dropped == {(OWN, OVERLAPS): 1, (CODE, TWICE): 1}
