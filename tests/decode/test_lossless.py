@@ -1,9 +1,10 @@
 """The tree's tokens are plain decoding's, token for token, whatever is drawn.
 
-200 draws (20 in `make test`) of weights and prompts over three shapes of a model that mixes sliding and full
-layers, with sequences that grow past the window. Each member of a batch is first decoded plainly, alone and
-without any stop condition; what it must yield under its stop conditions follows from that by a few lines of
-Python. The batch then runs plainly, with a random draft head and with the oracle proposer.
+A third of 200 draws (a tenth in `make test`) of weights and prompts over three shapes of a model that
+mixes sliding and full layers, with sequences that grow past the window. Each member of a batch is first
+decoded plainly, alone and without any stop condition; what it must yield under its stop conditions follows
+from that by a few lines of Python. The batch then runs plainly, with a random draft head and with the oracle
+proposer.
 """
 
 import dataclasses
@@ -212,7 +213,7 @@ def ties(draws, tokenizer):
 
 
 def test_everything_equals_plain_decoding_alone(draws, ties):
-    assert len(draws) in (20, 200)
+    assert len(draws) >= 20
     assert len(ties) <= 2, ties
 
 
@@ -220,7 +221,7 @@ def test_the_draws_are_what_they_claim(draws):
     # Otherwise equality would say little: outputs must vary, end in every way, and mid-path too.
     outputs = [output for draw in draws for output in draw.outputs["oracle"]]
     members = {len(draw.prompts) for draw in draws}
-    assert members == set(range(1, 9)) if len(draws) == 200 else len(members) >= 5
+    assert members == set(range(1, 9)) if len(draws) > 20 else len(members) >= 5
     assert np.mean([len(set(tokens)) for draw in draws for tokens in draw.free]) > 8
     assert 0.3 < np.mean([output.finish_reason == "stop" for output in outputs]) < 0.7
     cut_mid_path = [sum(output.accept_lengths) > len(output.token_ids) for output in outputs]
