@@ -1,4 +1,6 @@
-"""The type checker behind the jaxtyping hook of ``conftest.py``: beartype, with one exception.
+"""The array types of every function that names one are checked at every call, by jaxtyping and beartype.
+
+Functions without arrays are pyright's: to check them at run time too would take a third of the tests' time.
 
 JAX rebuilds pytree dataclasses with leaves that are no arrays of the annotated shape: shapes,
 ``ShapeDtypeStruct``, batched values under ``vmap``, stacked ones out of ``scan``. What JAX rebuilds
@@ -7,16 +9,45 @@ results are rebuilt in its caller's name, so there the exception does not apply.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import beartype
+import jaxtyping
+from jaxtyping import AbstractArray, jaxtyped
+from jaxtyping import install_import_hook as _install_import_hook
 
 # An int will do for a float, as for every type checker. Self has no meaning to what sees one method.
 CONF = beartype.BeartypeConf(is_pep484_tower=True, hint_overrides=beartype.FrozenDict({Self: Any}))
 
 JAX_PACKAGES = ("jax", "flax")
+
+
+def install_import_hook(packages: list[str]) -> None:
+    """Checks every module of ``packages`` that is imported from now on."""
+    jaxtyping.jaxtyped = _jaxtyped_if_arrays  # what the hook puts before every definition
+    _install_import_hook(packages, f"{__name__}.check")
+
+
+def _jaxtyped_if_arrays(*, typechecker: Any) -> Callable[[Any], Any]:
+    def decorate(definition: Any) -> Any:
+        checked = inspect.isclass(definition) or _names_arrays(definition)
+        return jaxtyped(definition, typechecker=typechecker) if checked else definition
+
+    return decorate
+
+
+def _names_arrays(definition: Any) -> bool:
+    function = getattr(definition, "fget", None) or inspect.unwrap(definition)
+    return any(map(_is_array, getattr(function, "__annotations__", {}).values()))
+
+
+def _is_array(annotation: Any) -> bool:
+    if inspect.isclass(annotation):
+        return issubclass(annotation, AbstractArray)
+    return isinstance(annotation, str) or any(map(_is_array, get_args(annotation)))
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:

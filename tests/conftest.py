@@ -14,17 +14,14 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
-import tests.array_checks  # noqa: F401  (the hook finds the checker by name)
+from tests.array_checks import install_import_hook
 
 # Imported by its pytest plugin before this file, and with it the user's setting.
 jaxtyping.config.update("jaxtyping_disable", False)
 
 # Stays installed: every module of these packages is imported after this line.
-install_import_hook(
-    ["jetspec_jax", "pallas_kernels", "train", "bench", "convert"], "tests.array_checks.check"
-)
+install_import_hook(["jetspec_jax", "pallas_kernels", "train", "bench", "convert"])
 
 # The same examples on every machine; a first call compiles, so no deadline.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -44,7 +41,7 @@ def pytest_unconfigure():
 def no_type_checks():
     """Calls as users make them: nothing but the operation itself looks at its arrays."""
     before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
+    jaxtyping.config.update("jaxtyping_disable", False)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
 
