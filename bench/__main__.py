@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "collectives": Command("bench.collectives", "the sums between devices, in a loop on the device"),
     "plots": Command("bench.plots", "draws kept reports again, and the pictures of the README"),
+    "page": Command("bench.page", "writes the tables of docs/real-model.md from kept reports"),
     "train": Command(
         "bench.train_step",
         "one training step of a draft head, and its share of the matmul rate",

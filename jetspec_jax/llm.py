@@ -25,10 +25,11 @@ from jetspec_jax.checkpoint.chat_template import (
     read_chats,
 )
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head, read_target
+from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
-from jetspec_jax.demo import DEMO, head_at
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
@@ -103,10 +104,11 @@ class LLM:
         on the device: plain on a CPU, which the log says once, and the default tree elsewhere.
 
         Args:
-            target: A folder, a GGUF file, a hub id, a loaded target, or "demo" (the default): the small
-                embedded pair.
-            draft_head: A folder, a hub id, a loaded head, or "demo": the embedded one. None is that head for
-                the demo, and plain decoding for any other target.
+            target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
+                default) for the small embedded one, "smollm2" for SmolLM2-135M-Instruct, whose weights are
+                installed apart.
+            draft_head: A folder, a hub id, a loaded head, or the name of a pair. None is the pair's own head
+                where a pair is named, and plain decoding for any other target.
             model: vLLM's name for the target.
             budget: Most nodes of a tree, root included; 1 is plain decoding, None is 128.
             width: Most children of a node; None is all candidates.
@@ -155,8 +157,8 @@ class LLM:
         check_type("compilation_cache", compilation_cache, str | Path, 'a folder, "auto" or "off"')
         if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Collection):
             raise TypeError(f"ignore_config_keys must be a list of keys, not {shown(ignore_config_keys)}")
-        if target == DEMO and draft_head is None:
-            draft_head = DEMO
+        if draft_head is None:
+            draft_head = default_draft_head(target)
         reading = Source("", dtype, ignore_config_keys, allow_nonfinite)
         template = None if chat_template is None else read_chat_template(chat_template)
         ours: Target | Source
@@ -173,7 +175,7 @@ class LLM:
         head: Head | Source | None = None
         if draft_head is not None:
             loaded = isinstance(draft_head, Head)
-            head = draft_head if loaded else replace(reading, path_or_id=head_at(draft_head))
+            head = draft_head if loaded else replace(reading, path_or_id=draft_head_at(draft_head))
         resolved = resolve_dtype(dtype)
         unread: dict[str, ModelConfig | DraftHeadConfig] = {}
         if isinstance(ours, Target):

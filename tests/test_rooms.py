@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "jetspec_jax": [
         ("arguments", "vllm_names"),
-        ("config", "sampling", "tree", "demo", "progress"),
+        ("config", "sampling", "tree", "demo", "smollm2", "progress"),
         ("models",),
         ("device",),
         ("checkpoint", "cache"),
@@ -40,6 +40,7 @@ ROOMS = {
         ("kernel", "load"),
         ("serve",),
         ("plots",),
+        ("page",),
         ("__main__",),
     ],
 }

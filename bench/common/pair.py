@@ -10,11 +10,12 @@ from bench.common.prompts import Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
+from jetspec_jax.checkpoint.pairs import default_draft_head, draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import ALGORITHM, MODELS, PARALLEL, parallel_sizes
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.demo import DEMO, head_at
+from jetspec_jax.demo import DEMO
 from jetspec_jax.device.groups import meshes_for, say_unused
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.tree import BUCKETS, DEFAULT_ALGORITHM, algorithm_names, bucket_for, get_algorithm
@@ -208,16 +209,15 @@ def load_pair(
         FileNotFoundError: A checkpoint is not there.
         ValueError: It is not what it should be, there is no head for the target, or a tree is out of range.
     """
-    path, head_path = arguments.target, arguments.draft_head
-    if path == DEMO and head_path is None:
-        head_path = DEMO
+    path = arguments.target
+    head_path = arguments.draft_head or default_draft_head(path)
     if head_path is None:
         raise ValueError(f"--draft-head is missing: trees for {path} need a head that was made for it")
     source = Source(path, dtype, arguments.ignore_config_key)
     meshes = meshes_for(source.target_config, **({} if one_device else parallel_sizes(arguments)))
     say_unused(meshes)
     target = read_target(source, *meshes)
-    head = read_draft_head(Source(head_at(head_path), dtype, arguments.ignore_config_key), target)
+    head = read_draft_head(Source(draft_head_at(head_path), dtype, arguments.ignore_config_key), target)
     for own in settings:
         own.check(target.config, head.config.depth)
     return Pair(target, head)

@@ -36,6 +36,7 @@ class MethodRuns:
         seconds: Of each timed run of all prompts.
         tokens: That each of them generated: in low precision two runs of an algorithm that chooses budgets
             need not agree.
+        prompt_seconds: Of each prompt, in each timed run; empty where prompts decode at the same time.
         first_token_seconds: From the submission of a prompt to its first token, while nothing else runs; of
             every prompt, in every run. As in a stream, the first dispatch's rounds are in it.
         peak_bytes: The most that the process had in use on the device by the time the method had first run;
@@ -45,6 +46,7 @@ class MethodRuns:
     completions: list[Completion] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    prompt_seconds: list[list[float]] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
@@ -142,18 +144,21 @@ class Bench:
     ) -> None:
         """One timed run of all prompts with each method's engines, then the first token of each alone."""
         work = self._works[temperature]
-        seconds = dict.fromkeys(engines, 0.0)
+        seconds: dict[Method, list[float]] = {method: [] for method in engines}
         completions: dict[Method, list[Completion]] = {method: [] for method in engines}
-        of_turn = PROMPTS_PER_TURN * self._slots * len(self._groups)
-        for part in work.parts(of_turn if self._together else len(work.ids)):
+        at_a_time = self._slots * len(self._groups)
+        together = PROMPTS_PER_TURN * at_a_time if self._together else len(work.ids)
+        for part in work.parts(1 if at_a_time == 1 else together):
             for method, own in engines.items():
                 step(f"{method.name}, T = {temperature:g}", len(part.ids))
                 started = time.perf_counter()
                 completions[method] += self._complete(own, method, part)
-                seconds[method] += time.perf_counter() - started
+                seconds[method].append(time.perf_counter() - started)
         for method, (engine, *_) in engines.items():
             measured = found[method, temperature]
-            measured.seconds.append(seconds[method])
+            measured.seconds.append(sum(seconds[method]))
+            if at_a_time == 1:
+                measured.prompt_seconds.append(seconds[method])
             measured.tokens.append(sum(len(completion.token_ids) for completion in completions[method]))
             measured.completions = measured.completions or completions[method]
             measured.first_token_seconds += self._first_tokens(engine, method, work)

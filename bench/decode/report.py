@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+import numpy as np
+
+from bench.common.intervals import ratio_interval
 from bench.common.methods import Method, takes_profile
 from bench.common.timing import median
 from bench.common.workload import Workload
@@ -69,6 +72,7 @@ class Rows:
             "first token ms": 1e3 * median(found.first_token_seconds),
             "peak MiB": None if found.peak_bytes is None else found.peak_bytes / 2**20,
             "exact match": equal / len(completions),
+            **_over_prompts(found, plain),
             "seconds": found.seconds,
             "tokens": found.tokens,
             # Every output that is not plain decoding's: where, and how far apart the two likeliest were.
@@ -195,6 +199,26 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             "Peak memory is the process's so far: what ran before, smaller budgets first, counts too."
         )
     return notes
+
+
+def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
+    """What each prompt gave, and the intervals that follow; of times only where prompts decode one by one."""
+    own = found.completions
+    each = {
+        "rounds": [completion.rounds for completion in own],
+        "committed": [sum(completion.accept_lengths) for completion in own],
+        "tokens": [len(completion.token_ids) for completion in own],
+    }
+    told = {"prompts": each, "tau interval": ratio_interval(each["committed"], each["rounds"])}
+    if found.prompt_seconds and plain.prompt_seconds:
+        each["seconds"] = np.median(found.prompt_seconds, axis=0).tolist()
+        speed = each["tokens"], each["seconds"]
+        base = [len(one.token_ids) for one in plain.completions], np.median(plain.prompt_seconds, axis=0).tolist()
+        told |= {
+            "tokens/s interval": ratio_interval(*speed),
+            "speed-up interval": ratio_interval(*speed, *base),
+        }
+    return told
 
 
 def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,17 +9,13 @@ from typing import Any
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS, check_regular
 from jetspec_jax.checkpoint.gguf.header import is_gguf
-from jetspec_jax.checkpoint.gguf.smollm2 import NAME as SMOLLM2
-from jetspec_jax.checkpoint.gguf.smollm2 import find_smollm2
+from jetspec_jax.checkpoint.pairs import pair_of
 from jetspec_jax.checkpoint.reading import Headers, has_weights, merge_shards, read_headers
 from jetspec_jax.checkpoint.tensor_plan import Stored
-from jetspec_jax.demo import DEMO, DEMO_TARGET
 from jetspec_jax.progress import waiting
 
 # What a hub download fetches: never pickles, never code.
 HUB_PATTERNS = (*SMALL_PATTERNS, "*.safetensors")
-#: Words that stand for checkpoints, also where a folder has such a name.
-NAMES = (DEMO, SMOLLM2)
 CONFIG_PATTERNS = ("config.json",)
 # Weights in folders of their own are the same again in other layouts, as large: GPT-OSS's "original".
 OTHER_LAYOUTS = ("*/*.safetensors",)
@@ -29,8 +25,7 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
     """The local folder or GGUF file of a checkpoint; a hub id's files are downloaded, or found in its cache.
 
     Args:
-        path_or_id: A folder, a GGUF file, a hub id, "demo": the embedded target, or "smollm2": see
-            `find_smollm2`.
+        path_or_id: A folder, a GGUF file, a hub id, or the name of a pair in `PAIRS`: its target.
         patterns: Which files of a hub id to fetch.
 
     Raises:
@@ -38,10 +33,8 @@ def resolve(path_or_id: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> P
             fetched.
         CheckpointError: The ``config.json`` is no file.
     """
-    if path_or_id == DEMO:
-        return DEMO_TARGET
-    if path_or_id == SMOLLM2:
-        return find_smollm2()
+    if (pair := pair_of(path_or_id)) is not None:
+        return pair.find_target()
     folder = local_path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder, where Path.is_dir may raise
         check_regular(folder / "config.json")

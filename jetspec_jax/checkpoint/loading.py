@@ -15,7 +15,6 @@ from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_named_tokenizer, load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, check_head_fits
-from jetspec_jax.demo import head_at
 from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.keeper import Keeper
 from jetspec_jax.device.memory import (
@@ -132,7 +131,7 @@ def load_target(
     tokenizer: str | Path | None = None,
     chat_template: str | Path | None = None,
 ) -> Target:
-    """Loads a target from a local folder, a GGUF file or the Hugging Face hub; "demo" is the embedded one.
+    """Loads a target from a local folder, a GGUF file or the Hugging Face hub, or that of a named pair.
 
     Args:
         path_or_id: As in `Source`.
@@ -168,7 +167,8 @@ def load_draft_head(
     """Loads a draft head from a local folder or from the Hugging Face hub.
 
     Args:
-        path_or_id: A folder, a hub id such as ``JetSpec/jetspec-qwen3-8b``, or "demo": the embedded head.
+        path_or_id: A folder, a hub id such as ``JetSpec/jetspec-qwen3-8b``, or the name of a pair:
+            "demo" or "smollm2".
         dtype: As in `Source`.
         target: When given, a head that does not fit it is refused before its weights are read, and the head
             lies on the target's devices, with copies as the target has.
@@ -184,7 +184,7 @@ def load_draft_head(
     """
     if target is not None and not isinstance(target, Target):
         raise TypeError(f"expected a Target, as load_target returns it, not {type(target).__name__}")
-    source = Source(head_at(path_or_id), dtype, ignore_config_keys, allow_nonfinite)
+    source = Source(draft_head_at(path_or_id), dtype, ignore_config_keys, allow_nonfinite)
     return read_draft_head(source, target, None if mesh is None else as_mesh(mesh))
 
 

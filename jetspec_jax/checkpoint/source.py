@@ -38,8 +38,8 @@ class Source:
 
     Attributes:
         path_or_id: A folder with ``config.json`` and safetensors, or one that ``python -m convert`` wrote for
-            Orbax, or a GGUF file of a target, or a hub id such as ``Qwen/Qwen3-8B``, or "demo": the embedded
-            target.
+            Orbax, or a GGUF file of a target, or a hub id such as ``Qwen/Qwen3-8B``, or the name of a
+            pair: its target.
         dtype: Of the weights: one of `DTYPES`; "auto" is bfloat16 on a GPU and float32 on a CPU.
         ignore_config_keys: Unknown keys of ``config.json`` that the caller vouches for as having no effect.
             Those of a GGUF file are given without the architecture's name in front.

@@ -13,7 +13,8 @@ from jetspec_jax.checkpoint.content import (
 )
 from jetspec_jax.checkpoint.gguf.header import is_gguf, read_header
 from jetspec_jax.checkpoint.gguf.tokenizer import read_tokenizer, special_ids
-from jetspec_jax.checkpoint.hub import NAMES, local_path, resolve
+from jetspec_jax.checkpoint.hub import local_path, resolve
+from jetspec_jax.checkpoint.pairs import PAIRS
 from jetspec_jax.checkpoint.library import import_transformers
 from jetspec_jax.config import parse_eos_token_ids
 from jetspec_jax.progress import waiting
@@ -33,7 +34,7 @@ def load_named_tokenizer(path_or_id: str | Path) -> Any:
         CheckpointError: As for `load_tokenizer`.
     """
     folder = local_path(path_or_id)
-    place = folder if path_or_id not in NAMES and folder.is_dir() else resolve(path_or_id, SMALL_PATTERNS)
+    place = folder if path_or_id not in PAIRS and folder.is_dir() else resolve(path_or_id, SMALL_PATTERNS)
     if (tokenizer := load_tokenizer(place)) is None:
         raise FileNotFoundError(f"{place} holds no tokenizer; a folder of one has {' or '.join(FILES)}")
     return tokenizer

@@ -1,6 +1,7 @@
 """``jetspec-jax generate``: completes prompts, and compares what came out with plain decoding."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -16,7 +17,6 @@ from jetspec_jax.engine.detokenizer import detokenizer_of
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.size import DEFAULT_CAPACITY
-from jetspec_jax.generation import generate
 from jetspec_jax.inspect.exactness import first_divergence
 from jetspec_jax.llm import LLM
 from jetspec_jax.progress import waiting
@@ -63,6 +63,16 @@ class _Run(NamedTuple):
     seconds: float
     warm: bool
 
+    @property
+    def figures(self) -> str:
+        """Tokens, rounds and speed, in one line."""
+        return figures(self.completions, self.seconds, warm=self.warm)
+
+    @property
+    def speed(self) -> float:
+        """Tokens of all completions in a second."""
+        return token_count(self.completions) / self.seconds
+
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Completes prompts; the text of a single completion appears as it is accepted."""
@@ -71,28 +81,33 @@ def _generate(arguments: argparse.Namespace) -> int:
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
     hints = [routing_hints(arguments, prompt) for prompt in prompts]
     asked = list(_each(prompts, ids, params))
-    alone = len(asked) == 1 and llm.target.tokenizer is not None
-    warm = (arguments.json or arguments.stats) and _warm_up(llm, ids, params, hints, alone=alone)
-    started = time.perf_counter()
-    if alone and not arguments.json:
-        completions = [_stream(llm, ids[0], params, hints[0])]
-    else:
-        completions = llm.generate(ids, params, routing=hints)
-    run = _Run(completions, time.perf_counter() - started, warm)
+    streamed = len(asked) == 1 and llm.target.tokenizer is not None and not arguments.json
+
+    def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
+        warm = timed and _warm_up(llm, ids, params, hints, alone=streamed)
+        started = time.perf_counter()
+        if streamed:
+            completions = [_stream(llm, ids[0], params, hints[0], shown=shown)]
+        else:
+            completions = llm.generate(ids, params, routing=hints)
+        return _Run(completions, time.perf_counter() - started, warm)
+
+    found = run(llm, timed=arguments.json or arguments.stats, shown=True)
     if arguments.json:
-        for own, completion in zip(asked, completions, strict=True):
-            print(json.dumps({"prompt": own.name, **_report(completion, run), "seed": own.params.seed}))
-    elif not alone:
-        print(on_screen("\n".join(_texts(asked, completions))))
+        for own, completion in zip(asked, found.completions, strict=True):
+            print(json.dumps({"prompt": own.name, **_report(completion, found), "seed": own.params.seed}))
+    elif not streamed:
+        print(on_screen("\n".join(_texts(asked, found.completions))))
     if arguments.stats:
-        print(figures(run.completions, run.seconds, warm=run.warm), file=sys.stderr)
+        print(found.figures, file=sys.stderr)
     if not arguments.check:
         return 0
-    checks = [
-        _check(llm, own, completion, arguments.implementation)
-        for own, completion in zip(asked, completions, strict=True)
-    ]
-    return max(checks)
+    plain_llm = LLM(llm.target, implementation=arguments.implementation)
+    plain = run(plain_llm, timed=arguments.stats, shown=False)
+    if arguments.stats:
+        print(f"plain decoding: {plain.figures}", file=sys.stderr)
+        print(f"{found.speed / plain.speed:.2f} times as fast as plain decoding", file=sys.stderr)
+    return max(map(_check, itertools.repeat(llm), asked, found.completions, plain.completions))
 
 
 def _each(prompts: list[GivenPrompt], ids: list[list[int]], params: SamplingParams) -> Iterator[_Asked]:
@@ -116,12 +131,14 @@ def _warm_up(
     return params.max_tokens is not None and max(map(len, ids)) + params.max_tokens <= DEFAULT_CAPACITY
 
 
-def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints) -> Completion:
-    """Prints the text as it comes."""
+def _stream(llm: LLM, ids: list[int], params: SamplingParams, hints: Hints, *, shown: bool) -> Completion:
+    """Decodes one prompt, and prints the text as it comes if it is shown."""
     stream = llm.stream(ids, params, routing=hints)
     for piece in stream:
-        print(on_screen(piece), end="", flush=True)
-    print()
+        if shown:
+            print(on_screen(piece), end="", flush=True)
+    if shown:
+        print()
     assert stream.completion is not None, "the stream has ended"
     return stream.completion
 
@@ -134,10 +151,9 @@ def _texts(asked: list[_Asked], completions: list[Completion]) -> Iterator[str]:
         yield ",".join(map(str, completion.token_ids)) if completion.text is None else completion.text
 
 
-def _check(llm: LLM, asked: _Asked, completion: Completion, implementation: str | None) -> int:
-    """Decodes plainly with the same seed; exit code 1 and the first difference if there is one."""
+def _check(llm: LLM, asked: _Asked, completion: Completion, plain: Completion) -> int:
+    """Compares with plain decoding of the same seed; exit code 1 and the first difference if there is one."""
     _, ids, params = asked
-    [plain] = generate(llm.target, [ids], params, implementation=implementation)
     with waiting("looking at the first difference"):
         difference = first_divergence(llm.target, ids, params, completion.token_ids, plain.token_ids)
     if difference is None:
@@ -173,7 +189,7 @@ def _report(completion: Completion, run: _Run) -> dict[str, object]:
         "accept_lengths": completion.accept_lengths,
         "mean_acceptance_length": completion.mean_acceptance_length,
         "seconds": run.seconds,
-        "tokens_per_second": token_count(run.completions) / run.seconds,
+        "tokens_per_second": run.speed,
         **{name: [_described(own) for own in rows] for name, rows in told.items() if rows is not None},
     }
 

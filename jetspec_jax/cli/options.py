@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jetspec_jax.checkpoint.pairs import PAIRS
 from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.cli.parser import accept_formerly
 from jetspec_jax.config import IGNORE_OPTION
@@ -249,7 +250,7 @@ MODELS = Group(
     (
         Option(
             "target",
-            "folder, GGUF file or hub id of the target",
+            f"folder, GGUF file or hub id of the target, or a pair: {' or '.join(PAIRS)}",
             flag="--model",
             other_names=("--target",),
             metavar="PATH_OR_ID",
@@ -259,7 +260,7 @@ MODELS = Group(
             "draft_head",
             "likewise of its draft head",
             metavar="PATH_OR_ID",
-            unset="the demo's; else plain decoding",
+            unset="a pair's own; else plain decoding",
         ),
         Option(
             "budget",

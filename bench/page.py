@@ -1,0 +1,171 @@
+"""Writes the tables of a page of the documentation anew, from kept reports.
+
+A table stands between a line ``<!-- decode smollm2-gsm8k-gpu -->``, which names its kind and its report in
+bench/results, and a line ``<!-- end -->``. Everything else on the page stays as it is.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.plots import DOCS, RESULTS, read_report
+from jetspec_jax.checkpoint.files import write_text
+
+#: The page of the pair "smollm2".
+REAL_MODEL = DOCS / "real-model.md"
+#: Depths of the table of acceptance.
+DEPTHS = (1, 2, 3, 4, 6, 8, 11)
+
+_TABLE = re.compile(r"(?m)^(<!-- ([a-z]+) ([\w.-]+) -->\n)(?:.*\n)*?(<!-- end -->)$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "pages", nargs="*", type=Path, default=[REAL_MODEL], help="Markdown (default: docs/real-model.md)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the pages.
+
+    Raises:
+        FileNotFoundError: A page or a report is missing.
+        ValueError: A page has no tables, or one of an unknown kind or with another kind's report.
+    """
+    for path in arguments.pages:
+        write_text(path, with_tables(path.read_text(encoding="utf-8"), str(path)))
+        print(f"wrote {path}")
+    return 0
+
+
+def with_tables(page: str, name: str) -> str:
+    """A page with its tables made anew; raises as `run` does.
+
+    Args:
+        page: Its text.
+        name: What errors call it.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        begin, kind, report, end = match.groups()
+        if kind not in KINDS:
+            raise ValueError(f"{name} asks for a table of {kind!r}; there are {', '.join(KINDS)}")
+        benchmark, make = KINDS[kind]
+        found = read_report(RESULTS / f"{report}.json")
+        if found["benchmark"] != benchmark:
+            raise ValueError(
+                f"{name}: {report} is a report of {found['benchmark']!r}, and {kind} is made of {benchmark!r}"
+            )
+        return "\n".join([begin, *make(found), "", end])
+
+    made, count = _TABLE.subn(table, page)
+    if not count:
+        raise ValueError(f"{name} has no table: a line <!-- KIND REPORT --> and a line <!-- end -->")
+    return made
+
+
+def _decode(report: Mapping[str, Any]) -> Iterator[str]:
+    """τ and speed of all methods, by temperature."""
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            row["method"],
+            _with_interval(row, "tau", 2),
+            _with_interval(row, "tokens/s", 0 if row["tokens/s"] > 100 else 1),  # noqa: PLR2004
+            _with_interval(row, "speed-up", 2),
+            f"{row['first token ms']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    yield from _table(["T", "method", "τ", "tokens/s", "times plain", "first token, ms"], rows)
+    yield ""
+    yield _caption(report)
+
+
+def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
+    """The share of rounds that accept at least so many drafted tokens."""
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            row["method"],
+            *(f"{row['acceptance'][d - 1]:.0%}" for d in DEPTHS if d <= len(row["acceptance"])),
+        ]
+        for row in report["rows"]
+        if row["method"] != "plain"
+    ]
+    yield from _table(["T", "method", *map(str, DEPTHS[: len(rows[0]) - 2])], rows)
+
+
+def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
+    """What was compared, and what differed."""
+    rows = [
+        [
+            row["dtype"],
+            f"{row['T']:g}",
+            row["method"],
+            f"{row['tokens']:,}",
+            str(row["divergences"]),
+            _or_dash(row["ties"]),
+            _or_dash(row["mistakes"]),
+            f"{row['largest_gap']:.1e}",
+        ]
+        for row in report["rows"]
+    ]
+    names = ["type", "T", "method", "tokens", "outputs that part", "ties", "mistakes", "largest gap"]
+    yield from _table(names, rows)
+    yield ""
+    yield _caption(report)
+
+
+def _phases(report: Mapping[str, Any]) -> Iterator[str]:
+    """What a round costs by phase, beside its floor."""
+    phases = list(report["rows"][0]["phases_ms"])
+    rows = [
+        [
+            str(row["budget"]),
+            f"{row['round_ms']:.3f}",
+            *(f"{row['phases_ms'][phase]:.3f}" for phase in phases),
+            f"{row['floor_ms']:.3f}",
+            f"{row['times_floor']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    yield from _table(["nodes", "round, ms", *phases, "floor, ms", "times the floor"], rows)
+    yield ""
+    yield _caption(report)
+
+
+#: The benchmark of each kind's report, and the lines of its table.
+KINDS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[str]]]] = {
+    "decode": ("decode", _decode),
+    "acceptance": ("decode", _acceptance),
+    "exactness": ("exactness", _exactness),
+    "phases": ("round", _phases),
+}
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table whose first column is text and whose others are numbers."""
+    yield f"| {' | '.join(names)} |"
+    yield f"|---|{'---:|' * (len(names) - 1)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def _with_interval(row: Mapping[str, Any], figure: str, digits: int) -> str:
+    said = f"{row[figure]:.{digits}f}"
+    if row["method"] == "plain" and figure != "tokens/s":
+        return said
+    low, high = row[f"{figure} interval"]
+    return f"{said} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _or_dash(count: int | None) -> str:
+    return "-" if count is None else str(count)
+
+
+def _caption(report: Mapping[str, Any]) -> str:
+    """Where a report was measured, and how it is made again."""
+    return f"{report['device']}, JAX {report['jax']}: `{report['command']}`"

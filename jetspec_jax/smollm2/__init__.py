@@ -1,0 +1,7 @@
+"""The draft head of SmolLM2-135M-Instruct in Hugging Face layout (see README.md); the target is a package's."""
+
+from pathlib import Path
+
+#: The word for either of them wherever a checkpoint is named.
+SMOLLM2 = "smollm2"
+SMOLLM2_DRAFT_HEAD = Path(__file__).parent / "draft_head"

@@ -1,0 +1,87 @@
+"""Tables of pages are those of kept reports."""
+
+import json
+
+import pytest
+
+from bench import page
+from bench.__main__ import main
+from bench.common.intervals import ratio_interval
+
+PAGE = """# Results
+
+<!-- decode one -->
+old
+<!-- end -->
+
+Prose stays.
+
+<!-- acceptance one -->
+<!-- end -->
+"""
+ROWS = [
+    {
+        "temperature": 0.0,
+        "method": name,
+        "tau": tau,
+        "tau interval": [tau - 0.5, tau + 0.5],
+        "tokens/s": 50.0 * tau,
+        "tokens/s interval": [40.0 * tau, 60.0 * tau],
+        "speed-up": tau,
+        "speed-up interval": [tau - 0.25, tau + 0.25],
+        "first token ms": 12.0,
+        "acceptance": [0.75, 0.5],
+    }
+    for name, tau in (("plain", 1.0), ("top_nodes 64", 4.0))
+]
+REPORT = {"benchmark": "decode", "device": "a CPU", "jax": "0.11.2", "command": "python -m bench decode"}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    (tmp_path / "one.json").write_text(json.dumps({**REPORT, "rows": ROWS}))
+    return tmp_path
+
+
+def test_tables_take_the_place_of_old_ones(results, capsys):
+    path = results / "page.md"
+    path.write_text(PAGE)
+    assert main(["page", str(path)]) == 0
+    made = path.read_text()
+    assert "| 0 | top_nodes 64 | 4.00 (3.50 to 4.50) | 200 (160 to 240) | 4.00 (3.75 to 4.25) | 12.0 |" in made
+    assert "| 0 | plain | 1.00 | 50.0 (40.0 to 60.0) | 1.00 | 12.0 |" in made
+    assert "| T | method | 1 | 2 |" in made
+    assert "| 0 | top_nodes 64 | 75% | 50% |" in made
+    assert "a CPU, JAX 0.11.2: `python -m bench decode`" in made
+    assert "old" not in made
+    assert "Prose stays." in made
+    assert main(["page", str(path)]) == 0
+    assert path.read_text() == made
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# Nothing", "has no table"),
+        ("<!-- shape one -->\n<!-- end -->", "asks for a table of 'shape'; there are decode,"),
+        ("<!-- phases one -->\n<!-- end -->", "one is a report of 'decode', and phases is made of 'round'"),
+        ("<!-- decode two -->\n<!-- end -->", "two.json"),
+    ],
+)
+def test_a_page_that_cannot_be_made_stays(results, capsys, text, said):
+    path = results / "page.md"
+    path.write_text(text)
+    assert main(["page", str(path)]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_intervals_hold_the_figure_and_narrow_with_prompts():
+    tokens, seconds = [30.0, 50.0, 40.0, 80.0], [1.0, 2.0, 1.0, 3.0]
+    low, high = ratio_interval(tokens, seconds)
+    assert low < sum(tokens) / sum(seconds) < high
+    narrow = ratio_interval(tokens * 50, seconds * 50)
+    assert low < narrow[0] < narrow[1] < high
+    # Drawn with its base, a prompt that is slow for both says nothing of the ratio.
+    assert ratio_interval(tokens, seconds, tokens, [2 * one for one in seconds]) == pytest.approx([2.0, 2.0])
