@@ -74,7 +74,7 @@ def _decode(report: Mapping[str, Any]) -> Iterator[str]:
             f"{row['temperature']:g}",
             row["method"],
             _with_interval(row, "tau", 2),
-            _with_interval(row, "tokens/s", 0 if row["tokens/s"] > 100 else 1),  # noqa: PLR2004
+            _with_interval(row, "tokens/s", 0 if row["tokens/s"] > 100 else 1),
             _with_interval(row, "speed-up", 2),
             f"{row['first token ms']:.1f}",
         ]

@@ -213,7 +213,10 @@ def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
     if found.prompt_seconds and plain.prompt_seconds:
         each["seconds"] = np.median(found.prompt_seconds, axis=0).tolist()
         speed = each["tokens"], each["seconds"]
-        base = [len(one.token_ids) for one in plain.completions], np.median(plain.prompt_seconds, axis=0).tolist()
+        base = (
+            [len(one.token_ids) for one in plain.completions],
+            np.median(plain.prompt_seconds, axis=0).tolist(),
+        )
         told |= {
             "tokens/s interval": ratio_interval(*speed),
             "speed-up interval": ratio_interval(*speed, *base),

@@ -18,7 +18,9 @@ def add_info_command(commands: Any) -> None:
     """Adds the command to the subparsers of ``jetspec-jax``."""
     parser = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
     parser.set_defaults(run=_info)
-    parser.add_argument("path", nargs="?", metavar="PATH_OR_ID", help=f"folder, GGUF file or hub id, or {_NAMES}")
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH_OR_ID", help=f"folder, GGUF file or hub id, or {_NAMES}"
+    )
     add_target_option(parser, "the target that a draft head should fit; alone, what is described")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_ignore_option(parser)

@@ -49,7 +49,9 @@ def test_tables_take_the_place_of_old_ones(results, capsys):
     path.write_text(PAGE)
     assert main(["page", str(path)]) == 0
     made = path.read_text()
-    assert "| 0 | top_nodes 64 | 4.00 (3.50 to 4.50) | 200 (160 to 240) | 4.00 (3.75 to 4.25) | 12.0 |" in made
+    assert (
+        "| 0 | top_nodes 64 | 4.00 (3.50 to 4.50) | 200 (160 to 240) | 4.00 (3.75 to 4.25) | 12.0 |" in made
+    )
     assert "| 0 | plain | 1.00 | 50.0 (40.0 to 60.0) | 1.00 | 12.0 |" in made
     assert "| T | method | 1 | 2 |" in made
     assert "| 0 | top_nodes 64 | 75% | 50% |" in made
