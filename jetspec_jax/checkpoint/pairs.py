@@ -40,5 +40,5 @@ def draft_head_at(path_or_id: Any) -> Any:
 
 
 def default_draft_head(target: Any) -> str | None:
-    """What stands for the draft head where only a target is named: the target's own name, if it is a pair's."""
+    """The draft head where only a target is named: the same name, if it is a pair's."""
     return None if pair_of(target) is None else str(target)

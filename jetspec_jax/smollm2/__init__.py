@@ -1,4 +1,4 @@
-"""The draft head of SmolLM2-135M-Instruct in Hugging Face layout (see README.md); the target is a package's."""
+"""The draft head of SmolLM2-135M-Instruct, in Hugging Face layout (see README.md)."""
 
 from pathlib import Path
 
