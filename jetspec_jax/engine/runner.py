@@ -80,7 +80,7 @@ class Runner:
         self.snapshots = empty_snapshots(self.decoder, size, dtype)
         if size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
-        self._scores = PromptScores(self.decoder, weights.target, dtype)
+        self._scores = PromptScores(self.decoder.alone, weights.target, dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
         # What programs have been called: the kind, and what they are for.
@@ -163,13 +163,13 @@ class Runner:
 
     def _copy(self, copies: Iterable[SlotCopy]) -> None:
         """To snapshots and back, in order."""
-        own = self.decoder.target, self.decoder.mesh
+        models = self.decoder.models
         for _, slot, place, restores in copies:
             where = np.int32(slot), np.int32(place)
             if restores:
-                self.state = restore(*own, self.state, self.snapshots, *where)
+                self.state = restore(models, self.state, self.snapshots, *where)
             else:
-                self.snapshots = keep(*own, self.state, self.snapshots, *where)
+                self.snapshots = keep(models, self.state, self.snapshots, *where)
 
     def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""

@@ -202,8 +202,8 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
     weights = DecodeWeights(*(weights_of(abstract(own)) for own in (config, head_config(config))))
     state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
     shapes = (chunk[:1], jnp.int32), (chunk, jnp.int32), (chunk[:1], jnp.int32), (chunk[:1], bool)
-    own = config, decoder.proposer, "xla", None
-    lowered = prefill.lower(*own, weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    given = weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    lowered = prefill.lower(decoder.models, *given)
     plan = lowered.compile().memory_analysis()
     estimate = workspace_bytes(decoder, size, FLOAT32)
     assert plan.temp_size_in_bytes <= estimate <= 4 * plan.temp_size_in_bytes
