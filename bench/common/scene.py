@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache.slots import PAGE_SIZE, Slots
+from jetspec_jax.cache.pages import PAGE_SIZE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.device.mesh import shardings

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.pages import NO_PAGE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.proposer import Proposer, check_proposer, split_proposer

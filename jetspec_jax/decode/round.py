@@ -28,9 +28,8 @@ from jetspec_jax.decode.proposer import taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
-from jetspec_jax.sampling.allowed import only_allowed
+from jetspec_jax.sampling.allowed import contains, only_allowed
 from jetspec_jax.sampling.choice import choose_tokens
-from jetspec_jax.sampling.token_sets import contains
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
 from jetspec_jax.decode.models import Models

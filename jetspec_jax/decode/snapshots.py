@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Int
 
 from jetspec_jax.cache.slots import Slots
-from jetspec_jax.cache.stores import Store, empty_stores, layers_with_places
+from jetspec_jax.cache.stores import Store, empty_stores
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.device.mesh import WHOLE, everywhere, shardings
@@ -45,7 +45,7 @@ def empty_snapshots(
 
     def make() -> Snapshots:
         whole = spread(models.target, models.mesh)
-        own = replace(whole, layers=tuple(whole.layers[i] for i in layers_with_places(whole)))
+        own = replace(whole, layers=tuple(whole.layers[i] for i in whole.layers_with_places))
         free = Slots.of(jnp.zeros((count, pages_per_slot), jnp.int32), jnp.zeros(count, jnp.int32))
         return empty_stores(own, 0, page_size, dtype, free)
 
@@ -75,7 +75,7 @@ def keep(
         slot: Whose.
         place: Which.
     """
-    own = tuple(state.stores[i] for i in layers_with_places(models.target))
+    own = tuple(state.stores[i] for i in models.target.layers_with_places)
     return _with_slot(models.mesh, snapshots, place, own, slot)
 
 
@@ -90,7 +90,7 @@ def restore(
 
     The arguments are those of `keep`.
     """
-    layers, stores = layers_with_places(models.target), list(state.stores)
+    layers, stores = models.target.layers_with_places, list(state.stores)
     own = _with_slot(models.mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
     for layer, store in zip(layers, own, strict=True):
         stores[layer] = store

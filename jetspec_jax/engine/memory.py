@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.ring import ring_pages
-from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import snapshots
 from jetspec_jax.decode.decoder import TreeDecoder

@@ -39,7 +39,7 @@ from jetspec_jax.engine.size import (
 )
 from jetspec_jax.sampling.params import SamplingParams, draw_seed
 from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
-from jetspec_jax.tree.routing import Routing, hints_of_each
+from jetspec_jax.tree.routing import hints_of_each
 from pallas_kernels.dispatch import gpu_problem
 
 # Numbers of prompts, as vLLM has them: the request ids of requests that callers do not name.
@@ -358,7 +358,7 @@ def make_request(
         stop_ids,
         settings.budget,
         decoder.depth if settings.depth is None else settings.depth,
-        Routing.of_one(hints),
+        tuple((hints or {}).items()),
         text=prompt.text,
         index=index,
         request_id=request_id,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.cache.slots import NO_PAGE
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.snapshots import keep, restore
@@ -116,7 +116,8 @@ class Runner:
                 vocab_size=decoder.target.vocab_size,
                 budget=own.budget,
                 depth=own.depth,
-            )._replace(remaining=np.int32(own.remaining), routing=own.routing)
+                routing=dict(own.routing),
+            )._replace(remaining=np.int32(own.remaining))
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
-from jetspec_jax.cache.slots import NO_PAGE
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, weights_of

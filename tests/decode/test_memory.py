@@ -16,7 +16,7 @@ from jetspec_jax import (
     load_draft_head,
     load_target,
 )
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source

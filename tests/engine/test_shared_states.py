@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jetspec_jax import AsyncLLM, SamplingParams, generate
-from jetspec_jax.cache.stores import layers_with_places
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
@@ -127,7 +126,7 @@ def test_a_copy_takes_one_slot_and_nothing_else(mesh):
     models = runner.decoder.models
     state = dataclasses.replace(runner.state, stores=filled(runner.state.stores, rng))
     snapshots = filled(runner.snapshots, rng)
-    with_places = layers_with_places(models.target)
+    with_places = models.target.layers_with_places
     assert with_places == (0, 2, 3)
     before = jax.tree.map(np.asarray, (state.stores, snapshots))
     shardings = jax.tree.map(lambda x: x.sharding, (state.stores, snapshots))
