@@ -27,9 +27,9 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
+from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
-from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
