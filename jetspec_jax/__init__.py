@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jetspec_jax.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from jetspec_jax import tree
     from jetspec_jax.async_llm import AsyncLLM, Delta
@@ -55,8 +57,6 @@ __all__ = [
     "tree",
     "tree_logits",
 ]
-
-__version__ = "0.2.0"
 
 # Where the names are. Each is imported when it is first used: JAX takes seconds, and a command that is only
 # beginning answers an interrupt meanwhile.

@@ -21,12 +21,12 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import serving_algorithm
 from jetspec_jax.device.compilations import Compilations
 from jetspec_jax.device.processes import is_first
+from jetspec_jax.engine.admission import CheckedRequest, check_models, check_request
 from jetspec_jax.engine.driver import Driver
 from jetspec_jax.engine.following import follow
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion, Output, Round
-from jetspec_jax.engine.planning import plan_requests
-from jetspec_jax.engine.prompts import Prompt, read_prompt
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import groups_of
 from jetspec_jax.engine.size import MAX_SLOTS
@@ -36,6 +36,7 @@ from jetspec_jax.engine.wants import Kind
 from jetspec_jax.llm import LLM, kinds_to_compile, refuse_keywords
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Hints
+from jetspec_jax.tree.routing import hints_of_each
 from jetspec_jax.vllm_names import ENGINE
 
 #: Requests that may wait for a slot, unless a caller says how many.
@@ -145,7 +146,6 @@ class AsyncLLM:
             implementation=settings.get("implementation"),
         )
         self._capacity, self._slots = plan.size.capacity, plan.size.slots
-        self._implementation = plan.decoder.implementation
         self._plan, self._compilations = plan, Compilations()
         self._drivers = [Driver(group, plan, max_waiting) for group in groups_of(target, head)]
         # How to end those that have a name.
@@ -169,9 +169,25 @@ class AsyncLLM:
         """Whether the last dispatch failed; a later request makes the engine anew."""
         return any(driver.error is not None for driver in self._drivers)
 
+    def check(
+        self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
+    ) -> CheckedRequest:
+        """Checks a request, for a later `generate`; encodes its text, which may take a while.
+
+        Raises:
+            Exception: As `generate`, of the request.
+        """
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n > self._slots:
+            raise ValueError(
+                f"n={sampling_params.n} completions of one prompt are more than the {self._slots} slots that "
+                "decode together: raise max_slots, or ask several times with other seeds"
+            )
+        check_models(self.llm.target, self.llm.draft_head)
+        return check_request(self.llm.target, prompt, sampling_params, capacity=self._capacity)
+
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | CheckedRequest,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -188,7 +204,7 @@ class AsyncLLM:
         of the dispatch that runs.
 
         Args:
-            prompt: As for `LLM.generate`.
+            prompt: As for `LLM.generate`; or what `check` returned, with its parameters.
             sampling_params: How it is sampled; ``n`` of them makes so many completions.
             request_id: A name for `abort`; None makes a new name, which all deltas of the request have.
             priority: Lower numbers are served first.
@@ -223,15 +239,21 @@ class AsyncLLM:
             raise ValueError(f"timeout must be at least 0 seconds, not {shown(timeout)}")
         arrival = time.monotonic()
         deadline = None if timeout is None else arrival + timeout
-        requests = await asyncio.to_thread(self._read, prompt, sampling_params, routing)
+        if isinstance(prompt, CheckedRequest):
+            if sampling_params is not None:
+                raise ValueError("a request that was checked has its parameters: give no sampling_params")
+            checked = prompt
+        else:
+            checked = await asyncio.to_thread(self.check, prompt, sampling_params)
+        [hints] = hints_of_each(routing, 1, "prompts")
         name = uuid.uuid4().hex if request_id is None else request_id
+        requests = checked.requests(self.llm.settings, self._plan.decoder, hints, name)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int] | str]()
         for number, request in enumerate(requests):
             request.arrival, request.deadline = arrival, deadline
             request.priority, request.cache_salt = priority, cache_salt
             request.told = _teller(request, number, loop, news)
             request.budget = request.budget if budget is None else budget
-            request.request_id = name
         outputs = [Output(request, self.llm.target.tokenizer) for request in requests]
 
         def end() -> None:
@@ -313,7 +335,8 @@ class AsyncLLM:
             requests: list[Request] = []
             try:
                 for driver in self._drivers:
-                    requests += (made := self._read(prompt, own, None))
+                    checked = self.check(prompt, own)
+                    requests += (made := checked.requests(self.llm.settings, self._plan.decoder))
                     driver.submit(made)
                 while any(request.open for request in requests):
                     await asyncio.sleep(0.01)
@@ -360,28 +383,6 @@ class AsyncLLM:
     def _check_first(self) -> None:
         if self._plan.led and not is_first():
             raise ValueError("requests go to process 0; this process follows it: call follow()")
-
-    def _read(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, routing: Hints | None
-    ) -> list[Request]:
-        llm = self.llm
-        if isinstance(sampling_params, SamplingParams) and sampling_params.n > self._slots:
-            raise ValueError(
-                f"n={sampling_params.n} completions of one prompt are more than the {self._slots} slots that "
-                "decode together: raise max_slots, or ask several times with other seeds"
-            )
-        _, requests = plan_requests(
-            llm.target,
-            llm.draft_head,
-            llm.settings,
-            [read_prompt(llm.target, prompt)],
-            sampling_params,
-            routing,
-            capacity=self._capacity,
-            implementation=self._implementation,
-            together=False,
-        )
-        return requests
 
 
 def _teller(

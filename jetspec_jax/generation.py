@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from jetspec_jax.arguments import check_type
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import DEFAULT_BUDGET, PLAIN, TreeSettings
+from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.prompts import Prompt
 from jetspec_jax.engine.serving import serve
 from jetspec_jax.engine.size import MAX_SLOTS

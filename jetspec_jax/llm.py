@@ -34,9 +34,10 @@ from jetspec_jax.device.compilation_cache import enable_compilation_cache
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.admission import check_places, plan_requests, read_single
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.output import Completion
-from jetspec_jax.engine.planning import EnginePlan, check_places, plan_engine, plan_requests, read_single
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve

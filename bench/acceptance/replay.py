@@ -23,7 +23,8 @@ from bench.common.workload import Workload
 from jetspec_jax import DraftHeadProposer, generate
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.slots import PAGE_SIZE, Slots
+from jetspec_jax.cache.pages import PAGE_SIZE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.device.mesh import WHOLE, everywhere

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from jetspec_jax import DecodeState, SamplingParams, SlotSettings, TreeDecoder
-from jetspec_jax.cache.slots import PAGE_SIZE, Slots
+from jetspec_jax.cache.pages import PAGE_SIZE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.decode.on_mesh import state_specs
 from jetspec_jax.decode.state import Stores, split
 from jetspec_jax.device.mesh import shardings
 from jetspec_jax.device.partition import parameter_specs, spread
@@ -130,7 +130,7 @@ class Scene:
         if decoder.mesh is None:
             return None
         shapes = self._shapes(decoder, dtype)
-        specs = state_specs(decoder.proposer, shapes, decoder.mesh)
+        specs = decoder.state_specs(shapes)
         full = jax.tree.broadcast(specs, shapes, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
         return shardings(decoder.mesh, split(full)[0 if stores else 1])
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.common.prompts import Prompt, encode_prompts, template_arguments
 from jetspec_jax import SamplingParams, Target, generate
-from jetspec_jax.engine.planning import check_request
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.tree import Hints
 
 # Algorithms are told what the prompt set says of each prompt.

@@ -12,10 +12,10 @@ from bench.common.timing import peak_bytes
 from bench.common.workload import Workload
 from jetspec_jax import Completion, DecodeWeights, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.memory import state_bytes
-from jetspec_jax.engine.planning import EnginePlan, check_request, make_request, plan_engine
-from jetspec_jax.engine.prompts import read_prompt
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete, groups_of
 from jetspec_jax.engine.size import default_capacity, slots_for
@@ -200,17 +200,11 @@ class Bench:
         return complete(engines, self._requests(engines[0], method, work), self._target.tokenizer)
 
     def _requests(self, engine: Engine, method: Method, work: Workload) -> list[Request]:
-        return [
-            make_request(
-                self._target,
-                engine.plan.decoder,
-                method.settings,
-                read_prompt(self._target, ids),
-                params,
-                hints,
-            )
-            for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True)
-        ]
+        requests = []
+        for ids, params, hints in zip(work.ids, work.params, work.routing, strict=True):
+            checked = check_request(self._target, ids, params, capacity=self._capacity)
+            requests += checked.requests(method.settings, engine.plan.decoder, hints)
+        return requests
 
     def _first_tokens(self, engine: Engine, method: Method, work: Workload) -> Iterator[float]:
         """Seconds to the first token of each prompt, one after another."""

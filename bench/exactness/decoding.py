@@ -8,7 +8,7 @@ import jax
 from bench.common.workload import Workload
 from jetspec_jax import Completion, DecodeWeights, Head, Target
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.engine.planning import plan_requests
+from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.serving import complete, groups_of
 from jetspec_jax.inspect.agreement import WatchedEngine, unequal
 

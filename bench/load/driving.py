@@ -13,9 +13,9 @@ import numpy as np
 from bench.common.pair import Pair
 from jetspec_jax import DecodeWeights, SamplingParams
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import make_request, plan_engine
-from jetspec_jax.engine.prompts import read_prompt
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.request import Request
 
 
@@ -134,7 +134,7 @@ class Load:
     def request(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> Followed:
         """A request that is followed; it has not come yet."""
         target, plan = self.pair.target, self.engine.plan
-        made = make_request(target, plan.decoder, self.settings, read_prompt(target, list(prompt)), params)
+        [made] = check_request(target, list(prompt), params).requests(self.settings, plan.decoder)
         followed = Followed(self.now if due is None else due, made)
         made.told = lambda: followed.news.append((self.now, len(made.tokens)))
         return followed

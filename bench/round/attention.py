@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from bench.common.options import check_known
 from bench.common.scene import Scene
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.config import ModelConfig
 from pallas_kernels.tree_attention import PagedPrefix, implementations, tree_attention
 

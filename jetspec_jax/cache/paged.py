@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.pages import NO_PAGE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.models.layers import KV
 from pallas_kernels.paged_write import paged_write
 from pallas_kernels.tree_attention import PagedPrefix

@@ -5,11 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-# One step of the attention kernel's keys: pages of 128 were no faster on an H200, and waste more.
-PAGE_SIZE = 64
-#: The entry of a block table that is no page; outside of 0..P - 1 any entry is none.
-NO_PAGE = -1
-
 
 class Slots(NamedTuple):
     """Where each slot's committed tokens lie, and how many they are.

@@ -18,7 +18,7 @@ from jetspec_jax.cache.recurrent import empty_recurrent_store
 from jetspec_jax.cache.ring import RingStore, ring_pages
 from jetspec_jax.cache.slots import Slots
 from jetspec_jax.config import ModelConfig
-from jetspec_jax.sampling.choice import NO_CHOICE
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 
 
 @runtime_checkable
@@ -107,12 +107,6 @@ def empty_stores(
         empty = empty_paged_store(batch * ring, *rows)
         stores.append(RingStore(empty.k, empty.v, ring=ring))
     return tuple(stores)
-
-
-def layers_with_places(config: ModelConfig) -> tuple[int, ...]:
-    """The layers whose stores have a place for each slot: a ring of the window, or a recurrent state."""
-    layers = enumerate(config.layers)
-    return tuple(i for i, layer in layers if layer.window is not None or layer.recurrence is not None)
 
 
 def commit(

@@ -17,7 +17,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-import jetspec_jax
 from jetspec_jax.checkpoint.content import CheckpointError, check_regular, check_small, read_object
 from jetspec_jax.checkpoint.finite import is_finite
 from jetspec_jax.checkpoint.parts import Placement, part_of, take_rows, to_devices
@@ -26,6 +25,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import OwnRows
 from jetspec_jax.progress import unseen
+from jetspec_jax.version import __version__
 
 #: The file that marks an Orbax folder, with its format, version and kind.
 MANIFEST = "orbax.json"
@@ -183,7 +183,7 @@ def _place(folder: Path, config: ModelConfig | DraftHeadConfig) -> Path:
     if manifest.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: version {manifest.get('version')!r} of the format, written by jetspec_jax "
-            f"{manifest.get('jetspec_jax')}; this is {jetspec_jax.__version__}, which reads version {VERSION}"
+            f"{manifest.get('jetspec_jax')}; this is {__version__}, which reads version {VERSION}"
         )
     kind = "draft head" if isinstance(config, DraftHeadConfig) else "target"
     if manifest.get("kind") != kind:

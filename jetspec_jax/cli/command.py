@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import flax
 import jax
 
-import jetspec_jax
 from jetspec_jax.arguments import printable
 from jetspec_jax.cli.chatting import add_chat_command
 from jetspec_jax.cli.completion import add_completion_option
@@ -22,9 +21,10 @@ from jetspec_jax.cli.serving import add_serve_command
 from jetspec_jax.cli.view import add_tree_command
 from jetspec_jax.device.joining import leave
 from jetspec_jax.device.processes import alone, is_first
+from jetspec_jax.version import __version__
 
 VERSIONS = (
-    f"jetspec-jax {jetspec_jax.__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
+    f"jetspec-jax {__version__} (JAX {jax.__version__}, Flax {flax.__version__}, "
     f"Python {platform.python_version()})"
 )
 

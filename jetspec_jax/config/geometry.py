@@ -217,6 +217,12 @@ class ModelConfig:
         """Each layer's window."""
         return tuple(layer.window for layer in self.layers)
 
+    @property
+    def layers_with_places(self) -> tuple[int, ...]:
+        """The layers whose stores have a place for each slot: a ring of the window, or a recurrent state."""
+        layers = enumerate(self.layers)
+        return tuple(i for i, layer in layers if layer.window is not None or layer.recurrence is not None)
+
 
 @dataclass(frozen=True)
 class DraftHeadConfig:

@@ -4,9 +4,7 @@ Shapes: B slots, L live ones, N nodes (the bucket), D draft depth, C tokens of a
 P pages of the pool, or prompts of a prefill.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import jax
@@ -15,10 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Int
 
-from jetspec_jax.cache.slots import NO_PAGE, Slots
-from jetspec_jax.cache.stores import empty_stores
 from jetspec_jax.decode.loop import jit_rounds, repeat_rounds
-from jetspec_jax.decode.on_mesh import split_proposer, state_specs
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.round import Round
 from jetspec_jax.decode.state import (
@@ -37,11 +32,8 @@ from jetspec_jax.decode.state import (
     release,
     split,
 )
-from jetspec_jax.device.mesh import WHOLE, shardings
-from jetspec_jax.device.partition import spread
+from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.sampling.adjust import Adjustments
-from jetspec_jax.sampling.slots import Sampling
-from jetspec_jax.tree import Routing
 
 
 @dataclass(frozen=True)
@@ -64,6 +56,7 @@ class TreeDecoder(Round):
         max_rounds: Most rounds of one `decode`.
     """
 
+    _: KW_ONLY
     max_rounds: int = 256
 
     def __post_init__(self) -> None:
@@ -86,46 +79,20 @@ class TreeDecoder(Round):
         dtype: jnp.dtype,
         bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
-        """A state whose slots are all free.
+        """As `Models.empty_state`, with room for adjustments where the decoder makes any.
 
         Args:
             slots: B.
-            num_pages: P, pages in the pool that the slots share.
-            pages_per_slot: T, so that a slot holds at most ``T * page_size`` tokens.
+            num_pages: P.
+            pages_per_slot: T.
             page_size: Tokens in a page.
-            dtype: Of the stores: the weights' dtype.
+            dtype: Of the stores.
             bad_words: How many bad words a request may have, and how long ones: see
                 `jetspec_jax.sampling.adjust.room_for`.
         """
-        sizes = slots, num_pages, pages_per_slot, page_size, jnp.dtype(dtype)
-        state = self._empty_state(*sizes) if self.mesh is None else _split_state(self, *sizes)()
+        sizes = {"num_pages": num_pages, "pages_per_slot": pages_per_slot, "page_size": page_size}
+        state = super().empty_state(slots, **sizes, dtype=dtype)
         return replace(state, adjust=self.adjustments(slots, bad_words)) if self.adjusts else state
-
-    def _empty_state(
-        self, slots: int, num_pages: int, pages_per_slot: int, page_size: int, dtype: jnp.dtype
-    ) -> DecodeState:
-        proposer, mesh = self.proposer, self.mesh
-        if mesh is not None and proposer is not None:
-            proposer = split_proposer(proposer).spread(mesh)
-        tables = jnp.full((slots, pages_per_slot), NO_PAGE, jnp.int32)
-        free = Slots.of(tables, jnp.zeros(slots, jnp.int32))
-        return DecodeState(
-            stores=empty_stores(spread(self.target, mesh), num_pages, page_size, dtype, free),
-            proposer=None if proposer is None else proposer.empty_state(num_pages, page_size, dtype),
-            slots=free,
-            room=jnp.zeros(slots, jnp.int32),
-            anchors=jnp.zeros(slots, jnp.int32),
-            active=jnp.zeros(slots, bool),
-            settings=SlotSettings(
-                sampling=Sampling.greedy(slots),
-                budget=jnp.ones(slots, jnp.int32),
-                depth=jnp.zeros(slots, jnp.int32),
-                remaining=jnp.zeros(slots, jnp.int32),
-                stop_bits=jnp.zeros((slots, -(-self.target.vocab_size // 32)), jnp.uint32),
-                routing=Routing.unsaid(slots),
-            ),
-            page_size=page_size,
-        )
 
     def adjustments(
         self, slots: int, bad_words: tuple[int, int] = (0, 0), before: Adjustments | None = None
@@ -202,9 +169,9 @@ class TreeDecoder(Round):
         ready: Bool[ArrayLike, "P"],
     ) -> DecodeState:
         """Commits chunks of prompts: see `jetspec_jax.decode.prefill.prefill`. ``state`` is donated."""
-        settings, kept = (self.target, self.proposer, self.implementation, self.mesh), state.adjust
-        state = prefill(*settings, weights, replace(state, adjust=None), slots, tokens, counts, ready)
-        return replace(state, adjust=kept)
+        bare = replace(state, adjust=None)
+        after = prefill(self.models, weights, bare, slots, tokens, counts, ready)
+        return replace(after, adjust=state.adjust)
 
     def decode(
         self,
@@ -253,15 +220,6 @@ def _apart(state: DecodeState) -> tuple[tuple[Stores, Adjustments | None], Decod
 def _together(kept: tuple[Stores, Adjustments | None], state: DecodeState) -> DecodeState:
     """The inverse of `_apart`."""
     return replace(join(kept[0], state), adjust=kept[1])
-
-
-@functools.cache
-def _split_state(decoder: TreeDecoder, *sizes: Any) -> Callable[[], DecodeState]:
-    """What makes an empty state on a decoder's mesh: on each device its own part, so that none holds all."""
-    mesh, make = decoder.mesh, functools.partial(decoder._empty_state, *sizes)
-    assert mesh is not None
-    specs = state_specs(decoder.proposer, jax.eval_shape(make), mesh)
-    return jax.jit(make, out_shardings=shardings(mesh, specs))
 
 
 def _decode(

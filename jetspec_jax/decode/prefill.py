@@ -11,25 +11,20 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
-from jetspec_jax.config import ModelConfig
-from jetspec_jax.decode.on_mesh import on_mesh
-from jetspec_jax.decode.proposer import Proposer, taps_of
+from jetspec_jax.decode.models import Models
+from jetspec_jax.decode.proposer import taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, pick, put
 from jetspec_jax.models import bind
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill(
-    config: ModelConfig,
-    proposer: Proposer | None,
-    implementation: str | None,
-    mesh: Mesh | None,
+    models: Models,
     weights: DecodeWeights,
     state: DecodeState,
     slots: Int[Array, "P"],
@@ -42,10 +37,7 @@ def prefill(
     ``state`` is donated. Every token of a chunk enters the target's stores and is shown to the proposer.
 
     Args:
-        config: The target's geometry.
-        proposer: The proposer; None without one.
-        implementation: Of tree attention.
-        mesh: The devices that share the models; None is one.
+        models: The models.
         weights: The parameters.
         state: The state.
         slots: Whose prompts, each slot once.
@@ -53,15 +45,13 @@ def prefill(
         counts: Tokens of each chunk; 0 is none, and leaves its slot as it is.
         ready: Which slots decode from now on, as only the anchor is left of their prompts.
     """
-    chunk = functools.partial(_prefill, config, proposer, implementation)
-    state, _ = on_mesh(mesh, config, proposer, chunk)(weights, state, slots, tokens, counts, ready)
+    chunk = functools.partial(_prefill, models)
+    state, _ = models.on_mesh(chunk)(weights, state, slots, tokens, counts, ready)
     return state
 
 
 def _prefill(
-    config: ModelConfig,
-    proposer: Proposer | None,
-    implementation: str | None,
+    models: Models,
     weights: DecodeWeights,
     state: DecodeState,
     slots: Int[Array, "P"],
@@ -69,9 +59,9 @@ def _prefill(
     counts: Int[Array, "P"],
     ready: Bool[Array, "P"],
 ) -> tuple[DecodeState, None]:
-    target, own = bind(config, weights.target), pick(state, slots)
+    target, own, proposer = bind(models.target, weights.target), pick(state, slots), models.proposer
     block = Block.chain(tokens, num_nodes=counts)
-    attend = attend_over(own.stores, own.slots, block, implementation=implementation)
+    attend = attend_over(own.stores, own.slots, block, implementation=models.implementation)
     output = target(block.tokens, block.positions(own.slots.lengths), attend, taps=taps_of(proposer))
     # No logits: a place in a row is a number that is never negative, as a choice would be.
     written = after_forward(counts, jnp.argmax(output.hidden[:, -1:], axis=-1))

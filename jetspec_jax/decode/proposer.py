@@ -75,6 +75,42 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class SplitProposer(Proposer, Protocol):
+    """A proposer that can run on a mesh: it says how its arrays are split."""
+
+    def spread(self, mesh: Mesh) -> Proposer:
+        """The proposer that makes an empty state as large as it lies on a mesh."""
+        ...
+
+    def weight_specs(self, mesh: Mesh) -> Any:
+        """How its parameters are split: specs in their structure, or for whole branches of it."""
+        ...
+
+    def state_specs(self, state: Any, mesh: Mesh) -> Any:
+        """How its state is split: likewise."""
+        ...
+
+
+def check_proposer(proposer: Proposer | None, mesh: Mesh | None) -> None:
+    """Checks that a proposer can run on a mesh.
+
+    Raises:
+        ValueError: It does not say how it is split.
+    """
+    if mesh is not None and proposer is not None and not isinstance(proposer, SplitProposer):
+        raise ValueError(
+            f"{type(proposer).__name__} does not say how a mesh splits it: it needs the methods of "
+            "jetspec_jax.decode.proposer.SplitProposer"
+        )
+
+
+def split_proposer(proposer: Proposer) -> SplitProposer:
+    """A proposer of a mesh, which `check_proposer` has checked."""
+    assert isinstance(proposer, SplitProposer)
+    return proposer
+
+
 def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
     """The layers to tap for a proposer; none without one."""
     return () if proposer is None else proposer.taps

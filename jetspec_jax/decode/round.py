@@ -12,30 +12,24 @@ Plain decoding is the same round with a tree of one node.
 Shapes: B slots, N nodes (the bucket), D draft depth, F tap size, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.stores import after_forward, commit
-from jetspec_jax.config import ModelConfig
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
-from jetspec_jax.decode.on_mesh import check_proposer, on_mesh
-from jetspec_jax.decode.proposer import Proposer, taps_of
+from jetspec_jax.decode.models import Models
+from jetspec_jax.decode.proposer import taps_of
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
-from jetspec_jax.device.mesh import as_mesh
-from jetspec_jax.device.partition import check_partition
 from jetspec_jax.models import bind
 from jetspec_jax.sampling.adjust import Adjustments, adjust
-from jetspec_jax.sampling.allowed import only_allowed
+from jetspec_jax.sampling.allowed import contains, only_allowed
 from jetspec_jax.sampling.choice import choose_tokens
-from jetspec_jax.sampling.token_sets import contains
 from jetspec_jax.tree import (
     BUCKETS,
     DEFAULT_ALGORITHM,
@@ -115,38 +109,29 @@ class Settled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
-    """The static settings of a round: hashable, equal by value, one compiled program each.
+class Round(Models):
+    """The static settings of a round, one compiled program each. The first are those of `Models`.
 
     Attributes:
-        target: The target's geometry.
-        proposer: Where draft logits come from; None only decodes plainly.
         bucket: Nodes of a tree, root included, as a static size; 1 is plain decoding.
         width: Most children of a node; None is all candidates.
         algorithm: The tree algorithm: a name, or one with its options.
         candidates: Tokens of a draft row that are looked at; None is the width, or without one the
             algorithm's own number.
-        implementation: Of tree attention; None picks the best.
         observes: Numbers of nodes: records tell what trees of each would have had accepted, as far as it is
             no larger than the bucket.
         adjusts: Whether slots may want masks, biases and penalties: their states have arrays for these.
         logprobs: Whether records tell log-probabilities of what is committed.
-        mesh: The devices that share the models, a mesh with the axes "expert" and "tensor", of which one may
-            be missing; None is one device. The three parts of a round then see a device's part of each array:
-            `on_mesh` makes programs of them.
     """
 
-    target: ModelConfig
-    proposer: Proposer | None = None
     bucket: int = 1
     width: int | None = None
     algorithm: str | Algorithm = DEFAULT_ALGORITHM
     candidates: int | None = None
-    implementation: str | None = None
+    _: KW_ONLY
     observes: tuple[int, ...] = ()
     adjusts: bool = False
     logprobs: bool = False
-    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         """Checks the settings.
@@ -155,16 +140,12 @@ class Round:
             TypeError: The mesh is none.
             ValueError: A setting is out of its range.
         """
-        if not isinstance(self.mesh, AbstractMesh | None):
-            # Programs name both axes, and are equal for equal devices.
-            object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        super().__post_init__()
         if self.bucket not in BUCKETS:
             raise ValueError(f"bucket must be one of {BUCKETS}, not {self.bucket}")
         if self.bucket > 1 and self.proposer is None:
             raise ValueError(f"a bucket of {self.bucket} nodes needs a proposer to fill it")
         check_breadth(self.breadth, self.target.vocab_size)
-        check_partition(self.target, self.mesh)
-        check_proposer(self.proposer, self.mesh)
 
     @property
     def breadth(self) -> Breadth:
@@ -175,10 +156,6 @@ class Round:
     def depth(self) -> int:
         """D, the largest depth of the trees; 0 in plain decoding."""
         return 0 if self.proposer is None else min(self.proposer.depth, self.bucket - 1)
-
-    def on_mesh(self, function: Callable[..., Any], **split: Any) -> Callable[..., Any]:
-        """A function of weights, a state and others that all devices run: see `on_mesh`."""
-        return on_mesh(self.mesh, self.target, self.proposer, function, **split)
 
     def decodes(self, state: DecodeState) -> Bool[Array, "B"]:
         """Slots that take part in the next round: active, and with room for all that it could commit.

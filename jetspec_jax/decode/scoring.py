@@ -10,17 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int32
 
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
-from jetspec_jax.config import ModelConfig
-from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs, logprobs_of
-from jetspec_jax.decode.on_mesh import on_mesh
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.state import DecodeState, DecodeWeights
 from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.models import Weights, bind
@@ -34,23 +31,22 @@ def scored_pages(length: int) -> int:
     return 1 << (-(-length // PAGE_SIZE) - 1).bit_length()
 
 
-def empty_scoring_state(decoder: TreeDecoder, length: int, dtype: jnp.dtype) -> DecodeState:
-    """A state of one slot that holds a prompt of so many tokens."""
-    plain = TreeDecoder(decoder.target, mesh=decoder.mesh)
+def empty_scoring_state(models: Models, length: int, dtype: jnp.dtype) -> DecodeState:
+    """A state of one slot, of the target alone, that holds a prompt of so many tokens."""
     pages = scored_pages(length)
     sizes = {"num_pages": pages, "pages_per_slot": pages, "page_size": PAGE_SIZE, "dtype": dtype}
-    state = plain.empty_state(1, **sizes)
-    table = on_all_devices(decoder.mesh, np.arange(pages, dtype=np.int32)[None])
+    state = models.empty_state(1, **sizes)
+    table = on_all_devices(models.mesh, np.arange(pages, dtype=np.int32)[None])
     return dataclasses.replace(state, slots=state.slots._replace(block_tables=table))
 
 
 def score_prompt(
-    decoder: TreeDecoder, weights: Weights, prompt: Int32[np.ndarray, "T"], dtype: jnp.dtype
+    models: Models, weights: Weights, prompt: Int32[np.ndarray, "T"], dtype: jnp.dtype
 ) -> list[Logprobs]:
     """What is told of each token of a prompt but the first, in chunks; does not wait for the device.
 
     Args:
-        decoder: Any of the target's.
+        models: The target alone.
         weights: The target's.
         prompt: At least two tokens.
         dtype: Of the stores.
@@ -59,32 +55,28 @@ def score_prompt(
         For every chunk what is told of its C tokens, ``[1, C, ...]``; those after the last have no meaning.
     """
     context, told = prompt[:-1], []
-    state = empty_scoring_state(decoder, len(context), dtype)
-    program = decoder.target, decoder.implementation, decoder.mesh
+    state = empty_scoring_state(models, len(context), dtype)
     for start in range(0, len(context), SCORED_CHUNK):
         count = min(SCORED_CHUNK, len(context) - start)
         rows = np.zeros((2, SCORED_CHUNK), np.int32)
         rows[:, :count] = prompt[start : start + count], prompt[start + 1 : start + 1 + count]
-        state, own = score_chunk(*program, DecodeWeights(weights), state, *rows, np.int32(count))
+        state, own = score_chunk(models, DecodeWeights(weights), state, *rows, np.int32(count))
         told.append(own)
     return told
 
 
-def compile_scoring(decoder: TreeDecoder, weights: Weights, length: int, dtype: jnp.dtype) -> None:
+def compile_scoring(models: Models, weights: Weights, length: int, dtype: jnp.dtype) -> None:
     """Compiles what `score_prompt` runs for prompts of up to so many tokens, by scoring none of theirs."""
-    program = decoder.target, decoder.implementation, decoder.mesh
     nothing, pages = np.zeros((2, SCORED_CHUNK), np.int32), 1
     while pages <= scored_pages(length):
-        state = empty_scoring_state(decoder, pages * PAGE_SIZE, dtype)
-        score_chunk(*program, DecodeWeights(weights), state, *nothing, np.int32(0))
+        state = empty_scoring_state(models, pages * PAGE_SIZE, dtype)
+        score_chunk(models, DecodeWeights(weights), state, *nothing, np.int32(0))
         pages *= 2
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def score_chunk(
-    config: ModelConfig,
-    implementation: str | None,
-    mesh: Mesh | None,
+    models: Models,
     weights: DecodeWeights,
     state: DecodeState,
     tokens: Int[Array, "C"],
@@ -100,11 +92,11 @@ def score_chunk(
         following: Int[Array, "C"],
         count: Int[Array, ""],
     ) -> tuple[DecodeState, Logprobs]:
-        target, counts = bind(config, weights.target), count[None]
+        target, counts = bind(models.target, weights.target), count[None]
         block = Block.chain(tokens[None], num_nodes=counts)
-        attend = attend_over(state.stores, state.slots, block, implementation=implementation)
+        attend = attend_over(state.stores, state.slots, block, implementation=models.implementation)
         output = target(block.tokens, block.positions(state.slots.lengths), attend)
-        told = logprobs_of(target.logits(output.hidden), following[None], config.vocab_size)
+        told = logprobs_of(target.logits(output.hidden), following[None], models.target.vocab_size)
         written = after_forward(counts, told.tokens.reshape(1, -1))
         path = chain_path(*block.tokens.shape)
         return dataclasses.replace(
@@ -113,4 +105,4 @@ def score_chunk(
             slots=state.slots._replace(lengths=state.slots.lengths + counts),
         ), told
 
-    return on_mesh(mesh, config, None, run)(weights, state, tokens, following, count)
+    return models.on_mesh(run)(weights, state, tokens, following, count)

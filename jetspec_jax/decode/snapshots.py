@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, ArrayLike, Int
 
 from jetspec_jax.cache.slots import Slots
-from jetspec_jax.cache.stores import Store, empty_stores, layers_with_places
-from jetspec_jax.config import ModelConfig
+from jetspec_jax.cache.stores import Store, empty_stores
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.device.mesh import WHOLE, everywhere, shardings
 from jetspec_jax.device.partition import spread
@@ -26,8 +26,7 @@ Snapshots = tuple[Store, ...]
 
 
 def empty_snapshots(
-    config: ModelConfig,
-    mesh: Mesh | None,
+    models: Models,
     count: int,
     *,
     pages_per_slot: int,
@@ -37,8 +36,7 @@ def empty_snapshots(
     """Places for snapshots, with nothing in them; on a mesh each device has its own part.
 
     Args:
-        config: The target's geometry.
-        mesh: The devices that share it; None is one.
+        models: The models.
         count: K.
         pages_per_slot: As of the state whose slots are copied.
         page_size: Likewise.
@@ -46,14 +44,14 @@ def empty_snapshots(
     """
 
     def make() -> Snapshots:
-        whole = spread(config, mesh)
-        own = replace(whole, layers=tuple(whole.layers[i] for i in layers_with_places(whole)))
+        whole = spread(models.target, models.mesh)
+        own = replace(whole, layers=tuple(whole.layers[i] for i in whole.layers_with_places))
         free = Slots.of(jnp.zeros((count, pages_per_slot), jnp.int32), jnp.zeros(count, jnp.int32))
         return empty_stores(own, 0, page_size, dtype, free)
 
-    if mesh is None:
+    if models.mesh is None:
         return make()
-    return jax.jit(make, out_shardings=shardings(mesh, snapshot_specs(jax.eval_shape(make))))()
+    return jax.jit(make, out_shardings=shardings(models.mesh, snapshot_specs(jax.eval_shape(make))))()
 
 
 def snapshot_specs(stores: Any) -> Any:
@@ -62,8 +60,7 @@ def snapshot_specs(stores: Any) -> Any:
 
 
 def keep(
-    config: ModelConfig,
-    mesh: Mesh | None,
+    models: Models,
     state: DecodeState,
     snapshots: Snapshots,
     slot: Int[ArrayLike, ""],
@@ -72,20 +69,18 @@ def keep(
     """The snapshots with a slot's in a place, whatever that held. ``snapshots`` is donated, the state is not.
 
     Args:
-        config: The target's geometry.
-        mesh: The devices that share it; None is one.
+        models: The models.
         state: The state.
         snapshots: The places.
         slot: Whose.
         place: Which.
     """
-    own = tuple(state.stores[i] for i in layers_with_places(config))
-    return _with_slot(mesh, snapshots, place, own, slot)
+    own = tuple(state.stores[i] for i in models.target.layers_with_places)
+    return _with_slot(models.mesh, snapshots, place, own, slot)
 
 
 def restore(
-    config: ModelConfig,
-    mesh: Mesh | None,
+    models: Models,
     state: DecodeState,
     snapshots: Snapshots,
     slot: Int[ArrayLike, ""],
@@ -95,8 +90,8 @@ def restore(
 
     The arguments are those of `keep`.
     """
-    layers, stores = layers_with_places(config), list(state.stores)
-    own = _with_slot(mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
+    layers, stores = models.target.layers_with_places, list(state.stores)
+    own = _with_slot(models.mesh, tuple(stores[i] for i in layers), slot, snapshots, place)
     for layer, store in zip(layers, own, strict=True):
         stores[layer] = store
     return replace(state, stores=tuple(stores))

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.pages import NO_PAGE
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import Store
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.models import Weights

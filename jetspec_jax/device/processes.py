@@ -25,7 +25,7 @@ import jaxlib.version
 from jax._src import distributed
 from jax.sharding import Mesh
 
-import jetspec_jax
+from jetspec_jax.version import __version__
 
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ _SHOWN = 80
 def environment() -> dict[str, str]:
     """What programs are compiled with and for, by name: processes that run one must have the same."""
     return {
-        "the version of jetspec_jax": jetspec_jax.__version__,
+        "the version of jetspec_jax": __version__,
         "the version of JAX": jax.__version__,
         "the version of jaxlib": jaxlib.version.__version__,
         "the version of llguidance": _version("llguidance"),  # each makes the masks of grammars itself

@@ -41,13 +41,21 @@ def endings_of(target: Target, params: SamplingParams) -> frozenset[int]:
     return frozenset({*(params.stop_token_ids or ()), *target.eos_token_ids})
 
 
-def check_choices_left(target: Target, params: SamplingParams) -> None:
+def check_choices_left(
+    vocab_size: int, params: SamplingParams, words: Collection[Sequence[int]], endings: Collection[int]
+) -> None:
     """Checks that tokens in a request's settings exist, and that some token can be chosen.
+
+    Args:
+        vocab_size: V.
+        params: The settings.
+        words: The tokens of each bad word.
+        endings: Tokens that are forbidden before ``min_tokens``.
 
     Raises:
         ValueError: One does not, or none can.
     """
-    vocab_size, allowed = target.config.vocab_size, params.allowed_token_ids
+    allowed = params.allowed_token_ids
     for name, tokens in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", dict(params.logit_bias or ())),
@@ -62,11 +70,10 @@ def check_choices_left(target: Target, params: SamplingParams) -> None:
     def left(forbidden: Collection[int]) -> int:
         return vocab_size - len(forbidden) if allowed is None else len(set(allowed) - set(forbidden))
 
-    words = encode_bad_words(target, params.bad_words)
     forbidden = {word[0] for word in words if len(word) == 1}
     if not left(forbidden):
         raise ValueError("no token could be chosen: bad_words forbid all that are allowed")
-    if params.min_tokens and not left(forbidden | endings_of(target, params)):
+    if params.min_tokens and not left(forbidden.union(endings)):
         raise ValueError(
             f"no token could be chosen before min_tokens={params.min_tokens}: all that are allowed end it"
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.pages import PagePool, page_keys
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.ring import ring_pages
-from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import snapshots
 from jetspec_jax.decode.decoder import TreeDecoder
-from jetspec_jax.decode.on_mesh import state_specs
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state
 from jetspec_jax.decode.snapshots import Snapshots
@@ -68,8 +68,7 @@ def empty_snapshots(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     if not size.snapshots:
         return ()
     return snapshots.empty_snapshots(
-        decoder.target,
-        decoder.mesh,
+        decoder.models,
         size.snapshots,
         pages_per_slot=size.pages_per_slot,
         page_size=PAGE_SIZE,
@@ -176,9 +175,11 @@ def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras
         rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
         found[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * own.vocab_size
     if extras.prompt_logprobs:
-        state = jax.eval_shape(lambda: empty_scoring_state(decoder, size.capacity, dtype))
+        state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, dtype))
         rows = 4 * LOGITS_COPIES * SCORED_CHUNK * own.vocab_size
-        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = _on_device(decoder, state) + rows
+        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = (
+            _on_device(decoder.alone, state) + rows
+        )
     return found
 
 
@@ -230,13 +231,11 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     return 4 * logits + dtype.itemsize * (taps + rows * layer) + rows * stash + attention + recurrence
 
 
-def _on_device(decoder: TreeDecoder, state: DecodeState) -> int:
+def _on_device(models: Models, state: DecodeState) -> int:
     """Bytes of a state on a device."""
-    mesh = decoder.mesh
-    if mesh is None:
+    if models.mesh is None:
         return array_bytes(state)
-    proposer = None if state.proposer is None else decoder.proposer
-    return array_bytes(state, shardings(mesh, state_specs(proposer, state, mesh)))
+    return array_bytes(state, shardings(models.mesh, models.state_specs(state)))
 
 
 def _stash_bytes(layer: LayerConfig, dtype: jnp.dtype) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 
 
 def pages_for(tokens: int) -> int:

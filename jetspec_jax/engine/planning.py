@@ -1,49 +1,29 @@
-"""The front door: what an engine and its requests need, checked before anything is done."""
+"""What an engine is, and whether one serves what another was planned for."""
 
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jetspec_jax.arguments import check_type, shown
-from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
-from jetspec_jax.device.groups import Meshes, describe_meshes
 from jetspec_jax.device.memory import Bytes
-from jetspec_jax.device.processes import spans
-from jetspec_jax.engine.agreement import asked_for, share
-from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
-from jetspec_jax.engine.grammars import matcher_for
 from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.pace import Slices
-from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
-from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import (
-    MAX_SLOTS,
     MOST_ROWS,
     PREFILL_TOKENS,
     EngineSize,
     chunks_for,
-    default_capacity,
     powers,
-    slots_for,
 )
-from jetspec_jax.sampling.params import SamplingParams, draw_seed
-from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, Hints, algorithm_of, tree_buckets
-from jetspec_jax.tree.routing import Routing, hints_of_each
+from jetspec_jax.tree import BUCKETS, USUAL_LEAST, Auto, algorithm_of, tree_buckets
 from pallas_kernels.dispatch import gpu_problem
-
-# Numbers of prompts, as vLLM has them: the request ids of requests that callers do not name.
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -220,257 +200,3 @@ def plan_engine(
         # Plain XLA makes the scores of all rows at once.
         chunks = chunks_for(slots, gpu=implementation != "xla" and gpu_problem() is None)
     return EnginePlan(decoder, EngineSize.of(target, slots, capacity, num_pages, chunks), dtype)
-
-
-def plan_requests(
-    target: Target,
-    head: Head | None,
-    settings: TreeSettings,
-    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    routing: Hints | Sequence[Hints | None] | None = None,
-    *,
-    max_slots: int = MAX_SLOTS,
-    capacity: int | None = None,
-    proposer: Proposer | None = None,
-    implementation: str | None = None,
-    together: bool = True,
-) -> tuple[EnginePlan, list[Request]]:
-    """Requests, and the engine that serves them together, or their share with each copy of the target.
-
-    Args:
-        target: The target.
-        head: A draft head; None decodes plainly unless a proposer is given.
-        settings: The trees.
-        prompts: One prompt in any form, or several.
-        sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
-        routing: What is known of the prompts, for all or for each: see `jetspec_jax.generate_tree`.
-        max_slots: Most prompts that decode at the same time, with each copy of the target.
-        capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
-        proposer: A proposer other than the head's.
-        implementation: Of tree attention; None picks the best.
-        together: Whether all processes that share the target make this call, and serve the requests.
-
-    Returns:
-        The engine, on the target's own devices, and the requests.
-
-    Raises:
-        TypeError: Something is of a wrong type.
-        ValueError: A setting is out of its range, the head does not fit, or a request cannot be served; or
-            several processes ask for different things.
-    """
-    check_models(target, head)
-    options = {
-        "max_slots": max_slots,
-        "capacity": capacity,
-        "proposer": proposer,
-        "implementation": implementation,
-    }
-    plan = functools.partial(
-        _plan_requests, target, head, settings, prompts, sampling_params, routing, **options
-    )
-    if together and spans(target.mesh):
-        return share(plan)
-    planned, requests, _ = plan()
-    return planned, requests
-
-
-def _plan_requests(
-    target: Target,
-    head: Head | None,
-    settings: TreeSettings,
-    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    routing: Hints | Sequence[Hints | None] | None,
-    *,
-    max_slots: int,
-    capacity: int | None,
-    proposer: Proposer | None,
-    implementation: str | None,
-) -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
-    """As `plan_requests`; also returns what tells, by name, what was asked for."""
-    read = read_prompts(target, prompts)
-    params = _of_each(sampling_params, len(read))
-    hints = hints_of_each(routing, len(read), "prompts")
-    asked = []
-    for number, (prompt, own) in enumerate(zip(read, params, strict=True)):
-        with naming(f"prompts[{number}]" if len(read) > 1 else ""):
-            asked.append(check_request(target, prompt, own, capacity=capacity))
-    need = max((one.tokens for one in asked), default=0)
-    plan = plan_engine(
-        target.config,
-        None if head is None else head.config,
-        settings,
-        target.dtype,
-        slots=slots_for(-(-sum(one.params.n for one in asked) // len(target.meshes)), max_slots),
-        capacity=default_capacity(target.config, need) if capacity is None else capacity,
-        proposer=proposer,
-        implementation=implementation,
-        mesh=target.mesh,
-    )
-    requests = [
-        make_request(
-            target, plan.decoder, settings, one.prompt, child, hint, index=index, request_id=str(number)
-        )
-        for one, hint in zip(asked, hints, strict=True)
-        for number in itertools.islice(_numbers, 1)
-        for index, child in enumerate(one.params.each())
-    ]
-    plan = replace(plan, extras=Extras.of(requests))
-    checked = [one.params for one in asked]
-    stops = [sorted(request.stop_ids) for request in requests]
-    return plan, requests, functools.partial(asked_for, read, checked, hints, settings, plan.size, stops)
-
-
-def read_single(
-    target: Target, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None
-) -> EncodedPrompt:
-    """The prompt of a request that is followed on its way: one prompt with one completion.
-
-    Raises:
-        TypeError: It is no prompt.
-        ValueError: Several completions are asked for, or as `read_prompt`.
-    """
-    check_models(target, None)
-    if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
-        raise ValueError(f"n must be 1 to follow one completion, not {sampling_params.n}; use generate")
-    return read_prompt(target, prompt)
-
-
-def make_request(
-    target: Target,
-    decoder: TreeDecoder,
-    settings: TreeSettings,
-    prompt: EncodedPrompt,
-    params: SamplingParams,
-    hints: Hints | None = None,
-    *,
-    index: int = 0,
-    request_id: str = "",
-) -> Request:
-    """A request of one completion, number ``index`` of its prompt; draws a seed if it has none."""
-    stop_ids = stop_ids_of(target, params)
-    if params.seed is None:
-        params = replace(params, seed=draw_seed())
-    return Request(
-        prompt.ids,
-        params,
-        stop_ids,
-        settings.budget,
-        decoder.depth if settings.depth is None else settings.depth,
-        Routing.of_one(hints),
-        text=prompt.text,
-        index=index,
-        request_id=request_id,
-        bad_words=encode_bad_words(target, params.bad_words),
-        endings=endings_of(target, params),
-        matcher=matcher_for(target, params, stop_ids),
-    )
-
-
-def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
-    """All tokens that end a request."""
-    return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
-
-
-@dataclass(frozen=True)
-class CheckedRequest:
-    """What was asked for, known to be possible.
-
-    Attributes:
-        prompt: Its prompt.
-        params: Its parameters, which name `max_tokens`.
-        max_tokens: Most tokens to generate.
-    """
-
-    prompt: EncodedPrompt
-    params: SamplingParams
-    max_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """Of prompt and output together, at most."""
-        return len(self.prompt.ids) + self.max_tokens
-
-
-def check_request(
-    target: Target, prompt: Prompt | EncodedPrompt, params: SamplingParams, *, capacity: int | None = None
-) -> CheckedRequest:
-    """Checks a request before anything is done for it.
-
-    Args:
-        target: The target.
-        prompt: The prompt, in any form.
-        params: How it is sampled and when it stops.
-        capacity: Tokens that a slot can hold; None is the target's whole context.
-
-    Raises:
-        ImportError: It has a grammar, and llguidance is not installed.
-        TypeError: Something is of a wrong type.
-        ValueError: What is wrong with it.
-    """
-    check_type("sampling_params", params, SamplingParams, "SamplingParams")
-    config, read = target.config, read_prompt(target, prompt)
-    check_choices_left(target, params)
-    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
-    count, room = len(read.ids), limit - len(read.ids)
-    if room < 1:
-        raise ValueError(
-            f"the prompt is longer than the context: {count} prompt tokens leave no room for an output in "
-            f"the context limit of {limit}"
-        )
-    most = room if params.max_tokens is None else params.max_tokens
-    if most > room:
-        raise ValueError(
-            f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
-            f"max_tokens could be at most {room}, or None to go on to the limit"
-        )
-    if params.stop and target.tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
-    if params.min_tokens > most:
-        raise ValueError(
-            f"min_tokens={params.min_tokens} lies beyond the {most} tokens that the context limit of {limit} "
-            f"leaves after {count} prompt tokens"
-        )
-    matcher_for(target, params, stop_ids_of(target, params))  # while it can still be said whose grammar it is
-    return CheckedRequest(read, replace(params, max_tokens=most), most)
-
-
-def check_models(target: object, head: object) -> None:
-    """Checks the kinds, the devices and the process of models.
-
-    Raises:
-        TypeError: What is no loaded target, or neither None nor a loaded head.
-        ValueError: They lie on different devices.
-        RuntimeError: This process is a fork of the one that loaded them.
-    """
-    check_type("the target", target, Target, "a Target, as load_target returns it")
-    check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
-    if isinstance(target, Target):
-        target.keeper.check_process()
-        if isinstance(head, Head):
-            check_places(target.meshes, head.meshes)
-
-
-def check_places(target: Meshes, head: Meshes) -> None:
-    """Raises ValueError for a draft head that does not lie where its target does."""
-    if head != target:
-        raise ValueError(
-            f"the draft head lies on {describe_meshes(head)} and the target on {describe_meshes(target)}: "
-            "load both with the same mesh"
-        )
-
-
-def _of_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """One set of sampling parameters for each of ``count`` prompts."""
-    if sampling_params is None:
-        sampling_params = SamplingParams()
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * count
-    if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
-        raise TypeError(f"sampling_params must be SamplingParams or a list, not {shown(sampling_params)}")
-    if len(sampling_params) != count:
-        raise ValueError(f"{len(sampling_params)} sampling_params for {count} prompts")
-    return list(sampling_params)

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree.routing import Routing
 
 
 class Adjusting(NamedTuple):
@@ -44,7 +43,7 @@ class Admission(NamedTuple):
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        routing: What is known of it, for algorithms that look at that: two numbers.
+        routing: What the caller said of it, for algorithms that look at that: names and values.
         adjusting: What it wants of the logits; None is nothing.
         scored: Its prompt, where log-probabilities of that are asked for and not known yet.
         output: What it has got so far, where a grammar says how that goes on.
@@ -60,7 +59,7 @@ class Admission(NamedTuple):
     stop_ids: tuple[int, ...]
     budget: int
     depth: int
-    routing: Routing
+    routing: tuple[tuple[str, str], ...] = ()
     adjusting: Adjusting | None = None
     scored: Int32[np.ndarray, "T"] | None = None
     output: tuple[int, ...] = ()

@@ -14,7 +14,6 @@ from jetspec_jax.engine.pages import pages_for
 from jetspec_jax.engine.records import Adjusting
 from jetspec_jax.sampling.grammar import MOST_SECONDS, Matcher
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.tree.routing import Routing
 
 
 class DeadlinePassed(TimeoutError):
@@ -44,7 +43,7 @@ class Request:
         stop_ids: All tokens that end it.
         budget: Most nodes of its trees, root included.
         depth: Largest depth of its trees.
-        routing: What is known of it, for algorithms that look at that; None is nothing.
+        routing: What the caller said of it, for algorithms that look at that: names and values.
         text: What its prompt was made of; None if it was token ids.
         index: Which of its prompt's completions it is.
         bad_words: Tokens of the words that its output may not have.
@@ -90,7 +89,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     budget: int = 1
     depth: int = 0
-    routing: Routing | None = None
+    routing: tuple[tuple[str, str], ...] = ()
     text: str | None = None
     index: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jetspec_jax.cache.slots import NO_PAGE
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
 from jetspec_jax.decode.snapshots import keep, restore
@@ -80,7 +80,7 @@ class Runner:
         self.snapshots = empty_snapshots(self.decoder, size, dtype)
         if size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
-        self._scores = PromptScores(self.decoder, weights.target, dtype)
+        self._scores = PromptScores(self.decoder.alone, weights.target, dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
         # What programs have been called: the kind, and what they are for.
@@ -116,7 +116,8 @@ class Runner:
                 vocab_size=decoder.target.vocab_size,
                 budget=own.budget,
                 depth=own.depth,
-            )._replace(remaining=np.int32(own.remaining), routing=own.routing)
+                routing=dict(own.routing),
+            )._replace(remaining=np.int32(own.remaining))
             # NumPy scalars have one type on every call; a Python int is another program than an array.
             begins = np.int32(own.anchor), np.int32(own.length), np.bool_(own.active)
             self.state = decoder.insert(self.state, np.int32(own.slot), own.pages, settings, *begins)
@@ -163,13 +164,13 @@ class Runner:
 
     def _copy(self, copies: Iterable[SlotCopy]) -> None:
         """To snapshots and back, in order."""
-        own = self.decoder.target, self.decoder.mesh
+        models = self.decoder.models
         for _, slot, place, restores in copies:
             where = np.int32(slot), np.int32(place)
             if restores:
-                self.state = restore(*own, self.state, self.snapshots, *where)
+                self.state = restore(models, self.state, self.snapshots, *where)
             else:
-                self.snapshots = keep(*own, self.state, self.snapshots, *where)
+                self.snapshots = keep(models, self.state, self.snapshots, *where)
 
     def _live(self, slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         """The live slots as `TreeDecoder.decode` takes them; nothing if they are all."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.budget_policy import BudgetPolicy, Dispatch, LiveSlot
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.holdings import Holdings
@@ -14,9 +14,8 @@ from jetspec_jax.engine.pages import PagePool
 from jetspec_jax.engine.records import Admission, Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.size import EngineSize
-from jetspec_jax.sampling.choice import NO_CHOICE
 from jetspec_jax.sampling.grammar import Matcher
-from jetspec_jax.tree.routing import Routing
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 
 #: Most rounds of a dispatch in which a grammar has a say. They are slower than what is known of rounds, and
 #: each returns to the host anyway, so that short dispatches cost little and keep nobody waiting.
@@ -288,7 +287,7 @@ class Scheduler:
             stop_ids=tuple(sorted(request.stop_ids)),
             budget=request.budget,
             depth=request.depth,
-            routing=Routing.of_one(None) if request.routing is None else request.routing,
+            routing=request.routing,
             adjusting=request.adjusting,
             scored=request.scored,
             output=() if request.matcher is None else tuple(request.tokens),

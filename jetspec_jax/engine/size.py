@@ -4,11 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jetspec_jax.arguments import check_integer
-from jetspec_jax.cache.stores import layers_with_places
-from jetspec_jax.config import ModelConfig
 from jetspec_jax.engine.pages import pages_for
+
+if TYPE_CHECKING:  # configs name rules of kernels, which are JAX's; the scheduler does without
+    from jetspec_jax.config import ModelConfig
 
 MAX_SLOTS = 8
 #: Of an engine for many: slots that it has on a GPU, if there is memory for them.
@@ -57,7 +59,7 @@ class EngineSize:
     @classmethod
     def of(
         cls,
-        target: ModelConfig,
+        target: "ModelConfig",
         slots: int,
         capacity: int | None,
         num_pages: int | None = None,
@@ -76,7 +78,7 @@ class EngineSize:
         check_integer("capacity", capacity, 1, limit)
         num_pages = slots * pages_for(capacity) if num_pages is None else num_pages
         chunks = _CPU_CHUNKS if chunks is None else chunks
-        return cls(slots, capacity, num_pages, chunks, pages_alone=not layers_with_places(target))
+        return cls(slots, capacity, num_pages, chunks, pages_alone=not target.layers_with_places)
 
     @property
     def shares_pages(self) -> bool:
@@ -129,7 +131,7 @@ def powers(slots: int, base: int = 2) -> tuple[int, ...]:
     return tuple(itertools.takewhile(lambda own: own < slots, (base**power for power in range(slots))))
 
 
-def default_capacity(config: ModelConfig, need: int) -> int:
+def default_capacity(config: "ModelConfig", need: int) -> int:
     """Tokens per slot: the usual capacity, or the next power of two that holds ``need``."""
     usual = max(DEFAULT_CAPACITY, 1 << (need - 1).bit_length() if need else 0)
     return min(usual, config.max_position_embeddings)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.logprobs import Logprobs
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.scoring import compile_scoring, score_prompt
 from jetspec_jax.decode.state import DecodeState
 from jetspec_jax.engine.records import Admission, Batch
@@ -80,9 +81,9 @@ def adjusted(decoder: TreeDecoder, state: DecodeState, own: Admission) -> Decode
 class PromptScores:
     """What is told of prompts: of each token but the first."""
 
-    def __init__(self, decoder: TreeDecoder, weights: Weights, dtype: jnp.dtype):
-        """Takes any decoder of the target's, the target's parameters, and the type of its stores."""
-        self._own = decoder, weights, dtype
+    def __init__(self, models: Models, weights: Weights, dtype: jnp.dtype):
+        """Takes the target alone, its parameters, and the type of its stores."""
+        self._own = models, weights, dtype
         # The last prompt: the completions of one share what is told of it.
         self._last: tuple[bytes, list[Logprobs]] = (b"", [])
 
@@ -92,13 +93,13 @@ class PromptScores:
 
     def compile(self, length: int) -> None:
         """Compiles what it needs for prompts of up to so many tokens."""
-        decoder, weights, dtype = self._own
-        compile_scoring(decoder, weights, length, dtype)
+        models, weights, dtype = self._own
+        compile_scoring(models, weights, length, dtype)
 
     def _of(self, prompt: np.ndarray) -> list[Logprobs]:
         if self._last[0] != prompt.tobytes():
-            decoder, weights, dtype = self._own
-            self._last = prompt.tobytes(), score_prompt(decoder, weights, prompt, dtype)
+            models, weights, dtype = self._own
+            self._last = prompt.tobytes(), score_prompt(models, weights, prompt, dtype)
         return self._last[1]
 
 

@@ -12,7 +12,6 @@ from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growt
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
-from jetspec_jax.tree.routing import Routing
 
 _RECORDS: dict[str, Any] = {
     own.__name__: own
@@ -24,7 +23,6 @@ _RECORDS: dict[str, Any] = {
         Extras,
         Growth,
         Kind,
-        Routing,
         SamplingParams,
         SlotCopy,
         StructuredOutputsParams,

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.ring import ring_pages
-from jetspec_jax.cache.slots import PAGE_SIZE
 from jetspec_jax.checkpoint.hub import find_headers
 from jetspec_jax.checkpoint.orbax import check_orbax, is_orbax
 from jetspec_jax.checkpoint.source import Source

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from jetspec_jax.checkpoint.loading import Target
+from jetspec_jax.engine.admission import stop_ids_of
 from jetspec_jax.engine.bad_words import encode_bad_words, endings_of
 from jetspec_jax.engine.grammars import matcher_for
-from jetspec_jax.engine.planning import stop_ids_of
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.adjust import Adjustments, adjust, room_for

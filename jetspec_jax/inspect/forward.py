@@ -24,7 +24,7 @@ from jetspec_jax.decode.proposer import DraftHeadProposer
 from jetspec_jax.device.mesh import WHOLE, everywhere
 from jetspec_jax.device.partition import is_split, own_part, parameter_specs
 from jetspec_jax.device.processes import compare, spans
-from jetspec_jax.engine.planning import check_models
+from jetspec_jax.engine.admission import check_models
 from jetspec_jax.engine.prompts import check_ids
 from jetspec_jax.models import Transformer, Weights, bind
 from jetspec_jax.models.transformer import ForwardOutput

@@ -22,9 +22,9 @@ from jetspec_jax.decode.round import Accepted
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeState, DecodeWeights, RoundRecord
 from jetspec_jax.device.processes import OutOfStep
+from jetspec_jax.engine.admission import plan_requests, read_single
 from jetspec_jax.engine.engine import Engine
 from jetspec_jax.engine.output import Completion, Output
-from jetspec_jax.engine.planning import plan_requests, read_single
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import give_back, take_engine

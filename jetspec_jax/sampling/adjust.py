@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
+from jetspec_jax.sampling.allowed import contains
 from jetspec_jax.sampling.choice import own_part
 from jetspec_jax.sampling.params import SamplingParams
-from jetspec_jax.sampling.token_sets import contains, packed
+from jetspec_jax.sampling.token_sets import packed
 from pallas_kernels import shards
 
 #: Most bad words of a request, as token sequences, and most tokens of one.

@@ -1,9 +1,16 @@
-"""Masks that come from the host, as those of grammars: the tokens that may follow each node of a tree."""
+"""Packed sets of tokens on the device: see `jetspec_jax.sampling.token_sets`."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import shards
+
+
+def contains(sets: UInt32[Array, "B words"], tokens: Int[Array, "B K"]) -> Bool[Array, "B K"]:
+    """Which tokens are in the set of their row; a negative one is in none."""
+    words = jnp.take_along_axis(sets, jnp.maximum(tokens, 0) // 32, axis=1)
+    bits = (words >> (jnp.maximum(tokens, 0) % 32).astype(jnp.uint32)) & 1
+    return (bits == 1) & (tokens >= 0)
 
 
 def only_allowed(logits: Float[Array, "B N V"], allowed: UInt32[Array, "B N words"]) -> Float[Array, "B N V"]:

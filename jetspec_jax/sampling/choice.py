@@ -17,11 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Num, Shaped, UInt32
 
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 from pallas_kernels import shards
 from pallas_kernels.token_filter import least_kept
-
-#: What a row gives that has no choice, as all its logits are NaN or -inf. -1 ends lists of tokens.
-NO_CHOICE = -2
 
 # Entries of a row that are reduced together. XLA:GPU takes a block for each, so that few rows keep it busy.
 _CHUNK = 4096

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,12 @@ class Matcher:
         self._text_bits = vocabulary.text_bits
         self._stop_bits = packed(stop_ids, 32 * len(self._text_bits))
         self._words = -(-vocabulary.vocab_size // 32)
+
+    def copy(self) -> "Matcher":
+        """Another one that is as far."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Commits tokens of the output, in order; those after a token that ends the request do not count."""

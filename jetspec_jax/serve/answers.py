@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse
 
 from jetspec_jax.async_llm import Delta
+from jetspec_jax.engine.admission import CheckedRequest
 from jetspec_jax.engine.logprobs import Logprob
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.serve.errors import CLIENT_LEFT, ApiError, internal
@@ -54,11 +55,11 @@ async def answer(
     Raises:
         ApiError: It cannot be served.
     """
-    await service.check(asked)
+    checked = await service.check(asked)
     record = request.state.record
     record["prompt_tokens"] = sum(len(prompt.ids) for prompt in asked.prompts)
     completions: dict[int, Completion] = {}
-    deltas = _choices(service, asked, completions, record)
+    deltas = _choices(service, asked, checked, completions, record)
     try:
         if not stream:
             async with contextlib.aclosing(deltas):
@@ -73,10 +74,14 @@ async def answer(
 
 
 async def _choices(
-    service: Service, asked: Asked, completions: dict[int, Completion], record: dict[str, Any]
+    service: Service,
+    asked: Asked,
+    checked: Sequence[CheckedRequest],
+    completions: dict[int, Completion],
+    record: dict[str, Any],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Deltas with the numbers of their choices; keeps what has ended."""
-    async with contextlib.aclosing(service.follow(asked)) as deltas:
+    async with contextlib.aclosing(service.follow(asked, checked)) as deltas:
         async for number, delta in deltas:
             choice = number * asked.params.n + delta.index
             record["completion_tokens"] = record.get("completion_tokens", 0) + len(delta.token_ids)

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
-import jetspec_jax
 from jetspec_jax.async_llm import AsyncLLM
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.structured import StructuredOutputsParams
@@ -30,6 +29,7 @@ from jetspec_jax.serve.playground.routes import playground_routes
 from jetspec_jax.serve.service import Service, capacity_of
 from jetspec_jax.serve.settings import ServeSettings
 from jetspec_jax.serve.tokens import token_routes
+from jetspec_jax.version import __version__
 
 #: All that there are programs for beside the usual ones.
 MORE = SamplingParams(
@@ -72,7 +72,7 @@ def make_app(
     # The pages of FastAPI's own documentation load scripts from elsewhere.
     app = FastAPI(
         title="jetspec-jax",
-        version=jetspec_jax.__version__,
+        version=__version__,
         root_path=settings.root_path,
         docs_url=None,
         redoc_url=None,
@@ -159,7 +159,7 @@ def _plain_routes(service: Service) -> APIRouter:
     @router.get("/version")
     async def version(_: Request) -> dict[str, str]:
         return {
-            "version": jetspec_jax.__version__,
+            "version": __version__,
             "jax": jax.__version__,
             "python": platform.python_version(),
         }

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.async_llm import AsyncLLM, Delta
-from jetspec_jax.engine.planning import check_request
+from jetspec_jax.engine.admission import CheckedRequest
 from jetspec_jax.engine.prompts import EncodedPrompt, naming
 from jetspec_jax.engine.size import default_capacity
 from jetspec_jax.sampling.params import SamplingParams
@@ -111,8 +111,8 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    async def check(self, asked: Asked) -> None:
-        """Checks all that can be before the engine hears of it.
+    async def check(self, asked: Asked) -> list[CheckedRequest]:
+        """Checks all that can be before the engine hears of it: each prompt with its parameters.
 
         Raises:
             ApiError: What is wrong.
@@ -133,7 +133,7 @@ class Service:
         if asked.params.structured_outputs is not None:
             with _refusing(asked):
                 await self.trials.check(asked.params.structured_outputs)
-        await asyncio.to_thread(self._check, asked)
+        return await asyncio.to_thread(self._check, asked)
 
     def check_budget(self, budget: int | None) -> None:
         """Checks the budget of a request.
@@ -147,11 +147,13 @@ class Service:
             message = f"budget={shown(budget)}: trees of this server can have budgets of {trees}"
             raise ApiError(400, message, param="budget", code="invalid_value")
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: Asked) -> list[CheckedRequest]:
+        checked = []
         for number, prompt in enumerate(asked.prompts):
             self._check_length(asked, len(prompt.ids))
             with _refusing(asked), naming(f"{asked.param}[{number}]" if len(asked.prompts) > 1 else ""):
-                check_request(self.llm.llm.target, prompt, asked.params, capacity=self.capacity)
+                checked.append(self.llm.check(prompt, asked.params))
+        return checked
 
     def _check_length(self, asked: Asked, count: int) -> None:
         most, room, asks = self.settings.max_prompt_tokens, self.capacity - count, asked.params.max_tokens
@@ -170,29 +172,31 @@ class Service:
             return
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    async def follow(self, asked: Asked) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def follow(
+        self, asked: Asked, checked: Sequence[CheckedRequest]
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         """What is new of the completions of all prompts, each with the number of its prompt.
 
         Raises:
             ApiError: A prompt could not be served.
         """
         queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-        if len(asked.prompts) == 1:
-            async with contextlib.aclosing(self._follow(asked, 0)) as deltas:
+        if len(checked) == 1:
+            async with contextlib.aclosing(self._follow(asked, checked[0])) as deltas:
                 async for delta in deltas:
                     yield 0, delta
             return
 
         async def read(number: int) -> None:
             try:
-                async with contextlib.aclosing(self._follow(asked, number)) as deltas:
+                async with contextlib.aclosing(self._follow(asked, checked[number])) as deltas:
                     async for delta in deltas:
                         queue.put_nowait((number, delta))
                 queue.put_nowait(None)
             except Exception as error:
                 queue.put_nowait(error)
 
-        tasks = [asyncio.create_task(read(number)) for number in range(len(asked.prompts))]
+        tasks = [asyncio.create_task(read(number)) for number in range(len(checked))]
         try:
             left = len(tasks)
             while left:
@@ -208,11 +212,10 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, asked: Asked, number: int) -> AsyncGenerator[Delta, None]:
-        prompt, following = asked.prompts[number].ids, self.metrics.following()
+    async def _follow(self, asked: Asked, checked: CheckedRequest) -> AsyncGenerator[Delta, None]:
+        following = self.metrics.following()
         deltas = self.llm.generate(
-            prompt,
-            asked.params,
+            checked,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
             budget=asked.budget,
@@ -223,7 +226,7 @@ class Service:
             try:
                 async for delta in deltas:
                     if not begun:
-                        self.metrics.prompt(len(prompt))
+                        self.metrics.prompt(len(checked.prompt.ids))
                         begun = True
                     following.saw(delta)
                     yield _without_output(delta) if asked.prompt_only else delta

@@ -12,8 +12,9 @@ import pytest
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.cache.recurrent import RecurrentStore, empty_recurrent_store
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import after_forward, chain_path, commit, empty_stores
 from jetspec_jax.config import Recurrence
 from jetspec_jax.models.layers import KV, RecurrentRows

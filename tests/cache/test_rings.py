@@ -10,8 +10,9 @@ import pytest
 
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.cache.ring import RingStore, ring_pages
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import PLAIN, make_decoder
 from jetspec_jax.engine.memory import empty_state

@@ -12,11 +12,12 @@ from jetspec_jax.cache import paged
 from jetspec_jax.cache.attention import attend_over
 from jetspec_jax.cache.block import Block
 from jetspec_jax.cache.paged import PagedStore
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.cache.ring import RingStore
-from jetspec_jax.cache.slots import NO_PAGE, Slots
+from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import after_forward, chain_path, commit
 from jetspec_jax.models.layers import KV
-from jetspec_jax.sampling.choice import NO_CHOICE
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 from pallas_kernels.paged_write import paged_write
 
 BATCH, PAGE, NUM_PAGES, TABLE = 3, 4, 24, 8

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate, generate_tree
-from jetspec_jax.cache.slots import NO_PAGE
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.decode.state import grow
 from jetspec_jax.engine import round_costs

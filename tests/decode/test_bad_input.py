@@ -8,8 +8,9 @@ import pytest
 
 from jetspec_jax import LLM, Head, SamplingParams, TreeDecoder, draft_logits, generate, generate_tree
 from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.bad_words import encode_bad_words
-from jetspec_jax.engine.planning import check_request, plan_engine
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.inspect.trace import trace_rounds
 from tests.decode.tiny import (
     TINY,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import LLM, SamplingParams, draft_logits, generate, generate_tree
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.engine import say_which_attention
 from jetspec_jax.models import bind

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import DecodeWeights, DraftHeadProposer, SamplingParams, SlotSettings, TreeDecoder, generate
-from jetspec_jax.cache.slots import NO_PAGE
+from jetspec_jax.cache.pages import NO_PAGE
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.models import abstract, weights_of
@@ -286,7 +286,7 @@ def test_no_store_is_copied(kind, program):
     some = shaped((live,), jnp.int32)
     if program == "prefill":
         chunk = some, shaped((live, 32), jnp.int32), some, shaped((live,), bool)
-        lowered = prefill.lower(config, decoder.proposer, None, None, weights, state, *chunk)
+        lowered = prefill.lower(decoder.models, weights, state, *chunk)
     else:
         own = () if program == "all" else (some,)
         lowered = decoder.program.lower(decoder, weights, state, shaped((), jnp.int32), *own)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, TreeDecoder, generate, generate_tree
+from jetspec_jax import SamplingParams, generate, generate_tree
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.decode.logprobs import logprobs_of
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.scoring import SCORED_CHUNK, score_prompt
 from jetspec_jax.engine import wants
 from tests.decode.in_float64 import reference_logprobs
@@ -124,7 +125,7 @@ def recurrent_prompt():
 
 def assert_scores(target, prompt, reference, mesh=None):
     weights = target.weights if mesh is None else place(target.weights, target.config, mesh)
-    told = score_prompt(TreeDecoder(target.config, mesh=mesh), weights, prompt, target.dtype)
+    told = score_prompt(Models(target.config, mesh=mesh), weights, prompt, target.dtype)
     assert len(told) == -(-(len(prompt) - 1) // SCORED_CHUNK)
     assert_rounded_prompt(told, prompt, reference)
 

@@ -16,7 +16,7 @@ from jetspec_jax import (
     load_draft_head,
     load_target,
 )
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.checkpoint import loading as checkpoint
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.source import Source
@@ -27,9 +27,9 @@ from jetspec_jax.demo import DEMO_DRAFT_HEAD, DEMO_TARGET
 from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
+from jetspec_jax.engine.admission import plan_requests
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
-from jetspec_jax.engine.planning import plan_requests
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
@@ -202,8 +202,8 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
     weights = DecodeWeights(*(weights_of(abstract(own)) for own in (config, head_config(config))))
     state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
     shapes = (chunk[:1], jnp.int32), (chunk, jnp.int32), (chunk[:1], jnp.int32), (chunk[:1], bool)
-    own = config, decoder.proposer, "xla", None
-    lowered = prefill.lower(*own, weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    given = weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    lowered = prefill.lower(decoder.models, *given)
     plan = lowered.compile().memory_analysis()
     estimate = workspace_bytes(decoder, size, FLOAT32)
     assert plan.temp_size_in_bytes <= estimate <= 4 * plan.temp_size_in_bytes

@@ -142,9 +142,8 @@ def test_stores_are_written_in_place(program, bucket, slots):
         lowered = decoder.program.lower(decoder, weights, state, number)
     else:
         shapes = ((1,), jnp.int32), ((1, 32), jnp.int32), ((1,), jnp.int32), ((1,), bool)
-        own = config, decoder.proposer, None, None
         chunk = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        lowered = prefill.lower(*own, weights, state, *chunk)
+        lowered = prefill.lower(decoder.models, weights, state, *chunk)
     text = lowered.compile().as_text()
     heads, length = config.layers[0].num_kv_heads, config.layers[0].head_dim
     for pages in (37, slots * 20):

@@ -14,8 +14,9 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import DraftHeadConfig, ModelConfig, Recurrence, Rope
 from jetspec_jax.decode.settings import PLAIN
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import check_request, make_request, plan_engine
+from jetspec_jax.engine.planning import plan_engine
 from jetspec_jax.engine.serving import complete
 from jetspec_jax.models import abstract, weights_of
 
@@ -155,7 +156,8 @@ class TinyEngine(Engine):
 
     def request(self, prompt, params):
         asked = check_request(self.target, prompt, params, capacity=self.plan.size.capacity)
-        return make_request(self.target, self.plan.decoder, self.settings, asked.prompt, asked.params)
+        [request] = asked.requests(self.settings, self.plan.decoder)
+        return request
 
     def submit(self, prompt, params):
         return self.admit(self.request(prompt, params))

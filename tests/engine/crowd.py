@@ -9,10 +9,10 @@ import numpy as np
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine import round_costs
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.budget_policy import Dispatch
 from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.output import Output
-from jetspec_jax.engine.planning import check_request, make_request
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.engine.serving import complete
 from jetspec_jax.inspect.exactness import first_divergence
@@ -174,12 +174,8 @@ class Alone:
 
 def requests_of(engine, asked):
     """Requests for all completions of a prompt."""
-    target = engine.target
-    read = check_request(target, asked.prompt, asked.params, capacity=engine.plan.size.capacity)
-    made = [
-        make_request(target, engine.plan.decoder, engine.settings, read.prompt, child, index=index)
-        for index, child in enumerate(read.params.each())
-    ]
+    read = check_request(engine.target, asked.prompt, asked.params, capacity=engine.plan.size.capacity)
+    made = read.requests(engine.settings, engine.plan.decoder)
     for request in made:
         request.priority = asked.priority
     return made

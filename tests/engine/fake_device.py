@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.records import DispatchRecord
 
 VOCAB = 997

@@ -6,7 +6,6 @@ import pytest
 from jetspec_jax import SamplingParams, StructuredOutputsParams
 from jetspec_jax.engine.grammars import FollowedMatchers, matcher_for
 from jetspec_jax.engine.records import Admission, Batch
-from jetspec_jax.tree import Routing
 from tests.engine.processes_worker import of_forms
 
 PARAMS = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(ab|cd)+!"))
@@ -24,7 +23,7 @@ def batch(*, releases=(), admissions=(), masked=()):
 
 def admission(target, slot, params, output=()):
     nothing, ends = np.zeros(1, np.int32), tuple(target.eos_token_ids)
-    return Admission(slot, nothing, 0, 0, True, params, 9, ends, 1, 0, Routing.of_one(None), output=output)
+    return Admission(slot, nothing, 0, 0, True, params, 9, ends, 1, 0, output=output)
 
 
 def test_what_is_committed_is_taken_once(target):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jetspec_jax.cache.slots import PAGE_SIZE
+from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.engine.pages import PagePool, page_keys, pages_for
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 
 from jetspec_jax import SamplingParams
 from jetspec_jax.arguments import shown
-from jetspec_jax.engine.planning import check_request
+from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.prompts import EncodedPrompt, encode_text, read_prompt, read_prompts
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams, generate
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.engine.chunks import cut_prompts
 from jetspec_jax.engine.records import Admission, Batch, Growth
-from jetspec_jax.tree import Routing
 from tests.decode.compilations import compilations
 from tests.decode.tiny import TINY, TinyEngine, random_head, random_target
 from tests.mesh.tiny import on_mesh
@@ -44,7 +43,7 @@ def table(pages):
 
 def begin(pages):
     """Admissions with the pages that each slot has."""
-    shape = (), 8, 7, Routing.of_one(None)
+    shape = (), 8, 7
     return tuple(
         Admission(slot, table(pages[slot]), 0, prompt[-1], len(prompt) == 1, params, NEW, *shape)
         for slot, prompt, params in zip(PLACES, PROMPTS, PARAMS, strict=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jetspec_jax import SamplingParams
-from jetspec_jax.cache.slots import NO_PAGE, PAGE_SIZE
+from jetspec_jax.cache.pages import NO_PAGE, PAGE_SIZE
 from jetspec_jax.engine.request import Request, State
 from tests.engine.scheduling import (
     STEP,

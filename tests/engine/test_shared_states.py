@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jetspec_jax import AsyncLLM, SamplingParams, generate
-from jetspec_jax.cache.stores import layers_with_places
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.snapshots import keep, restore
 from jetspec_jax.device.memory import DeviceMemoryError
@@ -124,15 +123,15 @@ def places_of(store, count):
 def test_a_copy_takes_one_slot_and_nothing_else(mesh):
     mesh, rng = None if mesh is None else mesh_of(*mesh), np.random.default_rng(0)
     runner = engine_of("both", mesh, trees=False).runner
-    own = runner.decoder.target, mesh
+    models = runner.decoder.models
     state = dataclasses.replace(runner.state, stores=filled(runner.state.stores, rng))
     snapshots = filled(runner.snapshots, rng)
-    with_places = layers_with_places(own[0])
+    with_places = models.target.layers_with_places
     assert with_places == (0, 2, 3)
     before = jax.tree.map(np.asarray, (state.stores, snapshots))
     shardings = jax.tree.map(lambda x: x.sharding, (state.stores, snapshots))
-    snapshots = keep(*own, state, snapshots, np.int32(1), np.int32(2))
-    state = restore(*own, state, snapshots, np.int32(0), np.int32(2))
+    snapshots = keep(models, state, snapshots, np.int32(1), np.int32(2))
+    state = restore(models, state, snapshots, np.int32(0), np.int32(2))
     assert jax.tree.map(lambda x: x.sharding, (state.stores, snapshots)) == shardings
     stores, kept = before
     for layer, place in zip(with_places, range(3), strict=True):

@@ -10,7 +10,6 @@ from jetspec_jax.engine.extras import Extras
 from jetspec_jax.engine.records import Adjusting, Admission, Batch, Chunk, Growth
 from jetspec_jax.engine.wants import Kind
 from jetspec_jax.engine.wire import pack, unpack
-from jetspec_jax.tree.routing import Routing
 
 
 def test_all_comes_back_as_it_was():
@@ -27,7 +26,7 @@ def test_all_comes_back_as_it_was():
         stop_ids=(1, 2),
         budget=16,
         depth=3,
-        routing=Routing.of_one({"task": "math"}),
+        routing=(("task", "math"),),
         adjusting=Adjusting(tokens[0], (1,), (), ((4, 5), (6,))),
     )
     chunk = Chunk(np.array([0, 1], np.int32), tokens, np.array([3, 0], np.int32), np.array([True, False]))
@@ -37,8 +36,7 @@ def test_all_comes_back_as_it_was():
     assert repr(back) == repr(sent)
     own = back[0].admissions[0]
     assert own.params == params
-    assert (own.pages.dtype, own.routing.task_class.dtype) == (np.int32, np.int32)
-    assert isinstance(own.routing.reasoning, np.bool_)
+    assert own.pages.dtype == np.int32
     np.testing.assert_array_equal(back[0].chunks[0].tokens, tokens)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jetspec_jax import DecodeWeights, DraftHeadProposer, TreeDecoder
+from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.prefill import prefill
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state, score_chunk
 from jetspec_jax.device.partition import spread
@@ -33,8 +34,7 @@ def lowered(config, head, mesh, *, prompt=False, **settings):
     chunk, numbers, flags = (
         jax.ShapeDtypeStruct(*own) for own in (((2, 8), jnp.int32), ((2,), jnp.int32), ((2,), bool))
     )
-    own = config, proposer, None, mesh
-    return prefill.lower(*own, weights, state, numbers, chunk, numbers, flags)
+    return prefill.lower(decoder.models, weights, state, numbers, chunk, numbers, flags)
 
 
 # A dense family, a mixture, one whose layers add two terms at once, one with recurrent layers.
@@ -83,8 +83,8 @@ def test_each_waits_for_the_one_before(settings):
 
 def test_each_waits_for_the_one_before_where_a_prompt_is_scored():
     config, mesh = config_of("gpt_oss"), mesh_of(2, 4)
-    decoder = TreeDecoder(config, mesh=mesh)
+    models = Models(config, mesh=mesh)
     weights = DecodeWeights(weights_of(abstract(spread(config, mesh))))
-    state = jax.eval_shape(lambda: empty_scoring_state(decoder, SCORED_CHUNK, jnp.dtype(jnp.float32)))
+    state = jax.eval_shape(lambda: empty_scoring_state(models, SCORED_CHUNK, jnp.dtype(jnp.float32)))
     row, number = jax.ShapeDtypeStruct((SCORED_CHUNK,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    assert unordered(score_chunk.lower(config, None, mesh, weights, state, row, row, number)) == []
+    assert unordered(score_chunk.lower(models, weights, state, row, row, number)) == []

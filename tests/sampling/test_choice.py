@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetspec_jax.sampling.choice import NO_CHOICE, choose_tokens
+from jetspec_jax.sampling.choice import choose_tokens
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 from tests.marks import wide
 from tests.sampling.exact import FILTERS, batch_of, jitted_choose, jitted_perturb, keep
 

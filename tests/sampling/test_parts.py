@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetspec_jax.sampling.choice import NO_CHOICE, choose_tokens, perturb
+from jetspec_jax.sampling.choice import choose_tokens, perturb
 from jetspec_jax.sampling.params import SamplingParams
+from jetspec_jax.sampling.token_sets import NO_CHOICE
 from pallas_kernels.token_filter import least_kept
 from tests.marks import wide
 from tests.meshes import GATHER, agreed, on_parts, padded

@@ -12,8 +12,8 @@ import numpy as np
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.decode.state import DecodeWeights
+from jetspec_jax.engine.admission import check_request, plan_requests
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.planning import check_request, plan_requests
 from jetspec_jax.engine.prompts import TokenIds
 from jetspec_jax.engine.request import Request
 from jetspec_jax.progress import Progress

@@ -1,0 +1,280 @@
+"""Admission: requests are checked here, once, before anything is done for them."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jetspec_jax.arguments import check_type, shown
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.decode.proposer import Proposer
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.groups import Meshes, describe_meshes
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.agreement import asked_for, share
+from jetspec_jax.engine.bad_words import check_choices_left, encode_bad_words, endings_of
+from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.grammars import matcher_for
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, naming, read_prompt, read_prompts
+from jetspec_jax.engine.request import Request
+from jetspec_jax.engine.size import MAX_SLOTS, default_capacity, slots_for
+from jetspec_jax.sampling.grammar import Matcher
+from jetspec_jax.sampling.params import SamplingParams, draw_seed
+from jetspec_jax.tree import Hints
+from jetspec_jax.tree.routing import hints_of_each
+
+# Numbers of prompts, as vLLM has them: the request ids of requests that callers do not name.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRequest:
+    """A prompt and its parameters, which `check_request` has checked.
+
+    Attributes:
+        prompt: The prompt.
+        params: Its parameters, which name `max_tokens`.
+        stop_ids: All tokens that end it.
+        bad_words: The tokens of each bad word.
+        endings: Tokens that are forbidden before ``min_tokens``.
+        matcher: At the start of its grammar; None without one.
+    """
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
+    endings: frozenset[int]
+    matcher: Matcher | None
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate."""
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return len(self.prompt.ids) + self.max_tokens
+
+    def requests(
+        self,
+        settings: TreeSettings,
+        decoder: TreeDecoder,
+        hints: Hints | None = None,
+        request_id: str | None = None,
+    ) -> list[Request]:
+        """Requests for the ``n`` completions; those without a seed draw one.
+
+        Args:
+            settings: The trees.
+            decoder: Of the engine that serves them.
+            hints: What is known of the prompt.
+            request_id: What callers call it; None is the next number of this process.
+        """
+        name = str(next(_numbers)) if request_id is None else request_id
+        return [
+            Request(
+                self.prompt.ids,
+                params if params.seed is not None else replace(params, seed=draw_seed()),
+                self.stop_ids,
+                settings.budget,
+                decoder.depth if settings.depth is None else settings.depth,
+                tuple((hints or {}).items()),
+                text=self.prompt.text,
+                index=index,
+                request_id=name,
+                bad_words=self.bad_words,
+                endings=self.endings,
+                matcher=None if self.matcher is None else self.matcher.copy(),
+            )
+            for index, params in enumerate(self.params.each())
+        ]
+
+
+def check_request(
+    target: Target,
+    prompt: Prompt | EncodedPrompt,
+    params: SamplingParams | None = None,
+    *,
+    capacity: int | None = None,
+) -> CheckedRequest:
+    """Checks a request before anything is done for it.
+
+    Args:
+        target: The target.
+        prompt: The prompt, in any form.
+        params: How it is sampled and when it stops; None is the defaults.
+        capacity: Tokens that a slot can hold; None is the target's whole context.
+
+    Raises:
+        ImportError: It has a grammar, and llguidance is not installed.
+        TypeError: Something is of a wrong type.
+        ValueError: What is wrong with it.
+    """
+    params = SamplingParams() if params is None else params
+    check_type("sampling_params", params, SamplingParams, "SamplingParams")
+    config, read = target.config, read_prompt(target, prompt)
+    bad_words, endings = encode_bad_words(target, params.bad_words), endings_of(target, params)
+    check_choices_left(config.vocab_size, params, bad_words, endings)
+    limit = min(config.max_position_embeddings, capacity or config.max_position_embeddings)
+    count, room = len(read.ids), limit - len(read.ids)
+    if room < 1:
+        raise ValueError(
+            f"the prompt is longer than the context: {count} prompt tokens leave no room for an output in "
+            f"the context limit of {limit}"
+        )
+    most = room if params.max_tokens is None else params.max_tokens
+    if most > room:
+        raise ValueError(
+            f"{count} prompt tokens plus max_tokens={shown(most)} lie beyond the context limit of {limit}; "
+            f"max_tokens could be at most {room}, or None to go on to the limit"
+        )
+    if params.stop and target.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the target has none; use stop_token_ids")
+    if params.min_tokens > most:
+        raise ValueError(
+            f"min_tokens={params.min_tokens} lies beyond the {most} tokens that the context limit of {limit} "
+            f"leaves after {count} prompt tokens"
+        )
+    stop_ids = stop_ids_of(target, params)
+    matcher = matcher_for(target, params, stop_ids)
+    return CheckedRequest(read, replace(params, max_tokens=most), stop_ids, bad_words, endings, matcher)
+
+
+def stop_ids_of(target: Target, params: SamplingParams) -> frozenset[int]:
+    """All tokens that end a request."""
+    return frozenset((*(params.stop_token_ids or ()), *(() if params.ignore_eos else target.eos_token_ids)))
+
+
+def plan_requests(
+    target: Target,
+    head: Head | None,
+    settings: TreeSettings,
+    prompts: Prompt | Iterable[Prompt | EncodedPrompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    routing: Hints | Sequence[Hints | None] | None = None,
+    *,
+    max_slots: int = MAX_SLOTS,
+    capacity: int | None = None,
+    proposer: Proposer | None = None,
+    implementation: str | None = None,
+) -> tuple[EnginePlan, list[Request]]:
+    """Requests, and the engine that serves them together, or their share with each copy of the target.
+
+    All processes that share the target make this call, and serve the requests.
+
+    Args:
+        target: The target.
+        head: A draft head; None decodes plainly unless a proposer is given.
+        settings: The trees.
+        prompts: One prompt in any form, or several.
+        sampling_params: One for all prompts, or one for each; ``n`` of them makes n requests of a prompt.
+        routing: What is known of the prompts, for all or for each: see `jetspec_jax.generate_tree`.
+        max_slots: Most prompts that decode at the same time, with each copy of the target.
+        capacity: Tokens that a slot can hold; None is as many as the requests need, or the usual number.
+        proposer: A proposer other than the head's.
+        implementation: Of tree attention; None picks the best.
+
+    Returns:
+        The engine, on the target's own devices, and the requests.
+
+    Raises:
+        TypeError: Something is of a wrong type.
+        ValueError: A setting is out of its range, the head does not fit, or a request cannot be served; or
+            several processes ask for different things.
+    """
+    check_models(target, head)
+
+    def make() -> tuple[EnginePlan, list[Request], Callable[[], dict[str, Any]]]:
+        """Also what tells, by name, what was asked for."""
+        read = read_prompts(target, prompts)
+        params = _of_each(sampling_params, len(read))
+        hints = hints_of_each(routing, len(read), "prompts")
+        checked = []
+        for number, (prompt, own) in enumerate(zip(read, params, strict=True)):
+            with naming(f"prompts[{number}]" if len(read) > 1 else ""):
+                checked.append(check_request(target, prompt, own, capacity=capacity))
+        need = max((one.tokens for one in checked), default=0)
+        plan = plan_engine(
+            target.config,
+            None if head is None else head.config,
+            settings,
+            target.dtype,
+            slots=slots_for(-(-sum(one.params.n for one in checked) // len(target.meshes)), max_slots),
+            capacity=default_capacity(target.config, need) if capacity is None else capacity,
+            proposer=proposer,
+            implementation=implementation,
+            mesh=target.mesh,
+        )
+        each = zip(checked, hints, strict=True)
+        requests = [own for one, hint in each for own in one.requests(settings, plan.decoder, hint)]
+
+        def asked() -> dict[str, Any]:
+            stops = [sorted(request.stop_ids) for request in requests]
+            return asked_for(read, [one.params for one in checked], hints, settings, plan.size, stops)
+
+        return replace(plan, extras=Extras.of(requests)), requests, asked
+
+    if spans(target.mesh):
+        return share(make)
+    plan, requests, _ = make()
+    return plan, requests
+
+
+def read_single(
+    target: Target, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None
+) -> EncodedPrompt:
+    """The prompt of a request that is followed on its way: one prompt with one completion.
+
+    Raises:
+        TypeError: It is no prompt.
+        ValueError: Several completions are asked for, or as `read_prompt`.
+    """
+    check_models(target, None)
+    if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+        raise ValueError(f"n must be 1 to follow one completion, not {sampling_params.n}; use generate")
+    return read_prompt(target, prompt)
+
+
+def check_models(target: object, head: object) -> None:
+    """Checks the kinds, the devices and the process of models.
+
+    Raises:
+        TypeError: What is no loaded target, or neither None nor a loaded head.
+        ValueError: They lie on different devices.
+        RuntimeError: This process is a fork of the one that loaded them.
+    """
+    check_type("the target", target, Target, "a Target, as load_target returns it")
+    check_type("the draft head", head, Head | None, "a Head, as load_draft_head returns it")
+    if isinstance(target, Target):
+        target.keeper.check_process()
+        if isinstance(head, Head):
+            check_places(target.meshes, head.meshes)
+
+
+def check_places(target: Meshes, head: Meshes) -> None:
+    """Raises ValueError for a draft head that does not lie where its target does."""
+    if head != target:
+        raise ValueError(
+            f"the draft head lies on {describe_meshes(head)} and the target on {describe_meshes(target)}: "
+            "load both with the same mesh"
+        )
+
+
+def _of_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One set of sampling parameters for each of ``count`` prompts."""
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if isinstance(sampling_params, str) or not isinstance(sampling_params, Sequence):
+        raise TypeError(f"sampling_params must be SamplingParams or a list, not {shown(sampling_params)}")
+    if len(sampling_params) != count:
+        raise ValueError(f"{len(sampling_params)} sampling_params for {count} prompts")
+    return list(sampling_params)
