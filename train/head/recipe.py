@@ -72,6 +72,8 @@ class HeadRecipe:
 
     Attributes:
         window: Tokens of a training sequence; longer documents are cut.
+        packing: Whether whole documents share a window; otherwise each has windows of its own, filled up with
+            padding. Evaluations never pack, so their figures can be compared.
         remat: Whether the backward pass computes the head's layers again: slower, with less memory.
         deterministic: Whether a run gives the same bits again on the same device, at some cost on a GPU.
         dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
@@ -81,6 +83,7 @@ class HeadRecipe:
 
     fit: Fit
     window: int = 2048
+    packing: bool = False
     head: HeadSettings = field(default_factory=HeadSettings)
     objective: Objective = field(default_factory=Objective)
     evaluation: HeadEvaluation = field(default_factory=HeadEvaluation)
