@@ -36,8 +36,18 @@ class Mean(NamedTuple):
         return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
-#: Means by name; "loss" is what is minimised.
-Means = dict[str, Mean]
+class Count(NamedTuple):
+    """A number of things of a batch; those of its parts add up."""
+
+    total: Int[Array, ""]
+
+    def value(self) -> Int[Array, ""]:
+        """The number."""
+        return self.total
+
+
+#: Means by name; "loss" is what is minimised. Counts of the batch stand beside them.
+Means = dict[str, Any]
 
 
 @runtime_checkable
@@ -111,7 +121,7 @@ def draft_losses(
     With p the target's and q the head's distribution, both at ``temperature`` T and both read by the target's
     own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, or ``-log q(label)`` at
     temperature 1. The target's logits are computed once per row, in the weights' dtype, because many blocks
-    learn from one row. The gradient with regard to ``student`` is computed with the loss, chunk by chunk, so
+    learn from one row; where fewer rows are drafted than the sequence has tokens, once per draft row. The gradient with regard to ``student`` is computed with the loss, chunk by chunk, so
     that the head's logits are computed once too; nothing else has a gradient.
 
     Source: the JetSpec paper's distillation objective and the ones that it compares with.
@@ -131,16 +141,26 @@ def draft_losses(
         logits: Logits, draft_logits: Logits, teacher: Array, *draft: Array, gradient: bool
     ) -> tuple[Array, ...]:
         """Loss and match of all draft rows (states, rows and labels), and maybe the states' gradient."""
-        given = jax.lax.stop_gradient(logits(teacher))
-        best = vocabulary.likeliest(given).astype(jnp.int32)
+        # Of every token once, unless fewer rows are drafted than there are tokens.
+        every = teacher.shape[1] <= draft[0].shape[1]
+        given = jax.lax.stop_gradient(logits(teacher)) if every else None
+        best = None if given is None else vocabulary.likeliest(given).astype(jnp.int32)
+
+        def of_target(index: Array) -> tuple[Array, Array]:
+            """Logits and likeliest tokens of the target's rows."""
+            if given is not None and best is not None:
+                rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
+                return rows, jnp.take_along_axis(best, index, axis=1)
+            rows = jax.lax.stop_gradient(logits(jnp.take_along_axis(teacher, index[:, :, None], axis=1)))
+            return rows, vocabulary.likeliest(rows)
 
         def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
+            target_rows, likeliest = of_target(index)
             own = draft_logits(x)
-            matches = vocabulary.likeliest(own) == jnp.take_along_axis(best, index, axis=1)
+            matches = vocabulary.likeliest(own) == likeliest
             if loss == "sft":
                 return -vocabulary.at(vocabulary.log_softmax(own.astype(jnp.float32)), label), matches
             log_q = vocabulary.log_softmax(own.astype(jnp.float32) / temperature)
-            target_rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
             log_p = vocabulary.log_softmax(target_rows.astype(jnp.float32) / temperature)
             if loss == "forward_kl":
                 divergence = jnp.exp(log_p) * (log_p - log_q)
