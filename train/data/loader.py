@@ -1,5 +1,7 @@
 """Batches of windows, shuffled again in every epoch."""
 
+from typing import Any
+
 import grain
 import numpy as np
 from jaxtyping import Int
@@ -44,7 +46,8 @@ def batches(
 
     def read(indices: Int[np.ndarray, "G"]) -> Window:
         rows = [windows[int(index)] for index in indices[mine]]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        batch: Any = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return batch
 
     # Indices are shuffled and batched before windows are read, so a process reads only its own rows.
     order = grain.MapDataset.range(len(windows)).shuffle(seed=seed).repeat()

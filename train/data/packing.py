@@ -1,6 +1,7 @@
 """Packing: which documents share a window.
 
-It is a function of lengths, window and seed alone, so every process and every resumed run makes the same plan.
+It is a function of lengths, window and seed alone, so every process and every resumed run makes the same
+plan.
 """
 
 from typing import NamedTuple
@@ -44,7 +45,7 @@ def pack(lengths: Int[np.ndarray, "n"], window: int, seed: int) -> Packed:
     # The raw output of a bit generator is the same in all versions of NumPy.
     order = np.lexsort((np.random.Philox(key=seed).random_raw(len(lengths)), -lengths))
     owner = np.zeros(len(lengths), np.int64)
-    # Windows by the tokens that they have left, and a bit for each number of tokens that some window has left.
+    # Windows by the tokens that they have left, and bit r for whether some window has r left.
     open_windows: list[list[int]] = [[] for _ in range(window)]
     rooms, count = 0, 0
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

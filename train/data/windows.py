@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int, Int32
 from train.data.documents import Documents
 from train.data.packing import pack
 
+
 class Window(TypedDict):
     """A window, or with a leading axis a batch of them.
 
@@ -165,9 +166,7 @@ def make_windows(documents: Documents, window: int, seed: int, *, packing: bool)
     return PackedWindows(documents, window, seed) if packing else Windows(documents, window)
 
 
-def learnable_pieces(
-    documents: Documents, window: int
-) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+def learnable_pieces(documents: Documents, window: int) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
     """As `index_windows`.
 
     Raises:
@@ -228,6 +227,6 @@ def check_enough(windows: Windows | PackedWindows, batch: int) -> None:
     """Raises ValueError if packing leaves fewer windows than a batch of all processes has."""
     if isinstance(windows, PackedWindows) and len(windows) < batch:
         raise ValueError(
-            f"packing leaves {len(windows)} windows of {windows.window} tokens, fewer than a batch of {batch}; "
-            f"set fit.batch to at most {len(windows)}, a shorter window, or packing to false"
+            f"packing leaves {len(windows)} windows of {windows.window} tokens, fewer than a batch of "
+            f"{batch}; set fit.batch to at most {len(windows)}, a shorter window, or packing to false"
         )

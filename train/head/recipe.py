@@ -83,11 +83,11 @@ class HeadRecipe:
 
     fit: Fit
     window: int = 2048
-    packing: bool = False
     head: HeadSettings = field(default_factory=HeadSettings)
     objective: Objective = field(default_factory=Objective)
     evaluation: HeadEvaluation = field(default_factory=HeadEvaluation)
     mesh: MeshSettings = field(default_factory=MeshSettings)
+    packing: bool = False
     remat: bool = False
     deterministic: bool = False
     dtype: str = "auto"
@@ -111,6 +111,13 @@ class HeadRecipe:
         ]
         if objective.temperature <= 0:
             wrong.append(f"objective.temperature must be above 0, not {objective.temperature}")
+        if not 0 <= objective.smoothing < 1:
+            wrong.append(f"objective.smoothing must lie in 0..1, 1 excluded, not {objective.smoothing}")
+        if objective.loss == "dpace" and objective.gamma:
+            wrong.append(
+                "objective.gamma must be 0 with the loss dpace, which has weights of its own, not "
+                f"{objective.gamma}"
+            )
         if evaluation.prompts and not evaluation.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
         if self.dtype == "float16":

@@ -1,7 +1,7 @@
 """A target's attention in training: a `Mix` over dense, differentiable keys and values.
 
-Shapes: B sequences, T tokens, H heads, G KV heads, E head size. Sequences may be packed: ``starts`` is then, for
-each token, the index of the first token of its document, and no document sees another.
+Shapes: B sequences, T tokens, H heads, G KV heads, E head size. Sequences may be packed: ``starts`` is then,
+for each token, the index of the first token of its document, and no document sees another.
 """
 
 from dataclasses import dataclass

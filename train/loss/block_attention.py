@@ -1,12 +1,12 @@
 """Attention of a draft head's blocks in training, a chunk of scores at a time.
 
-All scores of a layer would be a row for each slot and a column for each token: 34 GB at 512 blocks of 16 slots,
-32 heads and a sequence of 32,768 tokens. Here a chunk of slots meets a chunk of tokens, and the backward pass
-computes the scores again. A chunk of slots skips the tokens that none of its blocks sees; anchors are in order,
-so those are most tokens of packed documents.
+All scores of a layer would be a row for each slot and a column for each token: 34 GB at 512 blocks of 16
+slots, 32 heads and a sequence of 32,768 tokens. Here a chunk of slots meets a chunk of tokens, and the
+backward pass computes the scores again. A chunk of slots skips the tokens that none of its blocks sees;
+anchors are in order, so those are most tokens of packed documents.
 
-Shapes: B sequences, T tokens, A anchors of a sequence, K slots of a block, H heads, G KV heads, R = H / G, E head
-size, C tokens of a chunk. ``starts`` is the first token of each anchor's document.
+Shapes: B sequences, T tokens, A anchors of a sequence, K slots of a block, H heads, G KV heads, R = H / G,
+E head size, C tokens of a chunk. ``starts`` is the first token of each anchor's document.
 
 Source: the online softmax and its gradient of FlashAttention (Dao et al., arXiv 2205.14135).
 """
@@ -59,11 +59,11 @@ def block_attend(
             raise ValueError("a draft head has neither sliding-window layers nor sinks")
         before = context[layer]
         blocks, groups = (*anchors.shape, block_size), before.k.shape[2]
-        queries = q.reshape(*blocks, groups, -1, q.shape[3]).transpose(0, 3, 1, 2, 4, 5)
-        k, v = (x.reshape(*blocks, groups, -1).transpose(0, 3, 1, 2, 4) for x in kv)
-        keys, values = (x.transpose(0, 2, 1, 3) for x in before)
+        queries = jnp.reshape(q, (*blocks, groups, -1, q.shape[3])).transpose(0, 3, 1, 2, 4, 5)
+        k, v = (jnp.reshape(x, (*blocks, groups, -1)).transpose(0, 3, 1, 2, 4) for x in (kv.k, kv.v))
+        keys, values = (jnp.swapaxes(x, 1, 2) for x in (before.k, before.v))
         how = _How(scale, causal)
-        out = _attention(how, _Blocks(queries, k, v, begins, anchors), keys, values)
+        out: Any = _attention(how, _Blocks(queries, k, v, begins, anchors), keys, values)
         return out.transpose(0, 2, 3, 1, 4, 5).reshape(q.shape)
 
     return attend
@@ -197,9 +197,8 @@ def _backward(how: _How, saved: tuple[Any, ...], given: Array) -> tuple[Any, ...
             dvalues = _add(dvalues, _product("bgakrt,bgakre->bgte", weights, given), number, size)
             return dq, dkeys, dvalues
 
-        dq, *sums = _over_tokens(step, reach, padded[0].shape[2] // size, (dq, *sums))
-        gradients = tuple(x.astype(own.q.dtype) for x in (dq, dk, dv))
-        return (sums[0], sums[1]), gradients
+        dq, dkeys, dvalues = _over_tokens(step, reach, padded[0].shape[2] // size, (dq, *sums))
+        return (dkeys, dvalues), tuple(x.astype(own.q.dtype) for x in (dq, dk, dv))
 
     anchors = blocks.q.shape[2]
     parts = _parts(blocks, size)
@@ -208,11 +207,12 @@ def _backward(how: _How, saved: tuple[Any, ...], given: Array) -> tuple[Any, ...
         _split(x, 2, parts[0].q.shape[3], mode=mode)
         for x, mode in ((given, "constant"), (norms, "edge"), (mean, "constant"))
     )
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in padded)
-    (dkeys, dvalues), gradients = jax.lax.scan(one, zeros, (parts, *rows))
+    zeros = jnp.zeros(padded[0].shape, jnp.float32)
+    (dkeys, dvalues), gradients = jax.lax.scan(one, (zeros, zeros), (parts, *rows))
     dq, dk, dv = (_joined(x, anchors) for x in gradients)
     dkeys, dvalues = (x[:, :, : keys.shape[2]].astype(keys.dtype) for x in (dkeys, dvalues))
-    return _Blocks(dq, dk, dv, None, None), dkeys, dvalues
+    integers: Any = None
+    return _Blocks(dq, dk, dv, integers, integers), dkeys, dvalues
 
 
 _attention.defvjp(_forward, _backward)
@@ -267,7 +267,7 @@ def _over_tokens(
 
 
 def _parts(blocks: _Blocks, size: int) -> tuple[_Blocks, Int[Array, "parts 2"]]:
-    """Chunks of blocks, and for each the first and the last chunk of tokens that it sees, the last excluded."""
+    """Chunks of blocks, and the chunks of tokens that each sees: the first, and the one after the last."""
     anchors, slots = blocks.q.shape[2:4]
     count = -(-anchors * slots // max(SLOTS, slots))
     each = -(-anchors // count)

@@ -19,6 +19,7 @@ from train.loss.objectives import (
     accepted_length,
     depth_weights,
     draft_losses,
+    pace_weights,
 )
 from train.loss.precision import cast, whole
 from train.loss.teacher import Teacher
@@ -35,9 +36,9 @@ def distillation_loss(
     """The loss of a draft head over random blocks of the sequences of a batch.
 
     The target runs once over each sequence; its taps are the head's context and its rows the teacher. The
-    loss is the mean over draft slots, weighted by depth, of what `draft_losses` gives; slots that have
-    nothing to learn do not count. The other means are loss and accuracy by depth, and the accepted length of
-    a greedy chain without the bonus token. A batch that says what of it is real is counted, too.
+    loss is the mean over draft slots, weighted by depth or by D-PACE, of what `draft_losses` gives; slots
+    that have nothing to learn do not count. The other means are loss and accuracy by depth, and the accepted
+    length of a greedy chain without the bonus token. A batch with ``real`` is counted, too.
 
     Sequences with ``starts`` are packed: neither target nor head sees another document, and each document
     begins at position 0.
@@ -85,7 +86,10 @@ def distillation_loss(
         )
         value, matches = rows.loss.reshape(b, a, d), rows.matches.reshape(b, a, d)
         counted = task.learn.astype(jnp.float32)
-        weight = counted * depth_weights(d, objective.gamma)[None, None, :]
+        if objective.loss == "dpace":
+            weight = pace_weights(value, task.learn, objective.smoothing)
+        else:
+            weight = counted * depth_weights(d, objective.gamma)[None, None, :]
 
         def by_depth(x: Array) -> Mean:
             return Mean(jnp.sum(counted * x, axis=(0, 1)), jnp.sum(counted, axis=(0, 1)))

@@ -26,9 +26,11 @@ def opened(folder, documents):
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """Documents of 1..40 tokens, no token twice and none 0; the answer is the second half."""
-    rng, ids, made = np.random.default_rng(0), iter(range(1, 100_000)), []
-    for length in [1, 2, 40, *rng.integers(2, 40, 30)]:
-        made.append(Document(np.array(list(islice(ids, length)), np.int32), np.arange(length) >= length // 2))
+    rng, ids = np.random.default_rng(0), iter(range(1, 100_000))
+    made = [
+        Document(np.array(list(islice(ids, length)), np.int32), np.arange(length) >= length // 2)
+        for length in [1, 2, 40, *rng.integers(2, 40, 30)]
+    ]
     # Nothing to learn, and only a first token, which nothing precedes.
     made.append(Document(np.array([99_001, 99_002], np.int32), np.zeros(2, bool)))
     made.append(Document(np.array([99_003, 99_004], np.int32), np.array([True, False])))
