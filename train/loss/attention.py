@@ -125,7 +125,7 @@ def cudnn_works(*, packed: bool = False) -> bool:
     """Whether cuDNN's fused attention compiles and runs here, forward and backward.
 
     Args:
-        packed: Whether it gets a mask of documents too.
+        packed: Whether it gets a mask of documents too, and runs forward only: packed targets are frozen.
     """
     if jax.default_backend() != "gpu":
         return False
@@ -139,8 +139,8 @@ def cudnn_works(*, packed: bool = False) -> bool:
         # This is called while a step is traced, and the probe must be computed at once.
         with jax.ensure_compile_time_eval():
             q, k = (jnp.ones((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
-            gradient = jax.jit(jax.grad(probe))(q, k)
-            return bool(np.isfinite(np.asarray(gradient, np.float32)).all())
+            found = jax.jit(probe if packed else jax.grad(probe))(q, k)
+            return bool(np.isfinite(np.asarray(found, np.float32)).all())
     except Exception as error:  # builds without cuDNN raise errors of many kinds
         kind = "attention of packed documents" if packed else "attention"
         print(f"cuDNN's {kind} is not available, XLA's is used: {str(error).splitlines()[0]}")
