@@ -22,6 +22,7 @@ from bench.common.report import opening_of, show, write_report
 from bench.common.scene import random_weights
 from bench.common.shapes import FEATURES, SHAPES, PairShape, find_pair_shape, parameters
 from bench.common.timing import compile_seconds, median, on_gpu, peak_bytes, seconds_of
+from bench.common.training_batch import make_batch
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
@@ -33,6 +34,7 @@ from jetspec_jax.device.sharding import parameter_shardings
 from jetspec_jax.models import Weights
 from jetspec_jax.progress import Progress
 from train.loop.fit import Fit
+from train.loop.log import COUNTED
 from train.loop.mesh import MeshSettings, batch_parts, make_mesh, one_device, shares_target
 from train.loop.trainer import Loop
 from train.loss.distillation import distillation_loss
@@ -79,6 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, help="tokens of a sequence (default: 2048 on a GPU, else 64)")
     add("--anchors", type=int, help="blocks of a sequence (default: 512 on a GPU, else 8)")
     add("--batch", type=int, default=2, help="sequences of a step, on all devices together (default: 2)")
+    add(
+        "--document-tokens",
+        type=int,
+        metavar="N",
+        help="mean length of documents, a quarter of each its prompt (default: a window each, all learnt)",
+    )
+    add(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="let documents share windows",
+    )
     add("--loss", default="forward_kl", choices=LOSSES)
     add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
     add(
@@ -103,6 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
     shape, dtype = find_pair_shape(name), resolve_dtype(arguments.dtype)
     if window < shape.head.block_size:
         raise ValueError(f"a block of {shape.head.block_size} slots does not fit a window of {window} tokens")
+    made = make_batch(
+        arguments.batch,
+        window,
+        shape.target.vocab_size,
+        document_tokens=arguments.document_tokens,
+        packing=arguments.packing,
+    )
     check_writable(arguments.json, make_folder=True)
     enable_compilation_cache(arguments.compilation_cache)
 
@@ -119,11 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     head = random_weights(shape.head, jnp.dtype(jnp.float32), seed=1, placed=placed)
     state = loop.begin(head, placed, seed=0)
     del head
-    rng = np.random.default_rng(0)
-    batch = {
-        "tokens": rng.integers(0, shape.target.vocab_size, (arguments.batch, window), np.int32),
-        "learn": np.ones((arguments.batch, window), bool),
-    }
+    batch = made.arrays
     with Progress(total=3 + arguments.steps + arguments.profile, unit="step") as bar:
         bar.set_description("compile")
         # As `Loop.advance` does it.
@@ -152,8 +169,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not np.isfinite(value):
         raise RuntimeError(f"the loss is {value}")
 
-    work = step_work(shape, window, anchors, arguments.batch)
+    work = step_work(shape, window, anchors, arguments.batch, made.span)
     step, operations = median(seconds), sum(work.values())
+    counts = {name: int(metrics[name]) for name in COUNTED}
     report = {
         **opening_of("train", arguments),
         "shape": name,
@@ -173,7 +191,12 @@ def run(arguments: argparse.Namespace) -> int:
         "compile_seconds": compiling,
         "step_seconds": step,
         "steps_seconds": seconds,
+        "document_tokens": arguments.document_tokens,
+        "packing": arguments.packing,
+        "documents": len(made.lengths),
+        **counts,
         "tokens_per_second": arguments.batch * window / step,
+        **{f"{name}_per_second": count / step for name, count in counts.items()},
         "draft_slots_per_second": arguments.batch * anchors * shape.head.depth / step,
         "operations": work,
         "operations_per_second": operations / step,
@@ -211,8 +234,10 @@ def _frozen(shape: PairShape, dtype: jnp.dtype, mesh: Mesh) -> Weights:
     return random_weights(shape.target, dtype, 0, placed=parameter_shardings(shape.target, mesh))
 
 
-def step_work(shape: PairShape, window: int, anchors: int, batch: int) -> dict[str, int]:
+def step_work(shape: PairShape, window: int, anchors: int, batch: int, span: int) -> dict[str, int]:
     """Multiplications and additions that a step cannot do without, by part.
+
+    Padding counts as tokens do. ``span`` is how many tokens the document of a token has on average.
 
     A product counts once forward, once for the gradient of its input and once for that of its weight, as far
     as those are wanted: the target and its output table are frozen, taps have no gradient. Of attention only
@@ -230,18 +255,24 @@ def step_work(shape: PairShape, window: int, anchors: int, batch: int) -> dict[s
         sum(4 * layer.num_heads * layer.head_dim for layer in model.layers) for model in (head.layers, target)
     )
     return {
-        "target": 2 * tokens * body + own * tokens * window // 2,
-        "teacher logits": 2 * tokens * table,
+        "target": 2 * tokens * body + own * tokens * span // 2,
+        # Of every token, or of the drafted rows where those are fewer.
+        "teacher logits": 2 * min(tokens, drafts) * table,
         "head layers": 3 * 2 * rows * layers,
         "head context": 2 * 2 * tokens * features + 3 * 2 * tokens * projections,
-        "head attention": 3 * scores * rows * (window + head.block_size) // 2,
+        "head attention": 3 * scores * rows * (span + head.block_size) // 2,
         "draft logits": 2 * 2 * drafts * table,
     }
 
 
 def _title(report: dict[str, Any]) -> str:
+    documents = ""
+    if report["document_tokens"]:
+        kind = "packed" if report["packing"] else "not packed"
+        documents = f" of documents of {report['document_tokens']}, {kind}"
     return (
-        f"training step of the head of {report['shape']}: {report['batch']} x {report['window']} tokens, "
+        f"training step of the head of {report['shape']}: {report['batch']} x {report['window']} tokens"
+        f"{documents}, "
         f"{report['anchors']} anchors, {report['dtype']}, {report['loss']}, {report['device']}, "
         f"JAX {report['jax']}"
     )
@@ -252,7 +283,10 @@ def _row(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "sequences of a device": report["batch_per_device"],
         "step ms": 1e3 * report["step_seconds"],
-        "tokens/s": round(report["tokens_per_second"]),
+        "window tokens/s": round(report["tokens_per_second"]),
+        "real": round(report["real_tokens_per_second"]),
+        "learnable": round(report["learnable_tokens_per_second"]),
+        "distinct anchors/s": round(report["distinct_anchors_per_second"]),
         "TFLOP/s": report["operations_per_second"] / 1e12,
         "matmul TFLOP/s": report["devices"] * report["matmul_rate"] / 1e12,
         "share %": 100 * report["share_of_matmul_rate"],

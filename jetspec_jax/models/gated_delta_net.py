@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jetspec_jax.config import ModelConfig
 from jetspec_jax.models.layers import History, RecurrentRows, RMSNorm, einsum, joined, param
@@ -19,6 +19,9 @@ from pallas_kernels.gated_delta import gated_delta
 
 # Inside the root that normalises queries and keys, whatever the model's own is.
 _EPS = 1e-6
+# Logarithm of a decay that leaves exactly nothing of a state in float32. It is finite, as products of sums of
+# decays with zeros must stay zero.
+_FORGET = -1e4
 
 
 class Projected(NamedTuple):
@@ -82,6 +85,8 @@ class GatedDeltaNet(nnx.Module):
         bias = self.dt_bias[...].astype(jnp.float32)[None, None]
         rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
         decay = -rates * jax.nn.softplus(projected.a + bias)
+        if history.begins is not None:
+            decay = jnp.where(history.begins[:, :, None], _FORGET, decay)
         out, delta = gated_delta(
             q, k, v, decay, jax.nn.sigmoid(projected.b), history.state, parents=history.parents
         )
@@ -102,11 +107,14 @@ class GatedDeltaNet(nnx.Module):
         # Where in these rows, for each token, the one is that many places before it on its path.
         index = _first_ancestors(history.parents, taps) if history.parents is not None else None
         total = rows.astype(jnp.float32) * weight[None, None, :, taps]
+        behind = None if history.begins is None else _tokens_behind(history.begins)
         for back in range(1, taps + 1):
             if index is None:
                 seen = extended[:, taps - back : taps - back + count]
             else:
                 seen = jnp.take_along_axis(extended, index[back][:, :, None], axis=1)
+            if behind is not None:
+                seen = jnp.where((behind >= back)[:, :, None], seen, 0)
             total += seen.astype(jnp.float32) * weight[None, None, :, taps - back]
         return jax.nn.silu(total).astype(rows.dtype)
 
@@ -124,6 +132,12 @@ class GatedDeltaNet(nnx.Module):
 
 def _normalised(x: Float32[Array, "*rows D"]) -> Float32[Array, "*rows D"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
+
+
+def _tokens_behind(begins: Bool[Array, "B N"]) -> Int[Array, "B N"]:
+    """How many tokens of its own sequence are before each token: ``x . . x .`` gives 0 1 2 0 1."""
+    places = jnp.broadcast_to(jnp.arange(begins.shape[1])[None, :], begins.shape)
+    return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
 
 
 def _first_ancestors(parents: Int[Array, "B N"], taps: int) -> list[Int[Array, "B N"]]:

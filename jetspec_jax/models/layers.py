@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import shards
 from pallas_kernels.rms_norm import rms_norm
@@ -58,11 +58,14 @@ class History(NamedTuple):
         state: The state after the last of them; None likewise.
         parents: Of each token of a tree the one before it, -1 for the root; None: each follows the one to its
             left.
+        begins: Which tokens of a chain begin a sequence of their own, and know nothing of those before. None:
+            the block is one sequence.
     """
 
     rows: Float[Array, "B taps C"] | None
     state: Float32[Array, "B V D E"] | None
     parents: Int32[Array, "B N"] | None
+    begins: Bool[Array, "B N"] | None = None
 
 
 @runtime_checkable

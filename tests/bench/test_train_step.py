@@ -27,8 +27,22 @@ def test_one_device(one):
     assert (one["devices"], one["batch"], one["batch_per_device"]) == (1, 4, 4)
     assert one["mesh"] == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
     assert one["tokens_per_second"] == pytest.approx(4 * 16 / one["step_seconds"])
+    # All tokens are real, and each but the first of a window is learnt.
+    assert one["real_tokens_per_second"] == one["tokens_per_second"]
+    assert one["learnable_tokens"] == 4 * 15
+    assert one["distinct_anchors"] == 4 * 2
     assert len(one["peak_memory_bytes_of_devices"]) == 1
     assert "parallel" not in one["command"]
+
+
+def test_packed_documents_and_documents_alone(tmp_path):
+    words = ["--document-tokens", "5"]
+    alone = report_of(tmp_path / "alone.json", *words)
+    packed = report_of(tmp_path / "packed.json", *words, "--packing")
+    assert alone["documents"] == 4 < packed["documents"]
+    assert packed["real_tokens"] > 2 * alone["real_tokens"]
+    assert packed["real_tokens_per_second"] == pytest.approx(packed["real_tokens"] / packed["step_seconds"])
+    assert 4 < packed["distinct_anchors"] <= 8
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """``python -m train ablations``: the JetSpec paper's comparisons, at the scale of the demo pair.
 
-Seven heads of one size are trained for the embedded target on the same number of documents and steps. Each
+Nine heads of one size are trained for the embedded target on the same number of documents and steps. Each
 differs from the first in one setting, and all decode the same held-out prompts. The same command resumes.
 Source of the expected orderings: the paper's ablations (arXiv 2606.18394).
 """
@@ -66,6 +66,8 @@ VARIANTS: Mapping[str, Variant] = {
     "forward_kl": Variant("forward KL, causal, gamma 0"),
     "sft": Variant("hard labels (SFT)", _objective(loss="sft")),
     "reverse_kl": Variant("reverse KL", _objective(loss="reverse_kl")),
+    "total_variation": Variant("total variation", _objective(loss="total_variation")),
+    "dpace": Variant("D-PACE", _objective(loss="dpace")),
     "bidirectional": Variant("bidirectional", _both_ways(0.0)),
     "causal_gamma7": Variant("gamma 7", _objective(gamma=7.0)),
     "bidirectional_gamma7": Variant("bidirectional, gamma 7", _both_ways(7.0)),

@@ -20,7 +20,7 @@ from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Document, Documents
-from train.data.loader import Windows
+from train.data.windows import Windows
 from train.head.recipe import HeadEvaluation, HeadRecipe
 from train.loop.mesh import put_batch
 from train.loop.trainer import Evaluated, mean_of

@@ -72,6 +72,8 @@ class HeadRecipe:
 
     Attributes:
         window: Tokens of a training sequence; longer documents are cut.
+        packing: Whether whole documents share a window; otherwise each has windows of its own, filled up with
+            padding. Evaluations never pack, so their figures can be compared.
         remat: Whether the backward pass computes the head's layers again: slower, with less memory.
         deterministic: Whether a run gives the same bits again on the same device, at some cost on a GPU.
         dtype: "float32", "bfloat16" or "auto", for the target and the head's forward pass. The head's master
@@ -85,6 +87,7 @@ class HeadRecipe:
     objective: Objective = field(default_factory=Objective)
     evaluation: HeadEvaluation = field(default_factory=HeadEvaluation)
     mesh: MeshSettings = field(default_factory=MeshSettings)
+    packing: bool = False
     remat: bool = False
     deterministic: bool = False
     dtype: str = "auto"
@@ -108,6 +111,13 @@ class HeadRecipe:
         ]
         if objective.temperature <= 0:
             wrong.append(f"objective.temperature must be above 0, not {objective.temperature}")
+        if not 0 <= objective.smoothing < 1:
+            wrong.append(f"objective.smoothing must lie in 0..1, 1 excluded, not {objective.smoothing}")
+        if objective.loss == "dpace" and objective.gamma:
+            wrong.append(
+                "objective.gamma must be 0 with the loss dpace, which has weights of its own, not "
+                f"{objective.gamma}"
+            )
         if evaluation.prompts and not evaluation.budgets:
             wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
         if self.dtype == "float16":

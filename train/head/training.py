@@ -23,12 +23,13 @@ from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.peers import say_apart
-from jetspec_jax.device.processes import in_turn
+from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights, abstract, weights_of
 from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
+from train.data.windows import PackedWindows, Windows, check_enough, make_windows
 from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
@@ -89,6 +90,8 @@ def train_head(
         for budget in recipe.evaluation.budgets:
             trees = TreeSettings(budget, recipe.evaluation.width, None, ALGORITHM)
             trees.check(target.config, beginning.config.depth)
+    windows = make_windows(documents, recipe.window, recipe.seed, packing=recipe.packing)
+    check_enough(windows, recipe.fit.batch)
     run = _HeadRun(work, recipe, frozen, mesh, beginning, held)
     # After all checks, because a claimed folder takes no other recipe.
     with in_turn("a work folder"):
@@ -106,7 +109,9 @@ def train_head(
     folder, mark = work / "draft_head", work / "evaluation.json"
     if mark.exists() and folder.is_dir():
         return folder
-    trained = run.train(documents, deadline, label)
+    if is_first():
+        print(f"{label}: {windows.contents}", flush=True)
+    trained = run.train(windows, deadline, label)
     weights = on_one_device(trained.weights)
     with in_turn("a finished head") as first:
         if first:
@@ -223,13 +228,12 @@ class _HeadRun:
             seed=recipe.seed + 1,
         )
 
-    def train(self, documents: Documents, deadline: Deadline, label: str) -> Trained:
+    def train(self, windows: Windows | PackedWindows, deadline: Deadline, label: str) -> Trained:
         recipe, processes = self.recipe, jax.process_count()
         if recipe.fit.batch % processes:
             raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")
         source = batches(
-            documents,
-            recipe.window,
+            windows,
             recipe.fit.batch // processes,
             recipe.seed,
             process_index=jax.process_index(),

@@ -24,6 +24,8 @@ from jetspec_jax.checkpoint.files import replacing
 FILE = "log.jsonl"
 #: What the log adds to a step: its seconds, tokens per second, and the peak memory in GiB.
 MEASURED = ("seconds", "tokens_per_second", "memory_gib")
+#: Counts that a step may have, of which the log adds how many there are in a second.
+COUNTED = ("real_tokens", "learnable_tokens", "distinct_anchors")
 
 # Protobuf makes its message classes when it is imported, where no type checker sees them.
 _EVENTS: Any = event_pb2
@@ -71,7 +73,7 @@ class TrainingLog:
         Args:
             step: Its number, above that of every step before.
             metrics: Arrays on the device or numbers, scalars and short vectors; "loss" is one of them.
-            tokens: Tokens that the step trained on, in all processes.
+            tokens: Tokens of the step's windows, padding included, in all processes.
 
         Raises:
             ValueError: The step is not above the last one, there is no loss, or the log adds a metric of that
@@ -84,7 +86,7 @@ class TrainingLog:
             raise ValueError(
                 f"the metrics of step {step} have no loss, only {', '.join(metrics) or 'nothing'}"
             )
-        _check_names(metrics, ("step", *MEASURED))
+        _check_names(metrics, ("step", *MEASURED, *map(_rate, COUNTED)))
         if self._pausing:
             raise RuntimeError(f"step {step} was added while the log was paused, so it would have no time")
         self._pending.append((step, dict(metrics), tokens))
@@ -113,6 +115,8 @@ class TrainingLog:
             measured = (round(seconds, 6), round(tokens / seconds, 1), memory)
             # JAX sorts the keys of a dictionary; the file has them as they were given.
             record = {name: values[name] for name in metrics} | dict(zip(MEASURED, measured, strict=True))
+            counted = [name for name in COUNTED if name in values]
+            record |= {_rate(name): round(int(values[name]) / seconds, 1) for name in counted}
             rows.append(("train", step, record))
         self._write(rows)
         # A step that failed stays pending, so that a later flush raises again.
@@ -172,6 +176,10 @@ class TrainingLog:
     def _write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
         if self._files is not None and rows:
             self._files.write([(kind, step, _plain(record)) for kind, step, record in rows])
+
+
+def _rate(name: str) -> str:
+    return f"{name}_per_second"
 
 
 def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:

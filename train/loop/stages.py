@@ -74,7 +74,7 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
 
 
 #: Settings that recipes of earlier versions lack, and what runs of these then did.
-LATER = {"mesh.expert": 1, "mesh.tensor": 1}
+LATER = {"mesh.expert": 1, "mesh.tensor": 1, "packing": False, "objective.smoothing": 0.5}
 
 
 def claim(work: Path, settings: Mapping[str, Any]) -> None:
@@ -90,8 +90,10 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
         return
     here, there = _flat(mine), _flat(read_json(path))
     for name in here.keys() - there.keys():
-        if (last := ".".join(name.split(".")[-2:])) in LATER:
-            there[name] = LATER[last]
+        parts = name.split(".")
+        # A head's recipe may be part of a larger one.
+        if own := {parts[-1], ".".join(parts[-2:])} & LATER.keys():
+            there[name] = LATER[own.pop()]
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)

@@ -24,7 +24,7 @@ from train.loop.fit import Fit, make_optimizer, schedule
 from train.loop.log import TrainingLog
 from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
 from train.loop.stages import Deadline
-from train.loss.objectives import Loss, Means
+from train.loss.objectives import Count, Loss, Means
 
 # The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
 DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
@@ -295,12 +295,16 @@ class Loop:
 
 
 def mean_of(loss: Loss, weights: Weights, frozen: Any, batches: Iterator[tuple[Any, Any]]) -> dict[str, Any]:
-    """Means of a loss over (batch, key) pairs, as plain numbers and lists."""
+    """Means of a loss over (batch, key) pairs, as plain numbers and lists; counts are left out."""
     sums: Any = None
     for batch, key in batches:
         means = loss(weights, frozen, batch, key)
         sums = means if sums is None else _add(sums, means)
-    return {name: np.asarray(mean.value(), np.float64).tolist() for name, mean in sums.items()}
+    return {
+        name: np.asarray(mean.value(), np.float64).tolist()
+        for name, mean in sums.items()
+        if not isinstance(mean, Count)
+    }
 
 
 def _add(left: Any, right: Any) -> Any:

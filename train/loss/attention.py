@@ -1,36 +1,41 @@
-"""Attention for training: `Attend` callbacks over dense, differentiable keys and values.
+"""A target's attention in training: a `Mix` over dense, differentiable keys and values.
 
-Shapes: B sequences, T tokens, A anchors of a sequence, K slots of a block, H heads, G KV heads, E head size.
+Shapes: B sequences, T tokens, H heads, G KV heads, E head size. Sequences may be packed: ``starts`` is then,
+for each token, the index of the first token of its document, and no document sees another.
 """
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from jetspec_jax.cache.block import causal_bits
-from jetspec_jax.models.layers import KV, Attend, History, Mix
+from jetspec_jax.models.layers import KV, History, Mix
 from pallas_kernels.tree_attention import tree_attention
 
 Implementation = Literal["cudnn", "xla"]
 
 
-def causal_attend(implementation: Implementation | None = None) -> Mix:
-    """Every token sees itself and the tokens before it, by JAX's own attention.
+def causal_attend(
+    implementation: Implementation | None = None, starts: Int[Array, "B T"] | None = None
+) -> Mix:
+    """Every token sees itself and the tokens before it in its document, by JAX's own attention.
 
     Args:
         implementation: "cudnn", "xla", or None for the best that this device and dtype support.
+        starts: Of packed sequences; None is a document in each sequence.
     """
-    return _CausalAttend(implementation)
+    return _CausalAttend(implementation, starts)
 
 
 @dataclass(frozen=True)
 class _CausalAttend:
     implementation: Implementation | None
+    starts: Array | None
 
     def __call__(
         self,
@@ -44,8 +49,12 @@ class _CausalAttend:
     ) -> Float[Array, "B T H E"]:
         """Attends with the queries of one layer."""
         if sinks is not None:
-            return with_sinks(q, kv, scale=scale, window=window, sinks=sinks)
-        chosen = self.implementation or best_implementation(q.dtype, q.shape[1])
+            return with_sinks(q, kv, scale=scale, window=window, sinks=sinks, starts=self.starts)
+        starts, mask = self.starts, None
+        if starts is not None:
+            mask = starts[:, None, :, None] == starts[:, None, None, :]
+        packed = starts is not None
+        chosen = self.implementation or best_implementation(q.dtype, q.shape[1], packed=packed)
         # A window of w tokens holds the token itself and the w - 1 before it.
         local = None if window is None else (window - 1, 0)
         with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
@@ -53,6 +62,7 @@ class _CausalAttend:
                 q,
                 kv.k,
                 kv.v,
+                mask=mask,
                 scale=scale,
                 is_causal=True,
                 local_window_size=local,
@@ -60,8 +70,10 @@ class _CausalAttend:
             )
 
     def history(self, layer: int) -> History:
-        """A whole sequence, from its start."""
-        return History(None, None, None)
+        """Whole documents, from their starts."""
+        if self.starts is None:
+            return History(None, None, None)
+        return History(None, None, None, self.starts == jnp.arange(self.starts.shape[1])[None, :])
 
 
 def with_sinks(
@@ -71,6 +83,7 @@ def with_sinks(
     scale: float,
     window: int | None,
     sinks: Float[Array, "H"],
+    starts: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H E"]:
     """Causal attention whose softmax also counts one sink logit per head, which JAX's own does not support.
 
@@ -78,114 +91,57 @@ def with_sinks(
     is frozen.
     """
     batch, length = q.shape[:2]
-    mask = jnp.broadcast_to(causal_bits(length)[None], (batch, length, -(-length // 32)))
+    if starts is None:
+        mask = jnp.broadcast_to(causal_bits(length)[None], (batch, length, -(-length // 32)))
+    else:
+        mask = packed_bits(starts)
     return tree_attention(q, kv.k, kv.v, mask, scale=scale, window=window, sinks=sinks)
 
 
-def best_implementation(dtype: jnp.dtype, length: int) -> Implementation:
+def packed_bits(starts: Int[Array, "B T"]) -> UInt32[Array, "B T words"]:
+    """Packed mask of documents side by side: a token sees itself and those before it in its document.
+
+    Starts 0 0 2 2, one word for each token::
+
+        x . . .   0b0001
+        x x . .   0b0011
+        . . x .   0b0100
+        . . x x   0b1100
+    """
+    below = causal_bits(starts.shape[1])
+    others = jnp.where((starts > 0)[:, :, None], below[jnp.maximum(starts - 1, 0)], 0)
+    return below[None] & ~others
+
+
+def best_implementation(dtype: jnp.dtype, length: int, *, packed: bool = False) -> Implementation:
     """The fused attention of cuDNN where it runs, else the one of XLA."""
     # Its backward pass needs 16 bits and an even number of tokens.
-    return "cudnn" if dtype == jnp.bfloat16 and length % 2 == 0 and cudnn_works() else "xla"
+    fits = dtype == jnp.bfloat16 and length % 2 == 0
+    return "cudnn" if fits and cudnn_works(packed=packed) else "xla"
 
 
 @cache
-def cudnn_works() -> bool:
-    """Whether cuDNN's fused attention compiles and runs here, forward and backward."""
+def cudnn_works(*, packed: bool = False) -> bool:
+    """Whether cuDNN's fused attention compiles and runs here, forward and backward.
+
+    Args:
+        packed: Whether it gets a mask of documents too, and runs forward only: packed targets are frozen.
+    """
     if jax.default_backend() != "gpu":
         return False
 
     def probe(q: Array, k: Array) -> Array:
-        out = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
+        mask = jnp.ones((1, 1, q.shape[1], k.shape[1]), bool) if packed else None
+        out = jax.nn.dot_product_attention(q, k, k, mask=mask, is_causal=True, implementation="cudnn")
         return jnp.sum(out.astype(jnp.float32))
 
     try:
         # This is called while a step is traced, and the probe must be computed at once.
         with jax.ensure_compile_time_eval():
             q, k = (jnp.ones((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
-            gradient = jax.jit(jax.grad(probe))(q, k)
-            return bool(np.isfinite(np.asarray(gradient, np.float32)).all())
+            found = jax.jit(probe if packed else jax.grad(probe))(q, k)
+            return bool(np.isfinite(np.asarray(found, np.float32)).all())
     except Exception as error:  # builds without cuDNN raise errors of many kinds
-        print(f"cuDNN's attention is not available, XLA's is used: {str(error).splitlines()[0]}")
+        kind = "attention of packed documents" if packed else "attention"
+        print(f"cuDNN's {kind} is not available, XLA's is used: {str(error).splitlines()[0]}")
         return False
-
-
-def block_mask(
-    anchors: Int[Array, "B A"], length: int, block_size: int, *, causal: bool
-) -> Bool[Array, "B A K {length}+{block_size}"]:
-    """Who sees whom: the sequence's tokens first, then the slots of the same block.
-
-    A sequence of 4 tokens, one block of 3 slots at anchor 2 (the token at index 2 is slot 0)::
-
-              t0 t1 t2 t3   s0 s1 s2
-        s0     1  1  .  .    1  .  .
-        s1     1  1  .  .    1  1  .
-        s2     1  1  .  .    1  1  1
-
-    A head that is not causal has ones in the whole right-hand square. Blocks do not see each other.
-    """
-    seen = jnp.arange(length)[None, None, :] < anchors[:, :, None]
-    inner = jnp.tri(block_size, dtype=bool) if causal else jnp.ones((block_size, block_size), bool)
-    shape = (*anchors.shape, block_size)
-    return jnp.concatenate(
-        [
-            jnp.broadcast_to(seen[:, :, None, :], (*shape, length)),
-            jnp.broadcast_to(inner[None, None, :, :], (*shape, block_size)),
-        ],
-        axis=-1,
-    )
-
-
-def block_attend(
-    context: tuple[KV, ...], anchors: Int[Array, "B A"], block_size: int, *, causal: bool
-) -> Attend:
-    """Slots of many blocks attend to the context before their block's anchor and to their own block.
-
-    The backward pass computes the scores again: those of a single layer take gigabytes.
-
-    Args:
-        context: Per layer, keys and values of all T tokens of the sequence.
-        anchors: Index in the sequence of each block's anchor.
-        block_size: Slots per block; queries come as ``[B, A * block_size, H, E]``, block after block.
-        causal: Whether slot j of a block sees its slots up to j only.
-    """
-
-    def attention(q: Array, kv: KV, before: KV, scale: float) -> Array:
-        b, n, h, e = q.shape
-        g, length = before.k.shape[2], before.k.shape[1]
-        blocks = (b, anchors.shape[1], block_size)
-        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        queries = q.reshape(*blocks, g, h // g, e)
-        keys, values = (x.reshape(*blocks, g, e) for x in kv)
-
-        def product(spec: str, *operands: Array) -> Array:
-            return jnp.einsum(spec, *operands, precision=precision, preferred_element_type=jnp.float32)
-
-        # One softmax over two sets of keys, which are never copied side by side.
-        mask = block_mask(anchors, length, block_size, causal=causal)[:, None, None]
-        lowest = jnp.finfo(jnp.float32).min
-        outer = scale * product("bakgre,btge->bgrakt", queries, before.k)
-        inner = scale * product("bakgre,bajge->bgrakj", queries, keys)
-        outer = jnp.where(mask[..., :length], outer, lowest)
-        inner = jnp.where(mask[..., length:], inner, lowest)
-        top = jnp.maximum(jnp.max(outer, axis=-1, keepdims=True), jnp.max(inner, axis=-1, keepdims=True))
-        outer, inner = (jnp.exp(x - jax.lax.stop_gradient(top)) for x in (outer, inner))
-        total = jnp.sum(outer, axis=-1) + jnp.sum(inner, axis=-1)
-        out = product("bgrakt,btge->bakgre", outer.astype(q.dtype), before.v)
-        out += product("bgrakj,bajge->bakgre", inner.astype(q.dtype), values)
-        out /= jnp.moveaxis(total, (1, 2), (3, 4))[..., None]
-        return out.astype(q.dtype).reshape(b, n, h, e)
-
-    def attend(
-        layer: int,
-        q: Float[Array, "B N H E"],
-        kv: KV,
-        *,
-        scale: float,
-        window: int | None,
-        sinks: Float[Array, "H"] | None = None,
-    ) -> Float[Array, "B N H E"]:
-        if window is not None or sinks is not None:
-            raise ValueError("a draft head has neither sliding-window layers nor sinks")
-        return jax.checkpoint(partial(attention, scale=scale))(q, kv, context[layer])
-
-    return attend

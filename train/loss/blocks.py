@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.transformer import Transformer
-from train.loss.attention import block_attend
+from train.loss.block_attention import block_attend
 from train.loss.teacher import Teacher
 
 
@@ -27,6 +27,15 @@ class Lessons(NamedTuple):
     learn: Bool[Array, "B A D"]
 
 
+def learnable(learn: Bool[Array, "B T"], starts: Int[Array, "B T"] | None) -> Bool[Array, "B T"]:
+    """Which tokens can be learnt: a document's first token has nothing before it.
+
+    So no anchor stands before another document's first token, and no block learns beyond its own document.
+    """
+    places = jnp.arange(learn.shape[1])[None, :]
+    return learn & (places > (0 if starts is None else starts))
+
+
 def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -> Int[Array, "B A"]:
     """Draws anchors, in order and evenly spread, from the tokens that precede a token to learn.
 
@@ -40,6 +49,12 @@ def sample_anchors(key: Key[Array, ""], learn: Bool[Array, "B T"], count: int) -
     rank = jnp.minimum(jnp.floor(part / count * number).astype(jnp.int32), number - 1)
     anchors = jax.vmap(lambda ends, rank: jnp.searchsorted(ends, rank, side="right"))(ends, rank)
     return jnp.where(number > 0, anchors, 0).astype(jnp.int32)
+
+
+def count_anchors(anchors: Int[Array, "B A"], learn: Bool[Array, "B T"]) -> Int[Array, ""]:
+    """How many different tokens the anchors of `sample_anchors` are; those of a sequence are in order."""
+    new = jnp.concatenate([jnp.ones_like(anchors[:, :1], bool), anchors[:, 1:] > anchors[:, :-1]], axis=1)
+    return jnp.sum(new & jnp.any(learn[:, 1:], axis=1, keepdims=True))
 
 
 def lessons(
@@ -77,6 +92,7 @@ def draft_blocks(
     taps: Float[Array, "B T F"],
     anchors: Int[Array, "B A"],
     *,
+    starts: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Float[Array, "B A K M"]:
     """Final-normed hidden states of the head's slots at every anchor.
@@ -87,18 +103,20 @@ def draft_blocks(
         tokens: The sequences.
         taps: The target's taps of all their tokens.
         anchors: Indices of the anchors.
+        starts: In packed sequences, of each token the index of its document's first.
         remat: Whether a backward pass computes each layer again.
     """
     config = head.config
     b, a = anchors.shape
     length, slots = tokens.shape[1], config.block_size
     places = jnp.broadcast_to(jnp.arange(length)[None, :], tokens.shape)
-    context = head.context(taps, places, head.context_projection())
+    begins = None if starts is None else jnp.take_along_axis(starts, anchors, axis=1)
+    context = head.context(taps, places if starts is None else places - starts, head.context_projection())
     anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1)
     masks = jnp.full((b, a, slots - 1), config.mask_token_id, tokens.dtype)
     block = jnp.concatenate([anchor_tokens[:, :, None], masks], axis=-1).reshape(b, a * slots)
-    positions = block_positions(anchors, slots).reshape(b, a * slots)
-    attend = block_attend(context, anchors, slots, causal=config.causal)
+    positions = block_positions(anchors if begins is None else anchors - begins, slots).reshape(b, a * slots)
+    attend = block_attend(context, anchors, slots, causal=config.causal, starts=begins)
     embedded = target.embed(block, scaled=config.scaled_embeddings).astype(taps.dtype)
     hidden = head(embedded, positions, attend, remat=remat)
     return hidden.reshape(b, a, slots, -1)

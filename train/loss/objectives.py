@@ -20,8 +20,9 @@ from train.loss import vocabulary
 
 Logits = Callable[[Float[Array, "B N M"]], Float[Array, "B N V"]]
 
-#: Forward KL to the target, reverse KL, or the negative log-likelihood of the text's own next token.
-LossName = Literal["forward_kl", "reverse_kl", "sft"]
+#: Forward KL to the target, reverse KL, the negative log-likelihood of the text's own next token, the total
+#: variation from the target, or that likelihood with the weights of `pace_weights`.
+LossName = Literal["forward_kl", "reverse_kl", "sft", "total_variation", "dpace"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 
 
@@ -36,8 +37,18 @@ class Mean(NamedTuple):
         return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
-#: Means by name; "loss" is what is minimised.
-Means = dict[str, Mean]
+class Count(NamedTuple):
+    """A number of things of a batch; those of its parts add up."""
+
+    total: Int[Array, ""]
+
+    def value(self) -> Int[Array, ""]:
+        """The number."""
+        return self.total
+
+
+#: Means by name; "loss" is what is minimised. Counts of the batch stand beside them.
+Means = dict[str, Any]
 
 
 @runtime_checkable
@@ -69,11 +80,12 @@ class Objective:
     """Which loss a head learns by, and from how many blocks.
 
     Attributes:
-        loss: "forward_kl", "reverse_kl" or "sft".
+        loss: One of `LOSSES`.
         temperature: Temperature of the distillation.
         gamma: Weights of slots fall as exp(-depth / gamma); 0 is uniform.
         anchors: Blocks per sequence and step.
         chunk: Draft rows of a sequence whose logits exist at a time.
+        smoothing: Of the confidences that "dpace" weights its slots by, from 0 (none) to below 1.
     """
 
     loss: LossName = "forward_kl"
@@ -81,6 +93,7 @@ class Objective:
     gamma: float = 0.0
     anchors: int = 512
     chunk: int = 1024
+    smoothing: float = 0.5
 
 
 class DraftRows(NamedTuple):
@@ -109,12 +122,17 @@ def draft_losses(
     """The loss of each draft row against the target's row that predicts the same token.
 
     With p the target's and q the head's distribution, both at ``temperature`` T and both read by the target's
-    own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, or ``-log q(label)`` at
-    temperature 1. The target's logits are computed once per row, in the weights' dtype, because many blocks
-    learn from one row. The gradient with regard to ``student`` is computed with the loss, chunk by chunk, so
-    that the head's logits are computed once too; nothing else has a gradient.
+    own output table: forward KL ``T² KL(p || q)``, reverse KL ``T² KL(q || p)``, total variation
+    ``sum |p - q| / 2``, which is the probability that speculative sampling rejects a draft, or, for "sft" and
+    "dpace", ``-log q(label)`` at temperature 1.
 
-    Source: the JetSpec paper's distillation objective and the ones that it compares with.
+    The target's logits are computed once per row, in the weights' dtype, because many blocks learn from one
+    row; where fewer rows are drafted than the sequence has tokens, once per draft row. The gradient with
+    regard to ``student`` is computed with the loss, chunk by chunk, so that the head's logits are computed
+    once too; nothing else has a gradient.
+
+    Sources: the JetSpec paper's distillation objective and the ones that it compares with; total variation as
+    speculators' documentation and LK losses (arXiv 2602.23881) define it.
 
     Args:
         student: The head's final-normed hidden states.
@@ -131,17 +149,29 @@ def draft_losses(
         logits: Logits, draft_logits: Logits, teacher: Array, *draft: Array, gradient: bool
     ) -> tuple[Array, ...]:
         """Loss and match of all draft rows (states, rows and labels), and maybe the states' gradient."""
-        given = jax.lax.stop_gradient(logits(teacher))
-        best = vocabulary.likeliest(given).astype(jnp.int32)
+        # Of every token once, unless fewer rows are drafted than there are tokens.
+        every = teacher.shape[1] <= draft[0].shape[1]
+        given = jax.lax.stop_gradient(logits(teacher)) if every else None
+        best = None if given is None else vocabulary.likeliest(given).astype(jnp.int32)
+
+        def of_target(index: Array) -> tuple[Array, Array]:
+            """Logits and likeliest tokens of the target's rows."""
+            if given is not None and best is not None:
+                rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
+                return rows, jnp.take_along_axis(best, index, axis=1)
+            rows = jax.lax.stop_gradient(logits(jnp.take_along_axis(teacher, index[:, :, None], axis=1)))
+            return rows, vocabulary.likeliest(rows)
 
         def losses(x: Array, index: Array, label: Array) -> tuple[Array, Array]:
+            target_rows, likeliest = of_target(index)
             own = draft_logits(x)
-            matches = vocabulary.likeliest(own) == jnp.take_along_axis(best, index, axis=1)
-            if loss == "sft":
+            matches = vocabulary.likeliest(own) == likeliest
+            if loss in ("sft", "dpace"):
                 return -vocabulary.at(vocabulary.log_softmax(own.astype(jnp.float32)), label), matches
             log_q = vocabulary.log_softmax(own.astype(jnp.float32) / temperature)
-            target_rows = jnp.take_along_axis(given, index[:, :, None], axis=1)
             log_p = vocabulary.log_softmax(target_rows.astype(jnp.float32) / temperature)
+            if loss == "total_variation":
+                return vocabulary.total(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q))) / 2, matches
             if loss == "forward_kl":
                 divergence = jnp.exp(log_p) * (log_p - log_q)
             else:
@@ -192,6 +222,28 @@ def depth_weights(depth: int, gamma: float) -> Float[Array, "D"]:
     """
     k = jnp.arange(1, depth + 1, dtype=jnp.float32)
     return jnp.exp(-k / gamma) if gamma else jnp.ones_like(k)
+
+
+def pace_weights(
+    losses: Float[Array, "*blocks D"], learn: Bool[Array, "*blocks D"], smoothing: float
+) -> Float[Array, "*blocks D"]:
+    """Weights of the slots of blocks by D-PACE: what each slot adds to the expected length of its block.
+
+    With q the head's probability of the text's token and c = (1 - s) q + s, slot k adds
+    ``sum over m >= k of c_1 ... c_m``. For confidences 1/2, 1/2 and 1/2 without smoothing that is
+    1/2 + 1/4 + 1/8, 1/4 + 1/8 and 1/8. The weights have no gradient.
+
+    Source: D-PACE (Wu et al., arXiv 2605.18810), whose smoothing is that of speculators, 0.5.
+
+    Args:
+        losses: ``-log q`` of each slot.
+        learn: Which slots are to be learnt; the others have no weight.
+        smoothing: s.
+    """
+    counted = learn.astype(jnp.float32)
+    confidence = (1 - smoothing) * jnp.exp(-jax.lax.stop_gradient(losses)) + smoothing
+    reached = jnp.cumprod(jnp.where(learn, confidence, 1.0), axis=-1) * counted
+    return counted * jax.lax.cumsum(reached, axis=reached.ndim - 1, reverse=True)
 
 
 def accepted_length(matches: Bool[Array, "*blocks D"], learn: Bool[Array, "*blocks D"]) -> Mean:

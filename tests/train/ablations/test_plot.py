@@ -11,10 +11,10 @@ from train.ablations.plot import plot_ablations
 DEPTH = 15
 
 
-def ablations(variants=7):
+def ablations(variants=9):
     labels = (
         "forward KL", "hard labels", "reverse KL", "bidirectional", "causal, decaying weights",
-        "bidirectional, decaying weights", "text of the corpus",
+        "bidirectional, decaying weights", "text of the corpus", "total variation", "D-PACE",
     )  # fmt: skip
     return {
         "variants": {
@@ -65,7 +65,7 @@ def test_bars_have_the_lengths_and_values_of_the_results(tmp_path, figures):
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("variants", [1, 2, 7])
+@pytest.mark.parametrize("variants", [1, 2, 9])
 def test_nothing_overlaps_nor_lies_outside(tmp_path, figures, variants):
     plot_ablations(ablations(variants), tmp_path / "a.png")
     figure = figures[0]

@@ -12,8 +12,9 @@ import pytest
 from tests.events import until
 from tests.train.folders import write
 from train.data.documents import Documents
-from train.data.loader import Windows, batches, index_windows
+from train.data.loader import batches
 from train.data.records import Document, learn_spans
+from train.data.windows import Windows, index_windows
 
 WINDOW = 8
 
@@ -39,8 +40,8 @@ def opened():
     """A function that makes batches, which are closed at the end with all their threads."""
     made = []
 
-    def make(*args, **kwargs):
-        made.append(batches(*args, **kwargs))
+    def make(documents, window, *args, **kwargs):
+        made.append(batches(Windows(documents, window), *args, **kwargs))
         return made[-1]
 
     yield make
@@ -157,7 +158,7 @@ def test_the_parts_of_two_processes_are_the_batch_of_one(documents, opened):
 
 
 def test_threads_end_with_the_iterator(documents):
-    iterator = batches(documents, WINDOW, 3, seed=0)
+    iterator = batches(Windows(documents, WINDOW), 3, seed=0)
     next(iterator)
     assert reading_threads()
     iterator.close()
@@ -185,7 +186,6 @@ def test_damage_is_said_where_batches_are_taken(tmp_path, opened):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 1}, "at least 2 tokens"),
         ({"batch": 0}, "at least 1 window"),
         ({"seed": -1}, r"0\.\.2\*\*32 - 1"),
         ({"seed": 2**32}, r"0\.\.2\*\*32 - 1"),
@@ -195,10 +195,12 @@ def test_damage_is_said_where_batches_are_taken(tmp_path, opened):
 )
 def test_settings_out_of_range(documents, changes, message):
     with pytest.raises(ValueError, match=message):
-        batches(documents, **{"window": WINDOW, "batch": 2, "seed": 0, **changes})
+        batches(Windows(documents, WINDOW), **{"batch": 2, "seed": 0, **changes})
 
 
-def test_nothing_to_learn(tmp_path):
+def test_nothing_to_learn(tmp_path, documents):
+    with pytest.raises(ValueError, match="at least 2 tokens, not 1"):
+        Windows(documents, 1)
     write_folder(tmp_path / "unmarked", [Document(np.arange(9, dtype=np.int32), np.arange(9) == 4)])
     with pytest.raises(ValueError, match="holds no heldout documents"):
         Windows(Documents.open(tmp_path / "unmarked", "heldout"), WINDOW)

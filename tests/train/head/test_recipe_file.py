@@ -77,6 +77,7 @@ def test_all_that_is_wrong_is_said_at_once(file):
     window = "long"
     colour = "red"
     seed = true
+    packing = "yes"
     evaluation = 3
     [head]
     taps = [1, "two"]
@@ -97,11 +98,12 @@ def test_all_that_is_wrong_is_said_at_once(file):
         "unknown key colour; there are fit, window, head",
         "window must be an integer, not 'long'",
         "seed must be an integer, not True",
+        "packing must be true or false, not 'yes'",
         "evaluation must be a table, not 3",
         "head.taps must be a list of an integer, not [1, 'two']",
         "head.start must be 'random' or 'target' or 'checkpoint', not 'scratch'",
         "head.mask_token must be a string or an integer, not 1.5",
-        "objective.loss must be 'forward_kl' or 'reverse_kl' or 'sft', not 'mse'",
+        "objective.loss must be 'forward_kl' or 'reverse_kl' or 'sft' or 'total_variation' or 'dpace', not",
         "unknown key objective.temprature; there are loss, temperature, gamma",
         "fit.steps must be an integer, not 1.5",
         "unknown key fit.deterministic",

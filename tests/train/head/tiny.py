@@ -78,8 +78,11 @@ def write(folder, documents, vocab_size):
 def records(folder):
     """The log without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    measured = ("seconds", "tokens_per_second", "memory_gib")
-    return [{k: v for k, v in line.items() if k not in measured} for line in lines]
+    measured = ("seconds", "memory_gib")
+    return [
+        {k: v for k, v in line.items() if k not in measured and not k.endswith("_per_second")}
+        for line in lines
+    ]
 
 
 def losses(folder):

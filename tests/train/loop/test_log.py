@@ -125,6 +125,18 @@ class TestFlush:
         assert record["seconds"] > 0
         assert record["tokens_per_second"] == pytest.approx(8 / record["seconds"], rel=0.1)
 
+    def test_counts_are_logged_as_they_are_and_by_the_second(self, tmp_path, clock):
+        with TrainingLog(tmp_path, kept_steps=0) as log:
+            log.add(1, metrics(0.1, real_tokens=jnp.int32(300), distinct_anchors=jnp.int32(12)), 400)
+            clock.now += 2.0
+            log.flush()
+        [record] = read_log(tmp_path / "log.jsonl")
+        assert (record["real_tokens"], record["distinct_anchors"]) == (300, 12)
+        assert record["tokens_per_second"] == 200.0
+        assert record["real_tokens_per_second"] == 150.0
+        assert record["distinct_anchors_per_second"] == 6.0
+        assert "learnable_tokens_per_second" not in record
+
     @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
     def test_the_file_has_every_float32_exactly(self, tmp_path_factory, values):
         folder = tmp_path_factory.mktemp("log")

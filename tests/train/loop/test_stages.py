@@ -19,3 +19,10 @@ def test_a_folder_of_an_earlier_version_goes_on(tmp_path):
     claim(tmp_path, {"mesh": {"data": -1, "fsdp": 2, "expert": 1, "tensor": 1}})
     with pytest.raises(ValueError, match=r"\(mesh\.tensor: 1 there, 2 here\)"):
         claim(tmp_path, {"mesh": {"data": -1, "fsdp": 2, "expert": 1, "tensor": 2}})
+
+
+def test_folders_from_before_packing_were_not_packed(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps({"window": 8, "head": {"window": 8}}))
+    claim(tmp_path, {"window": 8, "packing": False, "head": {"window": 8, "packing": False}})
+    with pytest.raises(ValueError, match=r"\(packing: False there, True here\)"):
+        claim(tmp_path, {"window": 8, "packing": True, "head": {"window": 8, "packing": False}})

@@ -1,4 +1,4 @@
-"""Training blocks: the mask, the anchors, what they learn, and agreement with decoding."""
+"""Training blocks: the anchors, what they learn, and agreement with decoding."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +11,7 @@ from jetspec_jax import draft_logits
 from jetspec_jax.models import bind
 from tests.decode.tiny import TINY, random_head, random_target
 from tests.marks import wide
-from train.loss.attention import block_mask, causal_attend
+from train.loss.attention import causal_attend
 from train.loss.blocks import draft_blocks, lessons, sample_anchors
 
 B, T, K = 2, 10, 4
@@ -42,23 +42,6 @@ def block_logits(pair):
         return module.logits(hidden.reshape(b, a * d, m)).reshape(b, a, d, -1)
 
     return jax.jit(compute, static_argnums=3)
-
-
-def test_the_mask_of_the_docstring():
-    mask = block_mask(jnp.array([[2]]), 4, 3, causal=True)[0, 0]
-    expected = [[1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1]]
-    np.testing.assert_array_equal(mask, np.array(expected, bool))
-    both = block_mask(jnp.array([[2]]), 4, 3, causal=False)[0, 0]
-    np.testing.assert_array_equal(both, np.array([[1, 1, 0, 0, 1, 1, 1]] * 3, bool))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_mask_against_loops(causal):
-    mask = block_mask(jnp.asarray(ANCHORS), T, K, causal=causal)
-    for (b, a), anchor in np.ndenumerate(ANCHORS):
-        for slot in range(K):
-            row = [t < anchor for t in range(T)] + [j <= slot or not causal for j in range(K)]
-            np.testing.assert_array_equal(mask[b, a, slot], row)
 
 
 def test_a_block_gives_the_logits_of_decoding(pair, block_logits):

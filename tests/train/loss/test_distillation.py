@@ -80,17 +80,23 @@ def expected(teacher, drafts, objective, learn=LEARN, tokens=TOKENS):
             if place >= T or not learn[b, anchor + 1 : place + 1].all():
                 break
             given, own = teacher[b, place - 1], drafts[b, anchor, k - 1]
-            scale = 1.0 if objective.loss == "sft" else objective.temperature
+            scale = 1.0 if objective.loss in ("sft", "dpace") else objective.temperature
             log_p, log_q = (scipy.special.log_softmax(x / scale) for x in (given, own))
             value[b, a, k - 1] = {
                 "forward_kl": scale**2 * np.sum(np.exp(log_p) * (log_p - log_q)),
                 "reverse_kl": scale**2 * np.sum(np.exp(log_q) * (log_q - log_p)),
                 "sft": -log_q[tokens[b, place]],
+                "total_variation": np.abs(np.exp(log_p) - np.exp(log_q)).sum() / 2,
+                "dpace": -log_q[tokens[b, place]],
             }[objective.loss]
             counted[b, a, k - 1] = 1
             matches[b, a, k - 1] = given.argmax() == own.argmax()
     depth = np.arange(1, K)
     weight = counted * (np.exp(-depth / objective.gamma) if objective.gamma else 1)
+    if objective.loss == "dpace":
+        confidence = (1 - objective.smoothing) * np.exp(-value) + objective.smoothing
+        reached = counted * np.cumprod(np.where(counted, confidence, 1), -1)
+        weight = counted * np.stack([reached[..., k:].sum(-1) for k in range(K - 1)], -1)
     each = np.maximum(counted.sum((0, 1)), 1)
     return {
         "loss": (weight * value).sum() / max(weight.sum(), 1e-9),
@@ -106,6 +112,8 @@ def expected(teacher, drafts, objective, learn=LEARN, tokens=TOKENS):
         (True, Objective("forward_kl", temperature=1.0, gamma=0.0, anchors=ANCHORS, chunk=5)),
         (False, Objective("reverse_kl", temperature=2.5, gamma=4.0, anchors=ANCHORS, chunk=4)),
         (True, Objective("sft", temperature=2.5, gamma=4.0, anchors=ANCHORS, chunk=1024)),
+        wide(True, Objective("total_variation", temperature=0.5, anchors=ANCHORS, chunk=5)),
+        wide(True, Objective("dpace", anchors=ANCHORS, chunk=5, smoothing=0.3)),
     ],
     ids=lambda x: x.loss if isinstance(x, Objective) else ("causal" if x else "bidirectional"),
 )

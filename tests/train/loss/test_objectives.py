@@ -13,6 +13,7 @@ from train.loss.objectives import (
     depth_weights,
     draft_losses,
     next_token_losses,
+    pace_weights,
 )
 
 B, T, N, M, V = 2, 7, 13, 6, 11
@@ -63,6 +64,8 @@ def expected(student, loss, temperature):
         return -np.take_along_axis(log_q, LABELS[:, :, None], axis=-1)[:, :, 0]
     teacher = np.take_along_axis(TEACHER, ROWS[:, :, None], axis=1)
     log_p, log_q = (scipy.special.log_softmax(x @ TABLE.T / temperature, axis=-1) for x in (teacher, student))
+    if loss == "total_variation":
+        return np.abs(np.exp(log_p) - np.exp(log_q)).sum(-1) / 2
     if loss == "reverse_kl":
         log_p, log_q = log_q, log_p
     return (np.exp(log_p) * (log_p - log_q)).sum(-1) * temperature**2
@@ -76,7 +79,13 @@ def slope(function, x, step=1e-6):
 
 @pytest.mark.parametrize(
     ("loss", "temperature", "chunk"),
-    [("forward_kl", 1.0, 4), ("forward_kl", 2.5, 100), ("reverse_kl", 2.5, 4), ("sft", 2.5, N)],
+    [
+        ("forward_kl", 1.0, 4),
+        ("forward_kl", 2.5, 100),
+        ("reverse_kl", 2.5, 4),
+        ("sft", 2.5, N),
+        ("total_variation", 0.5, 4),
+    ],
 )
 def test_rows_and_their_gradient(loss, temperature, chunk):
     def total(student):
@@ -99,12 +108,38 @@ def test_rows_and_their_gradient(loss, temperature, chunk):
 
 def test_the_divergences_differ_and_vanish_where_head_and_target_agree():
     student = f32(np.take_along_axis(TEACHER, ROWS[:, :, None], axis=1))
-    for loss in ("forward_kl", "reverse_kl"):
+    for loss in ("forward_kl", "reverse_kl", "total_variation"):
         rows = values(student, loss, 2.5)
         np.testing.assert_allclose(rows.loss, 0, atol=1e-5)
         assert rows.matches.all()
     forward, reverse = (values(f32(STUDENT), loss).loss for loss in ("forward_kl", "reverse_kl"))
     assert np.abs(forward - reverse).max() > 0.1
+
+
+def test_rows_of_a_sequence_with_more_tokens_than_drafts():
+    longer = np.concatenate([TEACHER, RNG.normal(size=(B, N - T + 1, M))], axis=1)
+    for one, other in zip(values(f32(STUDENT)), values(f32(STUDENT), teacher=longer), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_the_weights_of_the_docstring():
+    learn = jnp.array([[True, True, True], [True, False, False], [False, False, False]])
+    weights = pace_weights(jnp.full((3, 3), np.log(2.0)), learn, 0.0)
+    np.testing.assert_allclose(weights, [[0.875, 0.375, 0.125], [0.5, 0, 0], [0, 0, 0]], rtol=1e-6)
+    # A confidence of 1/2 becomes 3/4.
+    smooth = pace_weights(jnp.full((1, 3), np.log(2.0)), learn[:1], 0.5)
+    np.testing.assert_allclose(smooth, [[0.75 + 0.5625 + 0.421875, 0.5625 + 0.421875, 0.421875]], rtol=1e-6)
+
+
+def test_the_weights_are_the_slope_of_the_expected_length():
+    """Without smoothing: its derivative by the logarithm of each confidence."""
+    log_q = -np.array([0.3, 1.1, 0.2, 2.0])
+
+    def length(log_q):
+        return np.exp(np.cumsum(log_q, -1)).sum(-1)
+
+    weights = pace_weights(f32(-log_q)[None], jnp.ones((1, 4), bool), 0.0)[0]
+    np.testing.assert_allclose(weights, slope(length, log_q), rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

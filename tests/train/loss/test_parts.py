@@ -15,6 +15,7 @@ from tests.meshes import training_mesh
 from tests.train.head.tiny import MIXTURE
 from train.head.frozen import freeze
 from train.loop.mesh import put_batch, replicated
+from train.loss import block_attention
 from train.loss.distillation import distillation_loss
 from train.loss.objectives import Objective
 
@@ -23,6 +24,9 @@ B, T = 4, 12
 UNEVEN = dataclasses.replace(TINY, vocab_size=61, logit_softcap=9.0)
 RNG = np.random.default_rng(0)
 BATCH = {"tokens": RNG.integers(0, 61, (B, T)).astype(np.int32), "learn": RNG.random((B, T)) < 0.8}
+# Documents of other lengths in each sequence, and padding at the end of the last.
+STARTS = [[0] * 5 + [5] * 7, [0] * 12, [0] * 2 + [2] * 2 + [4] * 8, [0] * 3 + [3] * 6 + [9] * 3]
+PACKED = {**BATCH, "starts": np.array(STARTS, np.int32), "real": np.array([12, 12, 12, 9], np.int32)}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +43,29 @@ BATCH = {"tokens": RNG.integers(0, 61, (B, T)).astype(np.int32), "learn": RNG.ra
     ids=lambda x: x.model_type if isinstance(x, ModelConfig) else str(x),
 )
 def test_devices_that_share_the_target_make_the_loss_and_gradient_of_one(config, loss, sizes):
+    compare(config, Objective(loss, temperature=1.5, gamma=4.0, anchors=5, chunk=4), sizes, BATCH)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("config", "loss", "sizes"),
+    [
+        (HYBRID, "total_variation", (2, 2, 1, 2)),
+        (SLIDING, "dpace", (4, 1, 1, 2)),
+        (MIXTURE, "forward_kl", (2, 1, 2, 2)),
+    ],
+    ids=lambda x: x.model_type if isinstance(x, ModelConfig) else str(x),
+)
+def test_packed_sequences_in_chunks_do_too(monkeypatch, config, loss, sizes):
+    """Devices have different sequences, and run the loops over chunks of all of them together."""
+    monkeypatch.setattr(block_attention, "SLOTS", 8)
+    monkeypatch.setattr(block_attention, "TOKENS", 5)
+    # Fewer drafts than tokens.
+    compare(config, Objective(loss, temperature=1.5, anchors=3, chunk=4), sizes, PACKED)
+
+
+def compare(config, objective, sizes, batch):
     target, head = random_target(config, 0), random_head(config, 1, block_size=4)
-    objective = Objective(loss, temperature=1.5, gamma=4.0, anchors=5, chunk=4)
     compute = distillation_loss(head.config, config, objective, jnp.dtype("float32"))
 
     @jax.jit
@@ -51,12 +76,12 @@ def test_devices_that_share_the_target_make_the_loss_and_gradient_of_one(config,
 
         return jax.value_and_grad(total, has_aux=True)(weights)
 
-    (_, wanted), slopes = run(head.weights, target.weights, jax.tree.map(jnp.asarray, BATCH))
+    (_, wanted), slopes = run(head.weights, target.weights, jax.tree.map(jnp.asarray, batch))
     assert wanted["loss"].total > 1
     mesh = training_mesh(*sizes)
     arrays = jax.device_put(head.weights, replicated(mesh)), freeze(target, mesh).weights
     with jax.set_mesh(mesh):
-        placed = jax.tree.map(lambda x: put_batch(x, mesh, axis=0), BATCH)
+        placed = jax.tree.map(lambda x: put_batch(x, mesh, axis=0), batch)
         (_, means), own_slopes = run(*arrays, placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), means, wanted)
 
