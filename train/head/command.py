@@ -13,6 +13,7 @@ from jetspec_jax.demo import head_at
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
+from train.data.manifest import CORPUS
 from train.head.engines import ENGINES
 from train.head.export import export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
@@ -53,7 +54,6 @@ def add_command(commands: Any) -> None:
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
     )
     tune.set_defaults(run=_finetune)
-    tune.add_argument("--prompts", required=True, help="JSONL or a data set, see the command data")
     tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
     add_generation_arguments(tune)
     for parser in (head, export, tune):
@@ -93,7 +93,7 @@ def _head(arguments: argparse.Namespace) -> int:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    """Lets the target answer prompts and trains a head on the answers; each part is done once.
+    """Makes documents of prompts or conversations and trains a head on them; each part is done once.
 
     The last line says whether the head became better than the one that it began as; if not, that one is kept
     and the exit code is 3.
@@ -103,7 +103,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         arguments.target,
         arguments.prompts,
         arguments.work / "data",
-        draft_head=arguments.draft_head,
+        draft_head=None if arguments.mode == CORPUS else arguments.draft_head,
         seed=recipe.seed,
         dtype=recipe.dtype,
         need_heldout=True,

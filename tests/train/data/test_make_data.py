@@ -396,13 +396,15 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     data.add_generation_arguments(parser)
     given = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--max-tokens", "4", "--heldout", "2"]
     given += ["--slots", "5", "--limit", "6", "--skip-too-long", "--budget", "7"]
-    given += ["--template-arguments", '{"think": false}']
+    given += ["--template-arguments", '{"think": false}', "--mode", "corpus", "--turns", "every"]
+    given += ["--prompts", "p", "--prompts", "q", "--weights", "2,1", "--deduplicate", "prompt"]
     settings = data.generation_settings(parser.parse_args(given))
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 4, "heldout": 2, "slots": 5}
     expected |= {"limit": 6, "skip_too_long": True, "budget": 7, "template_arguments": {"think": False}}
+    expected |= {"mode": "corpus", "turns": "every", "weights": [2.0, 1.0], "deduplicate": "prompt"}
     assert settings == expected
     parameters = inspect.signature(make_data.make_data).parameters
-    defaults = data.generation_settings(parser.parse_args([]))
+    defaults = data.generation_settings(parser.parse_args(["--prompts", "p"]))
     assert defaults == {**{name: parameters[name].default for name in defaults}, "template_arguments": {}}
 
     # The command passes all of its own.
@@ -413,7 +415,7 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
         raise OutOfTime("enough")
 
     monkeypatch.setattr(data, "make_data", keep)
-    own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
+    own = {"target": "t", "out": tmp_path, "draft_head": "h", "seed": 8}
     own |= {"shard_documents": 9, "dtype": "float32"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     flags += ["--ignore-config-key=zoom", "--tensor-parallel-size=1"]
@@ -422,7 +424,7 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
         run(*flags, *given)
     assert got.pop("deadline").end is None
     assert got.pop("mesh").shape == {"expert": 1, "tensor": 1}
-    assert got == {**own, **settings}
+    assert got == {**own, **settings, "prompts": ["p", "q"]}
     assert {*got, "deadline", "mesh", "need_heldout"} == {*parameters}
 
 
