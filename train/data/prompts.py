@@ -198,7 +198,8 @@ def _entries(rows: Iterator[tuple[str, Any]], refuse: Callable[[ValueError], Non
             else:
                 complete = [*pairing.flush(), Exchange(where, parsed)]
         except ValueError as error:
-            yield from _made(pairing.broken(), refuse)
+            # The row may have been a chunk: a stream that lacks it has no end, and is refused.
+            yield from _made(pairing.flush(), refuse)
             refuse(error)
         else:
             yield from _made(complete, refuse)

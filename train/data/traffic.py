@@ -103,12 +103,6 @@ class Pairing:
         last, self.last = self.last, None
         return [] if last is None else [last]
 
-    def broken(self) -> list[Exchange]:
-        """Takes a row that cannot be read; a stream that it may be a chunk of is not whole any more."""
-        if self.last is not None and isinstance(self.last.response, list):
-            self.last.response.append(None)
-        return self.flush()
-
     def rest(self) -> list[Exchange]:
         """All requests without a response, at the end of the log."""
         found = [*self.flush(), *self.named.values()]
@@ -124,12 +118,12 @@ class Pairing:
 
     def _answer(self, where: str, row: Mapping[str, Any]) -> None:
         """Gives a bare response, or the next chunk of one, to the request before it."""
-        last, chunk = self.last, row["object"] == CHUNK or _is_chunk(row)
+        last = self.last
         if last is None:
             raise ValueError(f"{where}: a response without its request in the row before it")
         if last.response is None:
-            last.response = [row] if chunk else row
-        elif chunk and isinstance(last.response, list) and last.response[0].get("id") == row.get("id"):
+            last.response = [row] if row["object"] == CHUNK or _is_chunk(row) else row
+        elif isinstance(last.response, list) and _stream(last.response[0]) == _stream(row):
             last.response.append(row)
         else:
             raise ValueError(f"{where}: a second response to one request; each must follow its own request")
@@ -286,6 +280,11 @@ def _is_chunk(row: Mapping[str, Any]) -> bool:
     choices = row.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     return isinstance(first, Mapping) and first.get("finish_reason") is None
+
+
+def _stream(chunk: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What the chunks of one stream have in common."""
+    return chunk.get("object"), chunk.get("id")
 
 
 def _events(where: str, text: str) -> list[Any]:
