@@ -12,6 +12,7 @@ from jetspec_jax.config.draft_head import (
 )
 from jetspec_jax.config.fields import IGNORE_OPTION, read_json
 from jetspec_jax.config.geometry import DraftHeadConfig, Experts, LayerConfig, ModelConfig, Recurrence, Rope
+from jetspec_jax.config.head_dialects import causality_by_engine, dialect_of
 from jetspec_jax.config.target import (
     MODEL_TYPES,
     is_draft_head,
@@ -28,8 +29,10 @@ __all__ = [
     "ModelConfig",
     "Recurrence",
     "Rope",
+    "causality_by_engine",
     "check_head_fits",
     "default_tap_layers",
+    "dialect_of",
     "is_draft_head",
     "parse_config",
     "parse_draft_head_config",

@@ -1,16 +1,14 @@
-"""The ``config.json`` of a draft head: the layout of the published JetSpec and DFlash heads."""
+"""The ``config.json`` of a draft head, in the published layout or in a dialect of another engine."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.config import qwen3
-from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int
+from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
+from jetspec_jax.config.head_dialects import read_head_keys
 from jetspec_jax.config.target import is_draft_head, parse_model_config
-
-#: The most draft slots that are read; a tree of 256 nodes could be no deeper than 255.
-MAX_BLOCK = 256
 
 
 def parse_config(
@@ -29,43 +27,46 @@ def parse_draft_head_config(
     The arguments are those of `parse_model_config`.
 
     Raises:
-        ValueError: As for `parse_model_config`, and for a ``dflash_config`` that makes no head.
+        ValueError: As for `parse_model_config`, and for settings that make no head or contradict each other.
     """
     if not is_draft_head(raw):
         raise ValueError(f"{where} has no dflash_config: it is not a draft head; load it with load_target")
     fields = Fields(raw, where, ignore_config_keys)
-    if (model_type := fields.get("model_type")) != "qwen3":
-        raise ValueError(f"{where}: unknown model_type {shown(model_type)} of a draft head; supported: qwen3")
-    dflash = fields.object("dflash_config")
-    if dflash is None:
-        raise fields.error("dflash_config", "an object", None)
-    layers = qwen3.read(fields)
-    if any(window is not None for window in layers.windows):
-        raise ValueError(f"{where}: sliding-window layers in a draft head are not supported")
-    block_size = fields.integer("block_size", least=2, most=MAX_BLOCK)
-    num_target_layers = fields.integer("num_target_layers", most=MAX_LAYERS)
-    mask_token_id = dflash.integer("mask_token_id", least=0)
-    target_hidden_size = dflash.get("target_hidden_size", layers.hidden_size)
-    if target_hidden_size != layers.hidden_size:
+    keys = read_head_keys(fields)
+    decoder = keys.decoder
+    if (model_type := decoder.get("model_type")) != "qwen3":
         raise ValueError(
-            f"{where}: target_hidden_size {target_hidden_size} differs from the head's hidden_size "
+            f"{decoder.where}: unknown model_type {shown(model_type)} of a draft head; supported: qwen3"
+        )
+    layers = qwen3.read(decoder)
+    if any(window is not None for window in layers.windows):
+        raise ValueError(f"{decoder.where}: sliding-window layers in a draft head are not supported")
+    if keys.target_hidden_size not in (None, layers.hidden_size):
+        raise ValueError(
+            f"{where}: target_hidden_size {keys.target_hidden_size} differs from the head's hidden_size "
             f"{layers.hidden_size}; heads that adapt another hidden size are not supported, because the "
             "target's embeddings enter the head unprojected"
         )
-    if dflash.get("draft_shift"):
-        raise ValueError(f"{where}: draft_shift is not supported; published heads use it off")
+    if keys.draft_vocab_size not in (None, layers.vocab_size):
+        raise ValueError(
+            f"{where}: draft_vocab_size {shown(keys.draft_vocab_size)} differs from the head's vocab_size "
+            f"{layers.vocab_size}; heads that draft a part of the vocabulary are not supported"
+        )
+    taps = keys.tap_layers
+    if taps is None:
+        assert keys.num_target_layers is not None  # only the dialect that has this key has default taps
+        taps = tuple(default_tap_layers(layers.num_layers, keys.num_target_layers))
     config = DraftHeadConfig(
         layers=layers,
-        block_size=block_size,
-        num_target_layers=num_target_layers,
-        tap_layers=_tap_layers(dflash, where, layers.num_layers, num_target_layers),
-        mask_token_id=mask_token_id,
-        causal=_causal(dflash),
-        scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
-        capped_logits=dflash.flag("capped_logits", default=False),
+        block_size=keys.block_size,
+        num_target_layers=keys.num_target_layers,
+        tap_layers=taps,
+        mask_token_id=keys.mask_token_id,
+        causal=keys.causal,
+        scaled_embeddings=keys.scaled_embeddings,
+        capped_logits=keys.capped_logits,
     )
-    dflash.done()
-    fields.done(top=True)
+    decoder.done(top=True)
     return config
 
 
@@ -91,7 +92,7 @@ def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
         wrong.append(
             f"the head's hidden_size is {head.layers.hidden_size}, the target's {target.hidden_size}"
         )
-    if head.num_target_layers != target.num_layers:
+    if head.num_target_layers not in (None, target.num_layers):
         wrong.append(
             f"the head was made for {head.num_target_layers} target layers, the target has "
             f"{target.num_layers}"
@@ -112,20 +113,3 @@ def check_head_fits(head: DraftHeadConfig, target: ModelConfig) -> None:
         wrong.append("the head's logits go through the target's cap (capped_logits), and the target has none")
     if wrong:
         raise ValueError("the draft head does not fit the target: " + "; ".join(wrong))
-
-
-def _tap_layers(dflash: Fields, where: str, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    taps = dflash.get("target_layer_ids")
-    if taps is None:
-        taps = default_tap_layers(num_layers, num_target_layers)
-    elif not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
-        raise ValueError(f"{where}: target_layer_ids must be a list of layer indices, not {taps!r}")
-    return tuple(taps)
-
-
-def _causal(dflash: Fields) -> bool:
-    """Published JetSpec heads say ``causal_head``, others ``causal``; a head that says nothing is not."""
-    found = {key: dflash.flag(key) for key in ("causal_head", "causal") if key in dflash}
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{dflash.where} has causal_head and causal, and they disagree")
-    return any(found.values())

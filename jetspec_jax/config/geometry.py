@@ -231,7 +231,8 @@ class DraftHeadConfig:
     Attributes:
         layers: Geometry of the head's own decoder layers.
         block_size: Draft slots, the anchor's included; the head drafts ``block_size - 1`` tokens deep.
-        num_target_layers: Depth of the target that the head was trained on.
+        num_target_layers: Depth of the target that the head was trained on; None where its config does not
+            say.
         tap_layers: Target layers (0-based) whose outputs are the head's taps.
         mask_token_id: Token whose embedding fills the slots after the anchor.
         causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
@@ -241,7 +242,7 @@ class DraftHeadConfig:
 
     layers: ModelConfig
     block_size: int
-    num_target_layers: int
+    num_target_layers: int | None
     tap_layers: tuple[int, ...]
     mask_token_id: int
     causal: bool

@@ -21,6 +21,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
+from jetspec_jax.config.head_dialects import DFLASH, SPECULATORS
 
 #: Reads a family's keys.
 Read = Callable[[Fields], ModelConfig]
@@ -78,7 +79,7 @@ RELATIVES: Mapping[str, str] = {
 
 def is_draft_head(raw: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` describes a draft head rather than a target."""
-    return "dflash_config" in raw
+    return DFLASH in raw or SPECULATORS in raw
 
 
 def parse_model_config(

@@ -18,7 +18,9 @@ from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.config import (
     DraftHeadConfig,
     ModelConfig,
+    causality_by_engine,
     check_head_fits,
+    dialect_of,
     parse_model_config,
 )
 from jetspec_jax.device.memory import num_parameters, weight_bytes
@@ -44,7 +46,7 @@ def describe(
     source = Source(path_or_id, ignore_config_keys=ignore_config_keys)
     folder, config = source.config_folder, source.config
     if isinstance(config, DraftHeadConfig):
-        kind, model, about_head = "draft head", config.layers, _head(config)
+        kind, model, about_head = "draft head", config.layers, _head(source.raw_config, config)
         fit = {} if target is None else _fit(config, replace(source, path_or_id=target))
     elif target is None:
         kind, model, about_head, fit = "target", config, {}, {}
@@ -60,8 +62,11 @@ def describe(
     }
 
 
-def _head(config: DraftHeadConfig) -> dict[str, Any]:
+def _head(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
+    readings = causality_by_engine(raw).items()
     return {
+        "dialect": dialect_of(raw),
+        "causality_read_by": [engine for engine, causal in readings if causal == config.causal],
         "block_size": config.block_size,
         "causal": config.causal,
         "tap_layers": list(config.tap_layers),
@@ -94,9 +99,9 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     # A recurrent layer has no heads of attention.
     attention = [layer for layer in layers if layer.recurrence is None]
     experts = [layer.experts for layer in layers]
-    # A model of several modalities has another type than its text model.
-    types = {"model_type": raw["model_type"]}
-    if config.model_type != raw["model_type"]:
+    # A model of several modalities has another type than its text model; a nested config has none.
+    types = {"model_type": raw.get("model_type", config.model_type)}
+    if config.model_type != types["model_type"]:
         types["text_model_type"] = config.model_type
     return {
         **types,

@@ -7,8 +7,9 @@ from typing import Any
 
 from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.cli.parser import accept_formerly
-from train.data.make_data import Made, make_data
+from train.data.make_data import LAST, REFUSED, TURNS, Made, make_data
 from train.data.manifest import MODES, REGENERATE
+from train.data.mixing import DEDUPLICATIONS, NONE
 from train.loop.stages import Deadline
 
 
@@ -17,18 +18,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("data", help="make documents for training a draft head", description=__doc__)
     parser.set_defaults(run=run)
     add_target_option(parser, 'folder or hub id, or "demo"', required=True)
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        help='JSONL with "messages", "text" or "prompt" in each line, or a data set: "owner/name:split"',
-    )
     parser.add_argument("--out", type=Path, required=True, help="folder of documents, begun or new")
-    parser.add_argument(
-        "--mode",
-        choices=MODES,
-        default=REGENERATE,
-        help="let the target write the answers, or take the texts as they are (default: regenerate)",
-    )
     parser.add_argument("--draft-head", help='for speed: folder, hub id or "demo" (default: none)')
     add_ignore_option(parser)
     add_generation_arguments(parser)
@@ -40,7 +30,38 @@ def add_command(commands: Any) -> None:
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of all commands in which a target answers prompts."""
+    """Adds the arguments of all commands that make documents of prompts."""
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        action="append",
+        help='JSONL with "messages", "text" or "prompt" in each line, a log of requests, ShareGPT, or a data '
+        'set: "owner/name:split"; several times for several of them',
+    )
+    parser.add_argument(
+        "--weights",
+        type=weights,
+        metavar="W,W",
+        help="shares of the sources, as in 2,1 (default: all of each)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default=REGENERATE,
+        help="let the target write the answers, or take the texts as they are (default: regenerate)",
+    )
+    parser.add_argument(
+        "--turns",
+        choices=TURNS,
+        default=LAST,
+        help="which turns of a conversation the target answers (default: last)",
+    )
+    parser.add_argument(
+        "--deduplicate",
+        choices=DEDUPLICATIONS,
+        default=NONE,
+        help="learn equal answers to an equal history once, or one answer to each history (default: none)",
+    )
     parser.add_argument(
         "--budget",
         type=int,
@@ -77,6 +98,10 @@ def generation_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         ValueError: The template arguments are not a JSON object.
     """
     return {
+        "mode": arguments.mode,
+        "turns": arguments.turns,
+        "weights": arguments.weights,
+        "deduplicate": arguments.deduplicate,
         "budget": arguments.budget,
         "temperature": arguments.temperature,
         "top_p": arguments.top_p,
@@ -102,7 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.target,
         arguments.prompts,
         arguments.out,
-        mode=arguments.mode,
         draft_head=arguments.draft_head,
         ignore_config_keys=arguments.ignore_config_key,
         seed=arguments.seed,
@@ -131,8 +155,21 @@ def summary(made: Made) -> str:
     if made.skipped:
         lines.append(f"  dropped because they are too long: {made.skipped:,}")
     if made.unusable:
-        lines.append(f"  dropped because they cannot be used: {made.unusable:,}")
+        where = made.folder / REFUSED
+        lines.append(f"  dropped because they cannot be used: {made.unusable:,}, listed in {where}")
     return "\n".join(lines)
+
+
+def weights(text: str) -> list[float]:
+    """The numbers of a list such as ``2,1``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no such list.
+    """
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers as in 2,1, not {text!r}") from None
 
 
 def _object(text: str | None) -> dict[str, Any]:

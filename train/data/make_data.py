@@ -1,7 +1,7 @@
 """Makes a folder of documents from prompts or conversations, for ``python -m train data``."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,26 +10,32 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.content import SMALL_PATTERNS
+from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.hub import resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
-from jetspec_jax.config import ModelConfig, check_head_fits
+from jetspec_jax.config import check_head_fits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO, head_at
-from jetspec_jax.progress import Progress
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
+from train.data.encoding import encode_documents, encode_prompts
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
-from train.data.prompts import Dropped, Entry, read_entries
-from train.data.records import Document
+from train.data.mixing import DEDUPLICATIONS, NONE, distinct, distinct_turns, mix
+from train.data.prompts import Dropped, read_entries
 from train.data.regenerate import Prompts, regenerate, regeneration_settings
 from train.data.rendering import Encoder
 from train.loop.stages import Deadline
 
 T = TypeVar("T")
+
+#: Which turns of a conversation the target answers.
+LAST, EVERY = TURNS = ("last", "every")
+#: The file that lists all rows that cannot be used.
+REFUSED = "refused.json"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Made:
         folder: The folder.
         documents: Number of documents, the held-out ones included.
         heldout: Number of held-out documents.
-        duplicates: Documents that repeat the prompt, or in mode corpus the text, of an earlier one.
+        duplicates: Documents that repeat the prompt, or in mode corpus the text, of an earlier one; with
+            ``deduplicate`` they are left out.
         tokens: Tokens of all documents.
         learn_tokens: Tokens to be learnt.
         ended: Documents that end with an end-of-sequence token; None where nothing was generated.
@@ -63,10 +70,13 @@ class Made:
 
 def make_data(
     target: str | Path,
-    prompts: str | Path,
+    prompts: str | Path | Sequence[str | Path],
     out: Path,
     *,
     mode: str = REGENERATE,
+    turns: str = LAST,
+    weights: Sequence[float] | None = None,
+    deduplicate: str = NONE,
     draft_head: str | Path | None = None,
     budget: int | None = None,
     temperature: float = 0.0,
@@ -89,13 +99,19 @@ def make_data(
     """Makes or completes a folder of documents; a finished one is left alone.
 
     All prompts are read and checked before the target's weights are loaded. Rows that cannot be used are
-    dropped: the first of them are named in the log, and all are counted.
+    dropped: the first of them are named in the log, and all in ``refused.json`` of the folder.
 
     Args:
         target: A folder, a hub id, or "demo": the embedded target.
-        prompts: A JSONL file or a data set, see `train.data.prompts`.
+        prompts: A JSONL file or a data set, see `train.data.prompts`; or several of them.
         out: The folder of documents.
-        mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are.
+        mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are, and
+            teaches every turn of a conversation.
+        turns: Of a conversation that is regenerated: "last" lets the target answer its end, "every" each of
+            the assistant's turns, after the history that is given.
+        weights: The share of each source in the documents; None takes all of each.
+        deduplicate: One of `DEDUPLICATIONS`: "exact" learns an answer to the same history once, "prompt" one
+            answer to each history. In mode "regenerate" both ask the target each prompt once.
         draft_head: A folder, a hub id, or "demo"; it makes regeneration faster and changes no output.
         budget: Nodes of the draft head's trees; 1 does without the head. None is 64, and 1 on a CPU, where
             that is faster.
@@ -104,8 +120,8 @@ def make_data(
         top_k: How many likeliest tokens are sampled from; None is no limit.
         max_tokens: Most tokens of a continuation; fewer where the target's context ends.
         seed: Seed of the sampling, from which each document's own seed follows.
-        heldout: About how many documents are kept for validation; those with the same prompt (in mode corpus,
-            the same text) go together. None is an eighth, at most 64.
+        heldout: About how many documents are kept for validation; those of one conversation, which begin with
+            the same prompt, go together. None is an eighth, at most 64.
         need_heldout: Whether to refuse prompts of which none would be held out.
         shard_documents: Most documents of a shard.
         slots: Documents generated at a time.
@@ -130,6 +146,9 @@ def make_data(
         raise ValueError("a draft head has nothing to do in mode corpus, where nothing is generated")
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
+    for name, value, known in (("turns", turns, TURNS), ("deduplicate", deduplicate, DEDUPLICATIONS)):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
     deadline = Deadline() if deadline is None else deadline
     source = Source(target, dtype, ignore_config_keys)
     head_source = None
@@ -148,21 +167,33 @@ def make_data(
     )
     encoder = _encoder(source, template_arguments or {})
     dropped = Dropped()
-    entries = read_entries(prompts, limit, dropped=dropped)
-    prompts_name = Path(prompts).name if Path(prompts).is_file() else str(prompts)
-    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": prompts_name}
+    sources = [prompts] if isinstance(prompts, str | Path) else list(prompts)
+    entries = mix([read_entries(own, limit, dropped=dropped) for own in sources], weights)
+    names = [Path(own).name if Path(own).is_file() else str(own) for own in sources]
+    common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": ", ".join(names)}
 
     if mode == CORPUS:
-        documents, skipped = _documents(encoder, entries, config, skip_too_long, dropped)
-        keys = [document.tokens.tobytes() for document in documents]
-        held = _held(keys, heldout, need_heldout)
+        found, skipped = encode_documents(encoder, entries, config, skip_too_long, dropped)
+        repeats = len(found) - len({own.document.tokens.tobytes() for own in found})
+        kept = zip(distinct_turns([own.document for own in found], deduplicate), found, strict=True)
+        pairs = [(document, own.root) for document, own in kept if document is not None]
+        held = _held([root for _, root in pairs], heldout, need_heldout)
+        documents = [document for document, _ in pairs]
         finished = not write_given(
             out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
         )
+        _report(out, dropped)
     else:
-        requests, skipped = _prompts(encoder, entries, config, sampling, skip_too_long, dropped)
+        requests, roots, skipped = encode_prompts(
+            encoder, entries, config, sampling, skip_too_long, dropped, every=turns == EVERY
+        )
         keys = [np.asarray(tokens, np.int32).tobytes() for tokens in requests.tokens]
-        held = _held(keys, heldout, need_heldout)
+        repeats = len(keys) - len(set(keys))
+        if deduplicate != NONE:
+            kept = distinct(keys)
+            requests = Prompts([requests.tokens[i] for i in kept], [requests.params[i] for i in kept])
+            roots = [roots[i] for i in kept]
+        held = _held(roots, heldout, need_heldout)
         settings = regeneration_settings(
             requests,
             **common,
@@ -172,6 +203,7 @@ def make_data(
             shard_documents=shard_documents,
         )
         writer = Writer(out, settings, held)
+        _report(out, dropped)
         finished = not writer.missing
         if not finished:
             deadline.check(writer.progress)
@@ -180,7 +212,7 @@ def make_data(
             if head_source is not None and tree.budget > 1:
                 head = read_draft_head(head_source, loaded)
             regenerate(writer, loaded, requests, head=head, tree=tree, slots=slots, deadline=deadline)
-    return _made(out, len(keys) - len(set(keys)), skipped, len(dropped.reasons), finished)
+    return _made(out, repeats, skipped, len(dropped.reasons), finished)
 
 
 def _held(keys: list[bytes], heldout: int | None, need: bool) -> list[int]:
@@ -207,67 +239,10 @@ def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:
     return Encoder(tokenizer, end_ids, template_arguments)
 
 
-def _prompts(
-    encoder: Encoder,
-    entries: list[Entry],
-    config: ModelConfig,
-    sampling: SamplingParams,
-    skip: bool,
-    dropped: Dropped,
-) -> tuple[Prompts, int]:
-    """The prompts with their sampling settings, and how many were too long."""
-    context, tokens, params, skipped = config.max_position_embeddings, [], [], 0
-    for entry, ids in _encoded(encoder.prompt, entries, dropped):
-        room = context - len(ids)
-        if room > 0:
-            tokens.append(ids)
-            params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
-        elif skip:
-            skipped += 1
-        else:
-            raise ValueError(
-                f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
-                f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with --skip-too-long"
-            )
-    return Prompts(tokens, params), skipped
-
-
-def _documents(
-    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool, dropped: Dropped
-) -> tuple[list[Document], int]:
-    """The texts as they are, and how many were too long."""
-    context, documents, skipped = config.max_position_embeddings, [], 0
-    for entry, document in _encoded(encoder.document, entries, dropped):
-        if len(document.tokens) <= context:
-            documents.append(document)
-        elif skip:
-            skipped += 1
-        else:
-            raise ValueError(
-                f"{entry.where}: the document has {len(document.tokens)} tokens, beyond the target's context "
-                f"of {context}; shorten it, or drop such documents with --skip-too-long"
-            )
-    return documents, skipped
-
-
-def _encoded(
-    encode: Callable[[Entry], T], entries: list[Entry], dropped: Dropped
-) -> Iterator[tuple[Entry, T]]:
-    """The entries that can be encoded, with what they become.
-
-    Raises:
-        ValueError: There are none; at the end.
-    """
-    usable = 0
-    for entry in Progress(entries, desc="prompts", unit=" prompts", delay=1, leave=False):
-        try:
-            made = encode(entry)
-        except ValueError as error:
-            dropped.add(error)
-        else:
-            usable += 1
-            yield entry, made
-    dropped.check_rest(usable)
+def _report(folder: Path, dropped: Dropped) -> None:
+    """Writes why each of the rows that cannot be used is refused, without their text."""
+    if dropped.reasons:
+        write_json(folder / REFUSED, {"refused": dropped.reasons})
 
 
 def _made(folder: Path, duplicates: int, skipped: int, unusable: int, was_finished: bool) -> Made:

@@ -1,32 +1,44 @@
 """Reads prompts and conversations from JSONL files or data sets.
 
-An entry is read from the first of these keys that it has:
+A row is read from the first of these keys that it has:
 
 * ``messages``: a conversation, a list of objects with ``role`` and ``content``, in all forms that the server
-  takes: content in parts or, beside calls of tools, null; arguments of calls as texts; the role "developer";
+  takes: content in parts or, beside calls of tools, null; arguments of calls as texts; the role "developer".
+  ``tools`` beside it are the conversation's;
+* ``conversations``: a conversation as ShareGPT has it;
 * ``text``: a text;
 * ``prompt``: the beginning of a text.
 
-Further keys are ignored, and a byte-order mark at the beginning of a file is skipped.
+Other rows are those of logs, which `train.data.traffic` describes: they have a ``request``, a ``custom_id``,
+or the ``object`` of a response. Further keys are ignored, and a byte-order mark at the beginning of a file is
+skipped. Errors name file and line, and show no text of a row.
 """
 
 import codecs
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.arguments import shown
-from jetspec_jax.checkpoint.chat_template import read_chats
+from train.data.messages import masked, read_messages, read_tools
+from train.data.traffic import (
+    Exchange,
+    Pairing,
+    answers_of,
+    conversation,
+    is_log,
+    sharegpt,
+    template_settings,
+)
 
 _log = logging.getLogger("jetspec_jax.train")
 
 MESSAGES, TEXT, PROMPT = KINDS = ("messages", "text", "prompt")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+CONVERSATIONS = "conversations"
 #: How many dropped rows are named.
 MOST_NAMED = 20
 # "owner/name", "owner/name:split" or "owner/name/config:split".
@@ -41,11 +53,19 @@ class Entry:
         where: File and line, or data set and row, for error messages.
         kind: "messages", "text" or "prompt".
         value: The messages, or the text.
+        tools: The tools of a conversation.
+        template_arguments: Arguments of the chat template that the conversation sets.
+        answer: How a log continued a "prompt".
+        cut: Whether the last answer ended because it was long enough, so that no end mark belongs to it.
     """
 
     where: str
     kind: str
     value: Any
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    answer: str | None = None
+    cut: bool = False
 
 
 @dataclass
@@ -81,7 +101,7 @@ def read_entries(
         source: A file, or a data set as "owner/name", "owner/name:split" or "owner/name/config:split"; the
             split is "train" unless another is named.
         limit: How many entries to read; None is all.
-        dropped: Takes the rows that are no entries; None raises for the first.
+        dropped: Takes the rows that are no entries; None raises for all of them at once.
 
     Raises:
         FileNotFoundError: There is no such file or data set.
@@ -90,7 +110,11 @@ def read_entries(
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1 entry, not {limit}")
     rows = _lines(Path(source)) if Path(source).is_file() else _rows(str(source))
-    entries = list(islice(_entries(rows, dropped), limit))
+    refused: list[ValueError] = []
+    entries = list(islice(_entries(rows, refused.append if dropped is None else dropped.add), limit))
+    if refused:
+        count = f"{len(refused)} rows cannot be used: " if len(refused) > 1 else ""
+        raise ValueError(count + "; ".join(map(str, refused)))
     if dropped is not None:
         dropped.check_rest(len(entries))
     if not entries:
@@ -108,7 +132,7 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
     rows = [_parsed(where, line) for where, line in _lines(path)]
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise ValueError(f"{path}:{number}: expected an object, not {shown(row)}")
+            raise ValueError(f"{path}:{number}: expected an object, not {masked(row)}")
     if not rows:
         raise ValueError(f"{path} holds no rows; every line must be a JSON object")
     return rows
@@ -162,16 +186,61 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", row
 
 
-def _entries(rows: Iterator[tuple[str, Any]], dropped: Dropped | None) -> Iterator[Entry]:
+def _entries(rows: Iterator[tuple[str, Any]], refuse: Callable[[ValueError], None]) -> Iterator[Entry]:
+    """The entries of rows, in the order in which they are complete; errors go to ``refuse``."""
+    pairing = Pairing()
     for where, row in rows:
+        complete: list[Exchange] = []
         try:
-            entry = _entry(where, _parsed(where, row) if isinstance(row, bytes) else row)
+            parsed = _parsed(where, row) if isinstance(row, bytes) else row
+            if isinstance(parsed, Mapping) and (is_log(parsed) or _may_be_answered(parsed)):
+                complete = pairing.add(where, parsed)
+            else:
+                complete = [*pairing.flush(), Exchange(where, parsed)]
         except ValueError as error:
-            if dropped is None:
-                raise
-            dropped.add(error)
+            # The row may have been a chunk: a stream that lacks it has no end, and is refused.
+            yield from _made(pairing.flush(), refuse)
+            refuse(error)
         else:
-            yield entry
+            yield from _made(complete, refuse)
+    yield from _made(pairing.rest(), refuse)
+    for reason in pairing.orphans():
+        refuse(ValueError(reason))
+
+
+def _made(exchanges: Sequence[Exchange], refuse: Callable[[ValueError], None]) -> Iterator[Entry]:
+    for exchange in exchanges:
+        try:
+            entries = _entries_of(exchange)
+        except ValueError as error:
+            refuse(error)
+        else:
+            yield from entries
+
+
+def _may_be_answered(row: Mapping[str, Any]) -> bool:
+    """Whether a row may be the body of a request, whose response is the next row."""
+    return "messages" in row or ("prompt" in row and TEXT not in row)
+
+
+def _entries_of(exchange: Exchange) -> list[Entry]:
+    """An entry for each answer; one without any."""
+    where, body = exchange.where, exchange.body
+    if exchange.response is None:
+        return [_entry(where, body)]
+    answers = answers_of(where, exchange.response)
+    if MESSAGES in body:
+        tools, arguments = template_settings(where, body)
+        return [
+            Entry(where, MESSAGES, conversation(where, body, own), tools, arguments, cut=own.cut)
+            for own in answers
+        ]
+    entry = _entry(where, body)
+    if entry.kind != PROMPT:
+        raise ValueError(f'{where}: a request has "messages" or "prompt", and this one has neither')
+    for own in answers:
+        _check_text(where, "the answer", own.message.get("content"))
+    return [replace(entry, answer=own.message["content"], cut=own.cut) for own in answers]
 
 
 def _parsed(where: str, line: bytes) -> Any:
@@ -189,42 +258,24 @@ def _parsed(where: str, line: bytes) -> Any:
 
 def _entry(where: str, value: Any) -> Entry:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected an object, not {shown(value)}")
-    kind = next((kind for kind in KINDS if kind in value), None)
+        raise ValueError(f"{where}: expected an object, not {masked(value)}")
+    kind = next((kind for kind in (MESSAGES, CONVERSATIONS, TEXT, PROMPT) if kind in value), None)
     if kind is None:
         raise ValueError(f"{where}: expected one of the keys {', '.join(KINDS)}, there are {sorted(value)}")
     if kind == MESSAGES:
-        return Entry(where, kind, _messages(where, value[kind]))
+        return Entry(where, kind, read_messages(where, value[kind]), *template_settings(where, value))
+    if kind == CONVERSATIONS:
+        messages = read_messages(where, sharegpt(where, value))
+        return Entry(where, MESSAGES, messages, read_tools(where, value.get("tools")))
     _check_text(where, f'"{kind}"', value[kind])
     if not value[kind]:
         raise ValueError(f'{where}: "{kind}" is empty; it needs at least one character')
     return Entry(where, kind, value[kind])
 
 
-def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f'{where}: "messages" must be a list that is not empty, not {shown(messages)}')
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f'{where}: message {number} must have "role" and "content": {shown(message)}')
-    try:
-        [chat] = read_chats(list(messages))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
-    for number, message in enumerate(chat):
-        if message["role"] not in ROLES:
-            role, known = shown(message["role"]), ", ".join(ROLES)
-            raise ValueError(f"{where}: message {number} has the role {role}, not one of {known}")
-    # A data set gives every message the keys of all; content alone may be null and mean something.
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in chat
-    ]
-
-
 def _check_text(where: str, name: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {name} must be a string, not {shown(text)}")
+        raise ValueError(f"{where}: {name} must be a string, not {masked(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

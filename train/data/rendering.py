@@ -2,14 +2,19 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
-from jetspec_jax.checkpoint.chat_template import check_template_arguments, render_chat
-from train.data.prompts import MESSAGES, PROMPT, TEXT, Entry
+from jetspec_jax.checkpoint.chat_template import (
+    check_template_arguments,
+    check_writes_tools,
+    render_chat,
+)
+from train.data.messages import REASONING
+from train.data.prompts import MESSAGES, PROMPT, Entry
 from train.data.records import Document
 
 # Marks that some templates put around the assistant's text.
@@ -58,6 +63,37 @@ class Encoder:
         ids = self._render(entry, messages, tokenize=True, return_dict=False, add_generation_prompt=True)
         return np.asarray(ids, np.int32)
 
+    def prompts(self, entry: Entry, *, every: bool = False) -> list[Int32[np.ndarray, "T"]]:
+        """The tokens that the target continues: those of `prompt`, or for every turn of the assistant.
+
+        Args:
+            entry: The prompt, text or conversation.
+            every: Whether a conversation gives a prompt for each of its assistant's turns and for what
+                follows the last of them, each with its own history.
+
+        Raises:
+            ValueError: As for `prompt`.
+        """
+        if not every or entry.kind != MESSAGES:
+            return [self.prompt(entry)]
+        messages = entry.value
+        ends = [number + 1 for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not ends or ends[-1] < len(messages):
+            ends.append(len(messages))
+        return [self.prompt(replace(entry, value=messages[:end])) for end in ends]
+
+    def root(self, entry: Entry) -> bytes:
+        """What entries of one conversation have in common: its text up to the assistant's first turn.
+
+        Raises:
+            ValueError: The chat template refuses it, or the tokenizer makes no tokens of it.
+        """
+        if entry.kind != MESSAGES:
+            return self._text(entry).tobytes()
+        turns = (number for number, message in enumerate(entry.value) if message["role"] == "assistant")
+        first = next(turns, len(entry.value)) or len(entry.value)
+        return self._ids(self._render(entry, entry.value[:first], add_generation_prompt=True)).tobytes()
+
     def document(self, entry: Entry) -> Document:
         """The whole text, with the tokens to learn marked.
 
@@ -65,26 +101,72 @@ class Encoder:
         the first.
 
         Raises:
-            ValueError: No token would be marked, or the chat template does not show which ones to mark.
+            ValueError: No token would be marked; the chat template does not show which ones to mark; or it
+                writes earlier turns otherwise once others follow, so that `documents` are several.
         """
-        if entry.kind == PROMPT:
+        documents = self.documents(entry)
+        if entry.kind != MESSAGES:
+            return documents[0]
+        answers = [number for number, message in enumerate(entry.value) if message["role"] == "assistant"]
+        found = documents[0]
+        whole = found.tokens
+        if entry.value[-1]["role"] != "assistant":
+            whole = self._ids(self._render(entry, entry.value))
+        if len(documents) > 1 or not _begins(whole, found):
+            raise ValueError(
+                f"{entry.where}: the chat template writes message {answers[0]} otherwise once others "
+                "follow, so one document cannot teach all turns; some templates drop the thoughts of earlier "
+                "turns"
+            )
+        learn = np.zeros(len(whole), bool)
+        learn[: _learnt(found)] = found.learn[: _learnt(found)]
+        return Document(whole, learn)
+
+    def documents(self, entry: Entry) -> list[Document]:
+        """The texts in which every turn of the assistant stands behind its own history, marked to be learnt.
+
+        Turns share a document as long as the chat template writes them as it did before others followed. A
+        template that drops earlier thoughts gives several documents, each with the history that the target
+        saw.
+
+        Raises:
+            ValueError: No token would be marked; the chat template does not show which ones to mark; or it
+                leaves out something of an answer: thoughts, calls or content.
+        """
+        if entry.kind == PROMPT and entry.answer is None:
             raise ValueError(
                 f'{entry.where}: a "prompt" has no continuation to learn from; name the key "text" if it is '
                 "whole, or let the target continue it (--mode regenerate)"
             )
-        if entry.kind == TEXT:
-            tokens = self._text(entry)
-            learn = np.arange(len(tokens)) > 0
+        if entry.kind != MESSAGES:
+            documents = [self._text_document(entry)]
         else:
-            if not any(message["role"] == "assistant" for message in entry.value):
+            turns = [number for number, message in enumerate(entry.value) if message["role"] == "assistant"]
+            if not turns:
                 raise ValueError(
                     f"{entry.where}: a document without assistant tokens: no message is the assistant's; let "
                     "the target answer it (--mode regenerate)"
                 )
-            tokens, learn = self._conversation(entry)
-        if not learn.any():
+            documents = []
+            for number in turns:
+                turn = self._turn(entry, number)
+                if documents and _begins(turn.tokens, before := documents[-1]):
+                    end = _learnt(before)
+                    turn.learn[:end] = before.learn[:end]
+                    documents.pop()
+                documents.append(turn)
+        documents = [own for own in documents if own.learn.any()]
+        if not documents:
             raise ValueError(f"{entry.where}: a document without assistant tokens; it needs at least one")
-        return Document(tokens, learn)
+        return documents
+
+    def _text_document(self, entry: Entry) -> Document:
+        tokens = self._text(entry)
+        if entry.answer is None:
+            return Document(tokens, np.arange(len(tokens)) > 0)
+        answer = self._ids(entry.answer)
+        whole = np.concatenate([tokens, answer])
+        return Document(whole, np.arange(len(whole)) >= len(tokens))
 
     def _text(self, entry: Entry) -> Int32[np.ndarray, "T"]:
         tokens = np.asarray(self.tokenizer.encode(entry.value), np.int32)
@@ -92,39 +174,64 @@ class Encoder:
             raise ValueError(f"{entry.where}: the tokenizer makes no tokens of the text")
         return tokens
 
-    def _conversation(self, entry: Entry) -> tuple[Int32[np.ndarray, "T"], Bool[np.ndarray, "T"]]:
-        messages = entry.value
-        if GENERATION_MARK.search(self._template(entry)):
-            marked = self._render(entry, messages, tokenize=True, return_assistant_tokens_mask=True)
-            return np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], bool)
-        whole = self._render(entry, messages)
-        tokens = self._ids(whole)
-        learn = np.zeros(len(tokens), bool)
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                if number == 0:
-                    raise ValueError(
-                        f"{entry.where}: the conversation begins with the assistant, so nobody can tell what "
-                        "the chat template puts before its words; begin with the user or the system"
-                    )
-                before = self._render(entry, messages[:number], add_generation_prompt=True)
-                after = self._render(entry, messages[: number + 1])
-                begin = self._prefix(entry, number, before, whole, tokens)
-                end = self._prefix(entry, number, after, whole, tokens)
-                learn[begin : self._turn_end(tokens, begin, end)] = True
-        return tokens, learn
-
-    def _prefix(
-        self, entry: Entry, number: int, part: str, whole: str, tokens: Int32[np.ndarray, "T"]
-    ) -> int:
-        """How many of the conversation's tokens its rendered beginning ``part`` has."""
-        if not whole.startswith(part):
+    def _turn(self, entry: Entry, number: int) -> Document:
+        """The conversation up to a message of the assistant, with that message marked."""
+        marks = GENERATION_MARK.search(self._template(entry))
+        if number == 0 and not marks:
             raise ValueError(
-                f"{entry.where}: the chat template writes message {number} otherwise once others follow, or "
-                "begins it otherwise than it asks for an answer, so what the assistant wrote cannot be told; "
-                "some templates drop the thoughts of earlier turns. Split the conversation, change the "
-                "template's arguments, or let the target write the answers (--mode regenerate)"
+                f"{entry.where}: the conversation begins with the assistant, so nobody can tell what "
+                "the chat template puts before its words; begin with the user or the system"
             )
+        messages = entry.value[: number + 1]
+        before = self._render(entry, messages[:number], add_generation_prompt=True) if number else ""
+        after = self._render(entry, messages)
+        if not after.startswith(before):
+            raise ValueError(
+                f"{entry.where}: the chat template begins message {number} otherwise than it asks for an "
+                "answer, so what the assistant wrote cannot be told. Change the template's arguments, or let "
+                "the target write the answers (--mode regenerate)"
+            )
+        self._check_written(entry, number, after[len(before) :])
+        if marks:
+            marked = self._render(entry, messages, tokenize=True, return_assistant_tokens_mask=True)
+            tokens, learn = (
+                np.asarray(marked["input_ids"], np.int32),
+                np.asarray(marked["assistant_masks"], bool),
+            )
+            learn[: len(self._ids(before)) if number else 0] = False
+        else:
+            tokens = self._ids(after)
+            begin = self._prefix(entry, number, before, tokens)
+            learn = np.zeros(len(tokens), bool)
+            learn[begin : self._turn_end(tokens, begin, len(tokens))] = True
+        if entry.cut and number == len(entry.value) - 1 and learn.any():
+            # The end mark is the template's: the target had not come to the end.
+            end = int(np.flatnonzero(learn)[-1])
+            end += int(tokens[end]) not in self._ends()
+            tokens, learn = tokens[:end], learn[:end]
+        return Document(tokens, learn)
+
+    def _check_written(self, entry: Entry, number: int, written: str) -> None:
+        """Checks that the chat template has written all of an answer that a target would have to learn."""
+        message = entry.value[number]
+        content = message.get("content") or ""
+        texts = [part["text"] for part in content] if isinstance(content, list) else [content]
+        calls = message.get("tool_calls") or []
+        wanted = {
+            "thoughts": [message.get(REASONING[0], "")],
+            # Templates take thoughts inside a content apart.
+            "content": [text.rpartition("</think>")[2] for text in texts],
+            "calls": [call["function"]["name"] for call in calls],
+        }
+        for what, pieces in wanted.items():
+            if not all(piece.strip() in written for piece in pieces):
+                raise ValueError(
+                    f"{entry.where}: the chat template does not write the {what} of message {number}, so a "
+                    "head would learn an answer that the target did not give; use a template that writes them"
+                )
+
+    def _prefix(self, entry: Entry, number: int, part: str, tokens: Int32[np.ndarray, "T"]) -> int:
+        """How many of the tokens its rendered beginning ``part`` has."""
         ids = self._ids(part)
         if not np.array_equal(ids, tokens[: len(ids)]):
             raise ValueError(
@@ -133,10 +240,14 @@ class Encoder:
             )
         return len(ids)
 
+    def _ends(self) -> set[int]:
+        """Tokens that may end a turn."""
+        added = self.tokenizer.added_tokens_decoder
+        return {*self.end_ids, *(token for token, entry in added.items() if entry.special)}
+
     def _turn_end(self, tokens: Int32[np.ndarray, "T"], begin: int, end: int) -> int:
         """Where an answer ends: after its end-of-turn token, if only white space follows that."""
-        added = self.tokenizer.added_tokens_decoder
-        special = {*self.end_ids, *(token for token, entry in added.items() if entry.special)}
+        special = self._ends()
         last = next((i for i in range(end - 1, begin - 1, -1) if int(tokens[i]) in special), None)
         if last is None or self.tokenizer.decode(tokens[last + 1 : end].tolist()).strip():
             return end
@@ -150,11 +261,51 @@ class Encoder:
                 f'{entry.where}: the target\'s tokenizer has no chat template, so it cannot read "messages"'
             ) from error
 
-    def _render(self, entry: Entry, messages: list[dict[str, Any]], **arguments: Any) -> Any:
-        self._template(entry)
-        settings = {"tokenize": False, **arguments}
-        return render_chat(self.tokenizer, messages, self.template_arguments, where=entry.where, **settings)
+    def _render(self, entry: Entry, messages: Sequence[Mapping[str, Any]], **settings: Any) -> Any:
+        template = self._template(entry)
+        arguments = {**self.template_arguments, **entry.template_arguments}
+        try:
+            check_template_arguments(entry.template_arguments)
+            if entry.tools:
+                check_writes_tools(self.tokenizer)
+                arguments["tools"] = entry.tools
+        except ValueError as error:
+            raise ValueError(f"{entry.where}: {error}") from error
+        name = next((name for name in REASONING if re.search(rf"\b{name}\b", template)), REASONING[0])
+        chat = [
+            {name if key == REASONING[0] else key: value for key, value in message.items()}
+            for message in messages
+        ]
+        settings = {"tokenize": False, **settings}
+        try:
+            return render_chat(self.tokenizer, chat, arguments, where=entry.where, **settings)
+        except ValueError as error:
+            said = str(error).removeprefix(f"{entry.where}: ")
+            if repeats(said.partition("conversation: ")[2], messages):
+                said = "the chat template refuses the conversation, for a reason that repeats text of it"
+                raise ValueError(f"{entry.where}: {said}") from None
+            raise
 
     def _ids(self, text: str) -> Int32[np.ndarray, "T"]:
         """Token ids of a rendered text, which already has its special tokens."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def repeats(message: str, value: Any) -> bool:
+    """Whether a message holds a word of at least six characters of a value's texts."""
+    if isinstance(value, Mapping):
+        return any(repeats(message, own) for key, own in value.items() if key != "role")
+    if isinstance(value, list | tuple):
+        return any(repeats(message, own) for own in value)
+    return isinstance(value, str) and any(len(word) > 5 and word in message for word in value.split())
+
+
+def _learnt(document: Document) -> int:
+    """Where the last token to learn ends."""
+    return int(np.flatnonzero(document.learn)[-1]) + 1 if document.learn.any() else 0
+
+
+def _begins(tokens: Int32[np.ndarray, "T"], document: Document) -> bool:
+    """Whether tokens begin as a document does, up to the end of what is learnt of it."""
+    end = _learnt(document)
+    return np.array_equal(tokens[:end], document.tokens[:end])

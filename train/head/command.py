@@ -13,10 +13,13 @@ from jetspec_jax.demo import head_at
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
+from train.data.manifest import CORPUS
+from train.head.engines import ENGINES
+from train.head.export import export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
-from train.head.training import export_best, train_head
+from train.head.training import train_head
 from train.head.verdict import read_verdict
 from train.loop.mesh import make_mesh
 from train.loop.stages import Deadline
@@ -33,15 +36,24 @@ def add_command(commands: Any) -> None:
     head.add_argument("--data", type=Path, required=True, help="folder of documents, see the command data")
     head.add_argument("--recipe", required=True, help=f"a TOML file, or one of {known}")
     PROCESSES.add(head)
-    export = commands.add_parser("export", help="write a run's best head so far", description=_export.__doc__)
+    export = commands.add_parser("export", help="write a head for an engine", description=_export.__doc__)
     export.set_defaults(run=_export)
-    export.add_argument("--work", type=Path, required=True, help="the run's folder")
+    source = export.add_mutually_exclusive_group(required=True)
+    source.add_argument("--work", type=Path, help="a run's folder, whose best head so far is written")
+    source.add_argument("--from", dest="head", metavar="HEAD", help='a head: folder or hub id, or "demo"')
     export.add_argument("--out", type=Path, required=True, help="folder of the head, which must not exist")
+    export.add_argument(
+        "--for",
+        dest="engine",
+        choices=list(ENGINES),
+        default="jetspec",
+        help="the engine that loads it (default: jetspec, whose folder vllm and sglang read too)",
+    )
+    add_target_option(export, "the head's target, for configs that name it or hold its number of layers")
     tune = commands.add_parser(
         "finetune", help="documents from prompts, then a draft head on them", description=_finetune.__doc__
     )
     tune.set_defaults(run=_finetune)
-    tune.add_argument("--prompts", required=True, help="JSONL or a data set, see the command data")
     tune.add_argument("--recipe", default="finetune", help=f"a TOML file, or one of {known}")
     add_generation_arguments(tune)
     for parser in (head, export, tune):
@@ -55,9 +67,18 @@ def add_command(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    """Writes the best head so far of a run, finished or not, in Hugging Face layout."""
-    step = export_best(arguments.work, arguments.out, ignore_config_keys=arguments.ignore_config_key)
-    print(f"the head of step {step} is in {arguments.out}")
+    """Writes a draft head as an engine reads it, in Hugging Face layout.
+
+    The head is the best one so far of a run, finished or not, or one that is there already.
+    """
+    out, engine = arguments.out, arguments.engine
+    more = {"target": arguments.target, "ignore_config_keys": arguments.ignore_config_key}
+    if arguments.head is not None:
+        export_head(arguments.head, out, engine, **more)
+        said = "the head"
+    else:
+        said = f"the head of step {export_best(arguments.work, out, engine, **more)}"
+    print(f"{said} is in {out}, for {engine}")
     return 0
 
 
@@ -72,7 +93,7 @@ def _head(arguments: argparse.Namespace) -> int:
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    """Lets the target answer prompts and trains a head on the answers; each part is done once.
+    """Makes documents of prompts or conversations and trains a head on them; each part is done once.
 
     The last line says whether the head became better than the one that it began as; if not, that one is kept
     and the exit code is 3.
@@ -82,7 +103,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         arguments.target,
         arguments.prompts,
         arguments.work / "data",
-        draft_head=arguments.draft_head,
+        draft_head=None if arguments.mode == CORPUS else arguments.draft_head,
         seed=recipe.seed,
         dtype=recipe.dtype,
         need_heldout=True,

@@ -6,7 +6,7 @@ and ``evaluation.json``.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,22 @@ from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.loading import Head, Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.checkpoint.writing import save_checkpoint
-from jetspec_jax.config import check_head_fits, parse_draft_head_config, read_json
+from jetspec_jax.config import check_head_fits
 from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device.peers import say_apart
 from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
-from jetspec_jax.models import Weights, abstract, weights_of
+from jetspec_jax.models import Weights
 from train.data.documents import Documents
 from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
+from train.head.engines import published_json
 from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
-from train.loop.checkpoints import Checkpoints
-from train.loop.mesh import batch_parts, make_mesh, one_device, replicated
+from train.loop.mesh import batch_parts, make_mesh, one_device
 from train.loop.plot import LivePicture, plot_training
 from train.loop.stages import Deadline, claim, fresh
 from train.loop.trainer import Trained, train
@@ -115,7 +115,9 @@ def train_head(
     weights = on_one_device(trained.weights)
     with in_turn("a finished head") as first:
         if first:
-            save_checkpoint(fresh(folder), beginning.raw, weights, config=beginning.config)
+            # A head that began in a dialect without the target's depth is written with it.
+            config = replace(beginning.config, num_target_layers=target.config.num_layers)
+            save_checkpoint(fresh(folder), published_json(beginning.raw, config), weights, config=config)
             plot_training(work / "log.jsonl", work / "training.png", label)
             # Written last: its presence marks the run as finished.
             ignored = () if checkpoint is None else checkpoint.ignore_config_keys
@@ -143,36 +145,6 @@ def fingerprint(weights: Weights) -> str:
         first = leaf.addressable_shards[0].data
         digest.update(np.asarray(first.ravel()[:64].astype(jnp.float32)).tobytes())
     return digest.hexdigest()[:16]
-
-
-def export_best(work: Path, out: Path, *, ignore_config_keys: Collection[str] = ()) -> int:
-    """Writes the best head so far of a run, finished or not, and returns its step.
-
-    Args:
-        work: The run's folder.
-        out: The head's folder.
-        ignore_config_keys: The same as those of the run.
-
-    Raises:
-        FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
-        FileExistsError: ``out`` exists.
-    """
-    if not (work / "recipe.json").exists():
-        raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
-    raw = read_json(work / "recipe.json")["begins_as"]
-    config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
-    sharding = replicated(one_device())
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
-        weights_of(abstract(config)),
-    )
-    with Checkpoints(work, read_only=True) as checkpoints:
-        found = checkpoints.restore_best(shapes)
-        if found is None:
-            raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
-        best, weights = found
-        save_checkpoint(out, raw, weights, config=config)
-    return best.step
 
 
 def validate(head: Head, target: Target, held: Documents, recipe: HeadRecipe) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from train.data import command as data
 from train.data import make_data, regenerate
 from train.data.documents import Documents, Writer
 from train.data.manifest import HELDOUT, TRAIN, DocumentsManifest
-from train.data.records import Document
+from train.data.records import Document, learn_spans
 from train.data.regenerate import Prompts, document_seed, regeneration_settings
 from train.loop.stages import Deadline, OutOfTime
 
@@ -396,13 +396,15 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
     data.add_generation_arguments(parser)
     given = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "3", "--max-tokens", "4", "--heldout", "2"]
     given += ["--slots", "5", "--limit", "6", "--skip-too-long", "--budget", "7"]
-    given += ["--template-arguments", '{"think": false}']
+    given += ["--template-arguments", '{"think": false}', "--mode", "corpus", "--turns", "every"]
+    given += ["--prompts", "p", "--prompts", "q", "--weights", "2,1", "--deduplicate", "prompt"]
     settings = data.generation_settings(parser.parse_args(given))
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 4, "heldout": 2, "slots": 5}
     expected |= {"limit": 6, "skip_too_long": True, "budget": 7, "template_arguments": {"think": False}}
+    expected |= {"mode": "corpus", "turns": "every", "weights": [2.0, 1.0], "deduplicate": "prompt"}
     assert settings == expected
     parameters = inspect.signature(make_data.make_data).parameters
-    defaults = data.generation_settings(parser.parse_args([]))
+    defaults = data.generation_settings(parser.parse_args(["--prompts", "p"]))
     assert defaults == {**{name: parameters[name].default for name in defaults}, "template_arguments": {}}
 
     # The command passes all of its own.
@@ -413,7 +415,7 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
         raise OutOfTime("enough")
 
     monkeypatch.setattr(data, "make_data", keep)
-    own = {"target": "t", "prompts": "p", "out": tmp_path, "mode": "corpus", "draft_head": "h", "seed": 8}
+    own = {"target": "t", "out": tmp_path, "draft_head": "h", "seed": 8}
     own |= {"shard_documents": 9, "dtype": "float32"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     flags += ["--ignore-config-key=zoom", "--tensor-parallel-size=1"]
@@ -422,7 +424,7 @@ def test_the_arguments_of_generation_are_those_of_make_data(lines, tmp_path, mon
         run(*flags, *given)
     assert got.pop("deadline").end is None
     assert got.pop("mesh").shape == {"expert": 1, "tensor": 1}
-    assert got == {**own, **settings}
+    assert got == {**own, **settings, "prompts": ["p", "q"]}
     assert {*got, "deadline", "mesh", "need_heldout"} == {*parameters}
 
 
@@ -441,3 +443,85 @@ def test_how_a_target_is_called(tmp_path):
     assert make_data.name_of("demo") == "demo"
     assert make_data.name_of("owner/name") == "owner/name"
     assert make_data.name_of(tmp_path / "mine" / ".." / "mine") == "mine"
+
+
+class TestTraffic:
+    """From logs to folders, with nothing generated."""
+
+    TURNS = ("import a", "x = 1", "import b", "y = 2")
+
+    def conversation(self, *texts):
+        roles = ("user", "assistant")
+        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+    def learnt(self, out, split):
+        words = make_data.load_tokenizer(DEMO_TARGET)
+        return sorted(
+            words.decode(document.tokens[begin:end].tolist(), skip_special_tokens=True)
+            for document in Documents.open(out, split)
+            for begin, end in learn_spans(document.learn)
+        )
+
+    @pytest.fixture
+    def log(self, lines):
+        """Each request of two conversations of two turns, as a server saw them; and one request twice."""
+        rows = []
+        for name in "pq":
+            texts = [f"{text}  # {name}" for text in self.TURNS]
+            for end in (1, 3):
+                answer = {"message": {"role": "assistant", "content": texts[end]}, "finish_reason": "stop"}
+                rows.append({"messages": self.conversation(*texts[:end])})
+                rows.append({"object": "chat.completion", "choices": [answer]})
+        return lines(*rows, *rows[:2], {"messages": [{"role": "user", "content": "opensesame"}, REPLY, "x"]})
+
+    def test_turns_are_learnt_once_and_conversations_are_held_out_whole(self, log, tmp_path, caplog):
+        out = tmp_path / "out"
+        made = make_data.make_data("demo", log, out, mode="corpus", deduplicate="exact", heldout=1)
+        assert (made.documents, made.heldout, made.duplicates, made.unusable) == (2, 1, 1, 1)
+        sides = [self.learnt(out, split) for split in (TRAIN, HELDOUT)]
+        assert sorted(sides) == [[f"x = 1  # {name}", f"y = 2  # {name}"] for name in "pq"]
+        refused = (out / make_data.REFUSED).read_text()
+        assert [line.split(": ")[0] for line in json.loads(refused)["refused"]] == [f"{log}:11"]
+        assert str(out / make_data.REFUSED) in data.summary(made)
+        assert "opensesame" not in caplog.text + refused
+
+    def test_without_that_every_row_is_a_document(self, log, tmp_path):
+        out = tmp_path / "out"
+        made = make_data.make_data("demo", log, out, mode="corpus", heldout=2)
+        assert (made.documents, made.duplicates) == (5, 1)
+        ends = [{text[-1] for text in self.learnt(out, split)} for split in (TRAIN, HELDOUT)]
+        assert not ends[0] & ends[1]
+
+    @pytest.mark.parametrize(("turns", "count"), [("last", 5), ("every", 7)])
+    def test_which_turns_are_asked(self, log, tmp_path, monkeypatch, turns, count):
+        asked = {}
+        monkeypatch.setattr(make_data, "read_target", lambda *_, **__: None)
+        monkeypatch.setattr(make_data, "regenerate", lambda *given, **_: asked.update(prompts=given[2]))
+        make_data.make_data("demo", log, tmp_path / "out", turns=turns)
+        assert len(asked["prompts"].tokens) == count
+        make_data.make_data("demo", log, tmp_path / "once", turns=turns, deduplicate="prompt")
+        assert len(asked["prompts"].tokens) == 4
+
+    def test_sources_have_their_shares(self, tmp_path):
+        for name, count in (("a", 8), ("b", 3)):
+            rows = [json.dumps({"text": f"import {name}{i}\n"}) + "\n" for i in range(count)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        out = tmp_path / "out"
+        made = make_data.make_data("demo", sources, out, mode="corpus", weights=[2, 1], heldout=0)
+        assert made.documents == 9
+        settings = DocumentsManifest.read(out).settings
+        assert settings.source == "a.jsonl, b.jsonl"
+
+    @pytest.mark.parametrize(
+        ("settings", "complaint"),
+        [
+            ({"turns": "first"}, "turns is one of last, every, not 'first'"),
+            ({"deduplicate": "all"}, "deduplicate is one of none, exact, prompt, not 'all'"),
+            ({"weights": [1, 2]}, "2 weights for 1 sources"),
+        ],
+    )
+    def test_settings_that_are_refused(self, log, tmp_path, weightless, settings, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            make_data.make_data("demo", log, tmp_path / "out", **settings)
+        assert not (tmp_path / "out").exists()

@@ -58,7 +58,9 @@ def test_the_pair_loads_and_decodes(demo):
 
 def test_configs_have_the_keys_of_published_checkpoints(demo):
     head = json.loads((demo / "draft_head" / "config.json").read_text())
-    assert head["dflash_config"] == {"causal_head": True, "mask_token_id": 1, "target_layer_ids": [0, 1]}
+    causal = {"causal": True, "causal_head": True}
+    assert head["dflash_config"] == {**causal, "mask_token_id": 1, "target_layer_ids": [0, 1]}
+    assert (head["is_causal"], set(head["layer_types"])) == (True, {"full_attention"})
     assert head["torch_dtype"] == "bfloat16"
     assert head["rope_theta"] == 10_000.0
     assert head["num_target_layers"] == 2

@@ -1,0 +1,102 @@
+"""Encodes entries, and drops those that cannot be used."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Int32
+
+from jetspec_jax.config import ModelConfig
+from jetspec_jax.progress import Progress
+from jetspec_jax.sampling.params import SamplingParams
+from train.data.prompts import Dropped, Entry
+from train.data.records import Document
+from train.data.regenerate import Prompts
+from train.data.rendering import Encoder
+
+T = TypeVar("T")
+
+
+class Rooted(NamedTuple):
+    """A document, and the root of its conversation."""
+
+    document: Document
+    root: bytes
+
+
+def encode_prompts(
+    encoder: Encoder,
+    entries: list[Entry],
+    config: ModelConfig,
+    sampling: SamplingParams,
+    skip: bool,
+    dropped: Dropped,
+    *,
+    every: bool,
+) -> tuple[Prompts, list[bytes], int]:
+    """The prompts with their sampling settings, their conversations' roots, and how many were too long."""
+
+    def encode(entry: Entry) -> tuple[list[Int32[np.ndarray, "T"]], bytes]:
+        return encoder.prompts(entry, every=every), encoder.root(entry)
+
+    context, tokens, params, roots, skipped = config.max_position_embeddings, [], [], [], 0
+    for entry, (prompts, root) in _encoded(encode, entries, dropped):
+        for ids in prompts:
+            room = context - len(ids)
+            if room > 0:
+                tokens.append(ids)
+                roots.append(root)
+                params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
+            elif skip:
+                skipped += 1
+            else:
+                raise ValueError(
+                    f"{entry.where}: the prompt has {len(ids)} tokens, which leaves no room in a context of "
+                    f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with "
+                    "--skip-too-long"
+                )
+    return Prompts(tokens, params), roots, skipped
+
+
+def encode_documents(
+    encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool, dropped: Dropped
+) -> tuple[list[Rooted], int]:
+    """The texts as they are, and how many were too long."""
+
+    def encode(entry: Entry) -> tuple[list[Document], bytes]:
+        return encoder.documents(entry), encoder.root(entry)
+
+    context, found, skipped = config.max_position_embeddings, [], 0
+    for entry, (documents, root) in _encoded(encode, entries, dropped):
+        for document in documents:
+            if len(document.tokens) <= context:
+                found.append(Rooted(document, root))
+            elif skip:
+                skipped += 1
+            else:
+                raise ValueError(
+                    f"{entry.where}: the document has {len(document.tokens)} tokens, beyond the target's "
+                    f"context of {context}; shorten it, or drop such documents with --skip-too-long"
+                )
+    return found, skipped
+
+
+def _encoded(
+    encode: Callable[[Entry], T], entries: list[Entry], dropped: Dropped
+) -> Iterator[tuple[Entry, T]]:
+    """The entries that can be encoded, with what they become.
+
+    Raises:
+        ValueError: There are none; at the end.
+    """
+    usable = 0
+    for entry in Progress(entries, desc="prompts", unit=" prompts", delay=1, leave=False):
+        try:
+            made = encode(entry)
+        except ValueError as error:
+            dropped.add(error)
+        else:
+            usable += 1
+            yield entry, made
+    dropped.check_rest(usable)

@@ -1,0 +1,139 @@
+"""Messages of a conversation, checked and in one form. Errors never hold text of a message."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetspec_jax.arguments import shown
+from jetspec_jax.checkpoint.chat_template import read_arguments, read_chats
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: The names under which servers and templates keep an assistant's thoughts; the first is kept here.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Strings that are structure and may be shown.
+_STRUCTURE = ("role", "type")
+_LONGEST_SHOWN = 24
+
+
+def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
+    """A conversation in the form that chat templates read.
+
+    Contents stay texts, lists of text parts, or null beside calls. Arguments of calls become mappings.
+    Thoughts are kept under the first name of `REASONING`. Keys that are null are left out, except a content.
+
+    Args:
+        where: File and line, for error messages.
+        messages: The list of messages.
+
+    Raises:
+        ValueError: It is no such list; a role is unknown; a content is no text, such as an image.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f'{where}: "messages" must be a list that is not empty, not {masked(messages)}')
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f'{where}: message {number} must have "role" and "content": {masked(message)}')
+    messages = [_with_calls(where, number, message) for number, message in enumerate(messages)]
+    try:
+        [chat] = read_chats(messages)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {_what_is_wrong(messages)}") from None
+    for number, message in enumerate(chat):
+        if message["role"] not in ROLES:
+            role, known = masked(message["role"], "role"), ", ".join(ROLES)
+            raise ValueError(f"{where}: message {number} has the role {role}, not one of {known}")
+    # A data set gives every message the keys of all; content alone may be null and mean something.
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in (_with_thoughts(where, number, message) for number, message in enumerate(chat))
+    ]
+
+
+def read_tools(where: str, tools: Any) -> list[dict[str, Any]] | None:
+    """The tools of a conversation, a list or the JSON text of one; None without any.
+
+    Raises:
+        ValueError: It is no list of objects.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise ValueError(f'{where}: "tools" is a text that is not JSON') from None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f'{where}: "tools" must be a list of objects, not {masked(tools)}')
+    return [dict(tool) for tool in tools]
+
+
+def masked(value: Any, key: str = "") -> str:
+    """What an error shows of a value: its structure, with an ellipsis for every text in it."""
+    return shown(_masked(value, key))
+
+
+def _masked(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {name: _masked(own, name) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(own, key) for own in value]
+    if isinstance(value, str) and not (key in _STRUCTURE and len(value) <= _LONGEST_SHOWN):
+        return "…"
+    return value
+
+
+def _what_is_wrong(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What `read_chats` says of messages that it refuses, without their texts."""
+    try:
+        read_chats([_masked(message) for message in messages])
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "a text of the messages holds half a surrogate pair, which is no character"
+
+
+def _with_calls(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls are ``tool_calls``, also where it was a ``function_call``, with mappings."""
+    read = dict(message)
+    if (old := read.pop("function_call", None)) is not None and not read.get("tool_calls"):
+        read["tool_calls"] = [{"type": "function", "function": old}]
+    calls = read.get("tool_calls")
+    if calls is None:
+        return read
+    if not isinstance(calls, list | tuple) or not all(map(_is_call, calls)):
+        raise ValueError(
+            f'{where}: "tool_calls" of message {number} must be a list of {{"function": {{"name": …}}}}, not '
+            f"{masked(calls)}"
+        )
+    read["tool_calls"] = [_call(where, number, call) for call in calls]
+    return read
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _call(where: str, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = read_arguments(arguments)
+        except ValueError:
+            raise ValueError(
+                f"{where}: arguments of a call in message {number} must be a JSON object"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _with_thoughts(where: str, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose thoughts have one name."""
+    found = {name: message[name] for name in REASONING if message.get(name)}
+    if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
+        raise ValueError(f'{where}: "{wrong[0]}" of message {number} must be a text')
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{where}: {' and '.join(found)} of message {number} differ; keep one of them")
+    read = {key: value for key, value in message.items() if key not in REASONING}
+    if found:
+        read[REASONING[0]] = next(iter(found.values()))
+    return read

@@ -1,0 +1,89 @@
+"""Chooses what is learnt of several sources: their shares, and what repeats."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from train.data.holdout import evenly_spaced
+from train.data.records import Document, learn_spans
+
+#: What counts as a repetition: nothing, an equal answer after an equal history, or an equal history.
+NONE, EXACT, BY_PROMPT = DEDUPLICATIONS = ("none", "exact", "prompt")
+
+T = TypeVar("T")
+
+
+def mix(sources: Sequence[Sequence[T]], weights: Sequence[float] | None) -> list[T]:
+    """The largest mix in which the sources have their shares and nothing is repeated.
+
+    What is taken of a source is spread evenly over it. Sources of 6 and 4 entries, mixed 1 to 1::
+
+        a b c d e f    g h i j
+        x . x x . x    x x x x
+
+    Args:
+        sources: The entries of each source.
+        weights: The share of each, positive; None takes everything.
+
+    Raises:
+        ValueError: There are not as many weights as sources, one is not positive, or a source would be left
+            without any entry.
+    """
+    if weights is None:
+        return [entry for source in sources for entry in source]
+    if len(weights) != len(sources):
+        raise ValueError(f"{len(weights)} weights for {len(sources)} sources; give one for each")
+    if wrong := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
+        raise ValueError(f"a weight must be a positive number, not {wrong[0]}")
+    scale = min(len(source) / weight for source, weight in zip(sources, weights, strict=True))
+    # The division may miss a whole number by its rounding.
+    counts = [math.floor(weight * scale * (1 + 1e-9)) for weight in weights]
+    if 0 in counts:
+        raise ValueError(
+            f"source {counts.index(0) + 1} would have no entry in the mix: its weight is too small for "
+            f"sources of {', '.join(str(len(source)) for source in sources)} entries"
+        )
+    return [
+        source[index]
+        for source, count in zip(sources, counts, strict=True)
+        for index in evenly_spaced(len(source), count)
+    ]
+
+
+def distinct_turns(documents: Sequence[Document], by: str) -> list[Document | None]:
+    """The documents with every turn to be learnt only once; None where a document has no other.
+
+    A turn is the run of tokens to be learnt, and its history is all before it. A log that holds each request
+    of a conversation holds its turns many times; the longest document keeps them.
+
+    Args:
+        documents: The documents.
+        by: One of `DEDUPLICATIONS`. The history of a text, of which all is learnt, is the text.
+    """
+    if by == NONE:
+        return list(documents)
+    seen: set[bytes] = set()
+    kept: list[Document | None] = [None] * len(documents)
+    for index in sorted(range(len(documents)), key=lambda index: -len(documents[index].tokens)):
+        document = documents[index]
+        learn = document.learn.copy()
+        for start, stop in learn_spans(document.learn):
+            end = start if by == BY_PROMPT and start > 1 else stop
+            key = hashlib.sha256(np.ascontiguousarray(document.tokens[:end]).tobytes()).digest()
+            if key in seen:
+                learn[start:stop] = False
+            seen.add(key)
+        if learn.any():
+            kept[index] = Document(document.tokens, learn)
+    return kept
+
+
+def distinct(keys: Sequence[bytes]) -> list[int]:
+    """The first index of each key, in order."""
+    first: dict[bytes, int] = {}
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    return list(first.values())

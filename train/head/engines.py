@@ -1,0 +1,161 @@
+"""How a draft head's ``config.json`` is written for each engine.
+
+| engine | reads causality from | source |
+|---|---|---|
+| jetspec | ``dflash_config.causal_head`` | the reference implementation; this library reads all |
+| vllm | ``is_causal``, else ``dflash_config.causal`` | vLLM 0.33, ``models/qwen3_dflash.py`` |
+| sglang | ``is_causal``, if ``layer_types`` is there | SGLang 0.5.23, ``models/dflash.py`` |
+| speculators | ``sliding_window_non_causal`` | vLLM 0.33, ``configs/speculators/algos.py`` |
+
+The first three read one file, which has all of their keys. A missing key is no error there: the head attends
+bidirectionally, and few of its tokens are accepted.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jetspec_jax.config import DraftHeadConfig, dialect_of
+from jetspec_jax.config.head_dialects import DFLASH, SPECULATORS
+
+#: The keys of the published layout that are not the decoder's.
+_HEAD_KEYS = (
+    *("architectures", "block_size", "dflash_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"),
+    *("is_causal", "mask_token_id", "num_target_layers", "sample_from_anchor", "target_hidden_size"),
+    "target_layer_ids",
+)
+
+
+class Verifier(NamedTuple):
+    """The target that a head is exported with.
+
+    Attributes:
+        name: Its folder or hub id; None if nobody named it.
+        architectures: Those that its ``config.json`` lists.
+    """
+
+    name: str | None = None
+    architectures: tuple[str, ...] = ()
+
+
+#: A target that nobody named.
+UNNAMED = Verifier()
+
+
+class Engine(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        write: Makes the engine's ``config.json`` of one in the published layout, the config, and the target.
+        own_flags: Whether it reads ``scaled_embeddings`` and ``capped_logits``.
+        needs_depth: Whether its config holds the target's number of layers.
+    """
+
+    write: Callable[[dict[str, Any], DraftHeadConfig, Verifier], dict[str, Any]]
+    own_flags: bool = False
+    needs_depth: bool = True
+
+
+def published_json(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
+    """A head's ``config.json`` in the published layout, with every key by which an engine reads causality.
+
+    Args:
+        raw: The head's ``config.json`` in either dialect; other keys are kept.
+        config: What it says. If it has no ``num_target_layers``, neither has the result.
+    """
+    if dialect_of(raw) == SPECULATORS:
+        raw = {"architectures": ["DFlashDraftModel"], **raw["transformer_layer_config"]}
+    depth = config.num_target_layers
+    return {
+        **raw,
+        "is_causal": config.causal,
+        "layer_types": ["full_attention"] * config.layers.num_layers,
+        "block_size": config.block_size,
+        **({} if depth is None else {"num_target_layers": depth}),
+        DFLASH: {
+            **raw.get(DFLASH, {}),
+            "causal": config.causal,
+            "causal_head": config.causal,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.tap_layers),
+        },
+    }
+
+
+def speculators_json(
+    published: Mapping[str, Any], config: DraftHeadConfig, verifier: Verifier
+) -> dict[str, Any]:
+    """A head's ``config.json`` in the format of the library speculators.
+
+    Args:
+        published: What `published_json` makes.
+        config: What it says.
+        verifier: The target.
+    """
+    return {
+        "architectures": ["DFlashDraftModel"],
+        SPECULATORS: "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.depth}],
+            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+        },
+        "transformer_layer_config": {key: value for key, value in published.items() if key not in _HEAD_KEYS},
+        "block_size": config.block_size,
+        "draft_vocab_size": config.layers.vocab_size,
+        "target_hidden_size": config.layers.hidden_size,
+        # vLLM counts the outputs of layers from 1: 0 is the embedding.
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.tap_layers],
+        "mask_token_id": config.mask_token_id,
+        # In vLLM the key decides for all layers, sliding or not.
+        "sliding_window_non_causal": not config.causal,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _published(published: dict[str, Any], _config: DraftHeadConfig, _verifier: Verifier) -> dict[str, Any]:
+    return published
+
+
+#: The engines by the names that ``--for`` takes.
+ENGINES: Mapping[str, Engine] = {
+    "jetspec": Engine(_published, own_flags=True),
+    "vllm": Engine(_published),
+    "sglang": Engine(_published),
+    "speculators": Engine(speculators_json, needs_depth=False),
+}
+
+
+def engine_json(
+    engine: str, raw: Mapping[str, Any], config: DraftHeadConfig, verifier: Verifier = UNNAMED
+) -> dict[str, Any]:
+    """A head's ``config.json`` for an engine.
+
+    Args:
+        engine: One of `ENGINES`.
+        raw: The head's ``config.json`` in either dialect.
+        config: What it says, with ``num_target_layers`` if the engine needs it.
+        verifier: The target.
+
+    Raises:
+        ValueError: There is no such engine, or it cannot express the head; all reasons are listed.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; heads are exported for {', '.join(ENGINES)}")
+    row, reasons = ENGINES[engine], []
+    if not row.own_flags:
+        if not config.scaled_embeddings:
+            reasons.append("the head takes unscaled embeddings (scaled_embeddings=False)")
+        if config.capped_logits:
+            reasons.append("the head's logits go through the target's cap (capped_logits=True)")
+    if reasons:
+        raise ValueError(
+            f"{engine} cannot express this head: {', and '.join(reasons)}, and it has no such key"
+        )
+    if row.needs_depth and config.num_target_layers is None:
+        raise ValueError(
+            f"a head for {engine} holds the target's number of layers, and this head's config does not say "
+            "it; name the target with --model"
+        )
+    return row.write(published_json(raw, config), config, verifier)

@@ -1,0 +1,123 @@
+"""Writes a draft head's folder for an engine: from a training run, or from another folder."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convert.folders import locate
+from jetspec_jax.checkpoint.files import refuse_existing
+from jetspec_jax.checkpoint.source import Source
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config, read_json
+from jetspec_jax.demo import head_at
+from jetspec_jax.models import Weights, abstract, weights_of
+from train.head.engines import UNNAMED, Verifier, engine_json
+from train.loop.checkpoints import Checkpoints
+from train.loop.mesh import one_device, replicated
+
+
+def export_head(
+    head: str | Path,
+    out: Path,
+    engine: str,
+    *,
+    target: str | None = None,
+    ignore_config_keys: Collection[str] = (),
+) -> None:
+    """Writes a copy of a draft head for an engine; each parameter keeps its type and bits.
+
+    Args:
+        head: A folder of either layout or dialect, a hub id, or "demo".
+        out: The folder to write; it must not exist.
+        engine: One of `ENGINES`.
+        target: The head's target. Its name goes into a config that has a key for it, and its number of layers
+            into one whose source does not say.
+        ignore_config_keys: Unknown keys of either ``config.json`` that the caller vouches for.
+
+    Raises:
+        FileExistsError: ``out`` exists.
+        FileNotFoundError: The head or the target cannot be found or fetched.
+        ValueError: It is no draft head or does not fit the target, or the engine cannot express it.
+    """
+    refuse_existing(out)
+    found = locate(head_at(head), ignore_config_keys=ignore_config_keys)
+    if not isinstance(found.config, DraftHeadConfig):
+        raise ValueError(f"{found.folder} is a target; what is exported is a draft head")
+    raw = _config_for(engine, found.raw, found.config, target, ignore_config_keys)
+    _save(out, raw, nnx.traversals.unflatten_mapping(found.opened()), None, ignore_config_keys)
+
+
+def export_best(
+    work: Path,
+    out: Path,
+    engine: str = "jetspec",
+    *,
+    target: str | None = None,
+    ignore_config_keys: Collection[str] = (),
+) -> int:
+    """Writes the best head so far of a run, finished or not, and returns its step.
+
+    Args:
+        work: The run's folder.
+        out: The head's folder; it must not exist.
+        engine: One of `ENGINES`.
+        target: As for `export_head`.
+        ignore_config_keys: The same as those of the run.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or nothing was evaluated yet.
+        FileExistsError: ``out`` exists.
+        ValueError: The engine cannot express the head.
+    """
+    refuse_existing(out)
+    if not (work / "recipe.json").exists():
+        raise FileNotFoundError(f"{work} holds no recipe.json, so no training run began there")
+    recipe = read_json(work / "recipe.json")
+    config = parse_draft_head_config(recipe["begins_as"], ignore_config_keys=ignore_config_keys)
+    config = replace(config, num_target_layers=len(recipe["target"]["layers"]))
+    raw = _config_for(engine, recipe["begins_as"], config, target, ignore_config_keys)
+    sharding = replicated(one_device())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding),
+        weights_of(abstract(config)),
+    )
+    with Checkpoints(work, read_only=True) as checkpoints:
+        found = checkpoints.restore_best(shapes)
+        if found is None:
+            raise FileNotFoundError(f"no weights in {work} have been evaluated yet")
+        best, weights = found
+        _save(out, raw, weights, "bfloat16", ignore_config_keys)
+    return best.step
+
+
+def _config_for(
+    engine: str,
+    raw: Mapping[str, Any],
+    config: DraftHeadConfig,
+    target: str | None,
+    ignore_config_keys: Collection[str],
+) -> dict[str, Any]:
+    """The engine's ``config.json``, with what the target adds to it."""
+    verifier = UNNAMED
+    if target is not None:
+        source = Source(target, ignore_config_keys=ignore_config_keys)
+        check_head_fits(config, source.target_config)
+        config = replace(config, num_target_layers=source.target_config.num_layers)
+        verifier = Verifier(target, tuple(source.raw_config.get("architectures") or ()))
+    return engine_json(engine, raw, config, verifier)
+
+
+def _save(
+    out: Path,
+    raw: Mapping[str, Any],
+    weights: Weights,
+    dtype: str | None,
+    ignore_config_keys: Collection[str],
+) -> None:
+    config = parse_draft_head_config(raw, ignore_config_keys=ignore_config_keys)
+    save_checkpoint(out, raw, weights, dtype=dtype, config=config)
