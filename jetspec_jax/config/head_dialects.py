@@ -152,8 +152,15 @@ def _read_speculators(top: Fields) -> HeadKeys:
     decoder = top.object("transformer_layer_config")
     if decoder is None:
         raise top.error("transformer_layer_config", "an object", None)
-    # The decoder's own keys are nested, so `tie_word_embeddings` says nothing here.
-    top.inert("tie_word_embeddings")
+    # `tie_word_embeddings` of the decoder is nested; vLLM also takes the layers' types and windows from here.
+    top.inert("tie_word_embeddings", "sliding_window", "max_window_layers")
+    top.only("use_sliding_window", None, False)
+    kinds = top.get("layer_types", [])
+    if kinds and kinds != decoder.get("layer_types", ["full_attention"] * len(kinds)):
+        raise ValueError(
+            f"{top.where}: {_said(top, top, 'layer_types')} contradicts transformer_layer_config, which has "
+            f"layer_types={shown(decoder.get('layer_types'))}"
+        )
     keys = HeadKeys(
         decoder=decoder,
         block_size=_block_size(top, "block_size"),

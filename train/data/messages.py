@@ -76,7 +76,7 @@ def masked(value: Any, key: str = "") -> str:
 
 def _masked(value: Any, key: str = "", depth: int = 0) -> Any:
     if depth > _DEEPEST_SHOWN:
-        return ...
+        return "…"
     if isinstance(value, Mapping):
         return {name: _masked(own, name, depth + 1) for name, own in value.items()}
     if isinstance(value, list | tuple):
