@@ -160,6 +160,7 @@ class TestSpeculators:
                 SPECULATORS | {"layer_types": ["sliding_attention"] * 2},
                 r"layer_types=\['sliding_attention', 'sliding_attention'\] contradicts transformer_layer",
             ),
+            (SPECULATORS | {"layer_types": 5}, "layer_types=5 contradicts transformer_layer_config"),
             (with_decoder(zoom=2), r"config.json: transformer_layer_config: unknown keys \['zoom'\]"),
             (with_decoder(model_type="llama"), "unknown model_type 'llama' of a draft head"),
             (
