@@ -152,8 +152,16 @@ def _read_speculators(top: Fields) -> HeadKeys:
     decoder = top.object("transformer_layer_config")
     if decoder is None:
         raise top.error("transformer_layer_config", "an object", None)
-    # The decoder's own keys are nested, so `tie_word_embeddings` says nothing here.
-    top.inert("tie_word_embeddings")
+    # `tie_word_embeddings` of the decoder is nested; vLLM also takes the layers' types and windows from here.
+    top.inert("tie_word_embeddings", "sliding_window", "max_window_layers")
+    top.only("use_sliding_window", None, False)
+    kinds, of_decoder = top.get("layer_types"), decoder.get("layer_types")
+    all_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if kinds not in (None, of_decoder) and not (all_full and of_decoder is None):
+        raise ValueError(
+            f"{top.where}: {_said(top, top, 'layer_types')} contradicts transformer_layer_config, which has "
+            f"layer_types={shown(of_decoder)}"
+        )
     keys = HeadKeys(
         decoder=decoder,
         block_size=_block_size(top, "block_size"),

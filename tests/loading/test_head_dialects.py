@@ -131,6 +131,10 @@ class TestSpeculators:
         with pytest.raises(ValueError, match=r"tap layers \[2\] lie outside the target's layers 0..1"):
             check_head_fits(found, parse_model_config(V4 | {"num_hidden_layers": 2}))
 
+    def test_types_of_layers_at_the_top(self):
+        raw = {**SPECULATORS, "layer_types": ["full_attention"] * 2, "sliding_window": 8}
+        assert parse_draft_head_config(raw) == parse_draft_head_config(SPECULATORS)
+
     @pytest.mark.parametrize(("non_causal", "causal"), [(False, True), (True, False), (None, False)])
     def test_causality_is_vllm_s_reading(self, non_causal, causal):
         raw = {**SPECULATORS, "sliding_window_non_causal": non_causal}
@@ -151,6 +155,12 @@ class TestSpeculators:
             (SPECULATORS | {"draft_vocab_size": 8}, "draft_vocab_size 8 differs"),
             (SPECULATORS | {"block_size": 3}, "speculative_tokens=3, and block_size=3 leaves 1 to 2 slots"),
             (SPECULATORS | {"zoom": 2}, r"config.json: unknown keys \['zoom'\]"),
+            (SPECULATORS | {"use_sliding_window": True}, "use_sliding_window=True changes the model"),
+            (
+                SPECULATORS | {"layer_types": ["sliding_attention"] * 2},
+                r"layer_types=\['sliding_attention', 'sliding_attention'\] contradicts transformer_layer",
+            ),
+            (SPECULATORS | {"layer_types": 5}, "layer_types=5 contradicts transformer_layer_config"),
             (with_decoder(zoom=2), r"config.json: transformer_layer_config: unknown keys \['zoom'\]"),
             (with_decoder(model_type="llama"), "unknown model_type 'llama' of a draft head"),
             (

@@ -13,6 +13,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 # Strings that are structure and may be shown.
 _STRUCTURE = ("role", "type")
 _LONGEST_SHOWN = 24
+# Levels of lists and objects: a content's parts are at the third.
+_DEEPEST_SHOWN = 8
 
 
 def read_messages(where: str, messages: Any) -> list[dict[str, Any]]:
@@ -72,11 +74,13 @@ def masked(value: Any, key: str = "") -> str:
     return shown(_masked(value, key))
 
 
-def _masked(value: Any, key: str = "") -> Any:
+def _masked(value: Any, key: str = "", depth: int = 0) -> Any:
+    if depth > _DEEPEST_SHOWN:
+        return "…"
     if isinstance(value, Mapping):
-        return {name: _masked(own, name) for name, own in value.items()}
+        return {name: _masked(own, name, depth + 1) for name, own in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(own, key) for own in value]
+        return [_masked(own, key, depth + 1) for own in value]
     if isinstance(value, str) and not (key in _STRUCTURE and len(value) <= _LONGEST_SHOWN):
         return "…"
     return value

@@ -1,5 +1,6 @@
 """Encodes entries with a target's tokenizer and chat template. Shapes: T tokens."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,7 @@ class Encoder:
 
     def _template(self, entry: Entry) -> str:
         try:
-            return self.tokenizer.get_chat_template()
+            return self.tokenizer.get_chat_template(tools=entry.tools)
         except ValueError as error:
             raise ValueError(
                 f'{entry.where}: the target\'s tokenizer has no chat template, so it cannot read "messages"'
@@ -271,7 +272,8 @@ class Encoder:
                 arguments["tools"] = entry.tools
         except ValueError as error:
             raise ValueError(f"{entry.where}: {error}") from error
-        name = next((name for name in REASONING if re.search(rf"\b{name}\b", template)), REASONING[0])
+        read = (name for name in REASONING if re.search(rf"[.'\"]{name}\b", template))
+        name = next(read, REASONING[0])
         chat = [
             {name if key == REASONING[0] else key: value for key, value in message.items()}
             for message in messages
@@ -281,7 +283,7 @@ class Encoder:
             return render_chat(self.tokenizer, chat, arguments, where=entry.where, **settings)
         except ValueError as error:
             said = str(error).removeprefix(f"{entry.where}: ")
-            if repeats(said.partition("conversation: ")[2], messages):
+            if _repeats(said.partition("conversation: ")[2], messages):
                 said = "the chat template refuses the conversation, for a reason that repeats text of it"
                 raise ValueError(f"{entry.where}: {said}") from None
             raise
@@ -291,13 +293,13 @@ class Encoder:
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def repeats(message: str, value: Any) -> bool:
-    """Whether a message holds a word of at least six characters of a value's texts."""
-    if isinstance(value, Mapping):
-        return any(repeats(message, own) for key, own in value.items() if key != "role")
-    if isinstance(value, list | tuple):
-        return any(repeats(message, own) for own in value)
-    return isinstance(value, str) and any(len(word) > 5 and word in message for word in value.split())
+def _repeats(message: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an error's message holds a word of at least six characters of the conversation."""
+    try:
+        text = json.dumps([{**own, "role": ""} for own in messages], ensure_ascii=False, default=str)
+    except RecursionError:
+        return True
+    return any(len(word) > 5 and word in text for word in re.findall(r"\w+", message))
 
 
 def _learnt(document: Document) -> int:

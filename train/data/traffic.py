@@ -73,9 +73,15 @@ class Pairing:
         last: The request that the next row may answer, or whose stream goes on.
         named: Requests by their ``custom_id`` that have no response yet.
         early: Responses by their ``custom_id`` that have no request yet, each with its file and line.
+        several: Whether the request before the last one has no response either: the next may be of either.
+        owed: Whether one of two such requests may still get a response.
+        streams: The streams that have begun: a later chunk of one belongs to no request that came in between.
     """
 
     last: Exchange | None = None
+    several: bool = False
+    owed: bool = False
+    streams: set[Any] = field(default_factory=set)
     named: dict[str, Exchange] = field(default_factory=dict)
     early: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
@@ -88,7 +94,7 @@ class Pairing:
         if row.get("object") in (CHAT, CHUNK, COMPLETION):
             self._answer(where, row)
             return []
-        complete = self.flush()
+        before, complete = self.last, self.flush()
         if "request" in row:
             response = row.get("response", row.get("chunks"))
             complete.append(Exchange(where, _body(where, row["request"]), response))
@@ -96,6 +102,7 @@ class Pairing:
             complete += self._named(where, row)
         else:
             self.last = Exchange(where, row)
+            self.several = before is not None and before.response is None and _awaits(before.body)
         return complete
 
     def flush(self) -> list[Exchange]:
@@ -118,11 +125,26 @@ class Pairing:
 
     def _answer(self, where: str, row: Mapping[str, Any]) -> None:
         """Gives a bare response, or the next chunk of one, to the request before it."""
-        last = self.last
-        if last is None:
+        last, owed = self.last, self.owed
+        self.owed = False
+        chunk = row["object"] == CHUNK or _is_chunk(row)
+        began = row.get("id") is not None and _stream(row) in self.streams
+        if chunk:
+            self.streams.add(_stream(row))
+        if last is None or not _awaits(last.body):
             raise ValueError(f"{where}: a response without its request in the row before it")
+        if last.response is None and (self.several or owed):
+            self.owed = not owed
+            raise ValueError(
+                f"{where}: two requests waited for a response, and nothing says whose this is; put request "
+                "and response into one row, or give both a custom_id"
+            )
+        if last.response is None and began:
+            raise ValueError(
+                f"{where}: a chunk of a stream that began before the request in the row before it"
+            )
         if last.response is None:
-            last.response = [row] if row["object"] == CHUNK or _is_chunk(row) else row
+            last.response = [row] if chunk else row
         elif isinstance(last.response, list) and _stream(last.response[0]) == _stream(row):
             last.response.append(row)
         else:
@@ -275,6 +297,13 @@ def _body(where: str, request: Any) -> Mapping[str, Any]:
     return request
 
 
+def _awaits(body: Mapping[str, Any]) -> bool:
+    """Whether a body is a request, and not a conversation that has its answer."""
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return "prompt" in body or (isinstance(last, Mapping) and last.get("role") != "assistant")
+
+
 def _is_chunk(row: Mapping[str, Any]) -> bool:
     """Whether the body of a completion is a chunk: all but the last say null for why they ended."""
     choices = row.get("choices")
@@ -282,9 +311,9 @@ def _is_chunk(row: Mapping[str, Any]) -> bool:
     return isinstance(first, Mapping) and first.get("finish_reason") is None
 
 
-def _stream(chunk: Mapping[str, Any]) -> tuple[Any, Any]:
+def _stream(chunk: Mapping[str, Any]) -> tuple[Any, str]:
     """What the chunks of one stream have in common."""
-    return chunk.get("object"), chunk.get("id")
+    return chunk["object"], str(chunk.get("id"))
 
 
 def _events(where: str, text: str) -> list[Any]:

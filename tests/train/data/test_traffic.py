@@ -17,7 +17,7 @@ def response(*messages, reason="stop"):
     choices = [
         {"index": i, "message": message, "finish_reason": reason} for i, message in enumerate(messages)
     ]
-    return {"id": "r1", "object": "chat.completion", "choices": choices, "usage": {"total_tokens": 3}}
+    return {"object": "chat.completion", "choices": choices, "usage": {"total_tokens": 3}}
 
 
 def chunk(reason=None, index=0, **delta):
@@ -234,6 +234,37 @@ class TestRefusals:
             "a second response to one request",
             "no row has the request of this response's custom_id",
         ]
+
+    def test_a_response_that_may_be_of_two_requests(self, tmp_path):
+        """As a server of many streams may log them: nothing is taught that was perhaps not answered."""
+        dropped, ask, tell = Dropped(), REQUEST, response(TELL)
+        rows = [ask, ask, tell, tell, ask, tell, {"text": "a"}, ask, ask, tell, ask, tell, tell, ask, tell]
+        entries = read(tmp_path, *rows, dropped=dropped)
+        taught = [line for line, own in zip(lines(entries), entries, strict=True) if len(own.value) == 2]
+        assert taught == [5, 14]
+        said = [reason.removeprefix(f"{tmp_path / 'log.jsonl'}:").split(": ") for reason in dropped.reasons]
+        assert [int(line) for line, _ in said] == [3, 4, 10, 12, 13]
+        assert [reason[:5] for _, reason in said] == ["two r", "a res", "two r", "two r", "a res"]
+
+    def test_streams_that_run_together(self, tmp_path):
+        dropped, others = Dropped(), [own | {"id": "r2"} for own in CHUNKS[:-1]]
+        rows = [{"text": "a"}, REQUEST, *CHUNKS[:2], REQUEST, *others, REQUEST, *CHUNKS[2:], REQUEST]
+        entries = read(tmp_path, *rows, dropped=dropped)
+        # The second was whole; the first lacks its end, which must not be the third's answer.
+        assert [len(own.value) for own in entries] == [1, 2, 1, 1]
+        assert lines(entries)[1:] == [5, 10, 14]
+        said = [reason.removeprefix(f"{tmp_path / 'log.jsonl'}:") for reason in dropped.reasons]
+        assert [int(reason.split(":")[0]) for reason in said] == [2, 11, 12, 13]
+        assert "a chunk of a stream that began before" in said[1]
+
+    def test_a_conversation_that_has_its_answer_gets_no_other(self, tmp_path):
+        with pytest.raises(ValueError, match=r"log.jsonl:2: a response without its request"):
+            read(tmp_path, {"messages": [ASK, TELL]}, response(TELL))
+
+    def test_nesting_without_end(self, tmp_path):
+        deep = "[" * 900 + "]" * 900
+        with pytest.raises(ValueError, match=r"log.jsonl:1: .*must be"):
+            read(tmp_path, f'{{"messages": [{{"role": "user", "content": {deep}}}]}}')
 
     def test_a_stream_with_a_broken_chunk_is_no_answer(self, tmp_path):
         dropped = Dropped()

@@ -10,6 +10,7 @@ from tests.train.folders import write_target
 from train.command import main
 from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
+from train.head import command as head_command
 from train.head.command import NOT_IMPROVED
 
 RECIPE = """
@@ -188,6 +189,20 @@ def test_a_run_s_best_head_can_be_written_at_any_time(trained, folder, tmp_path,
     assert files[0].read_bytes() == files[1].read_bytes()
     assert main(["export", "--work", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert "holds no recipe.json" in capsys.readouterr().err
+
+
+def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, tmp_path, monkeypatch):
+    asked = {}
+
+    def keep(*_, **settings):
+        asked.update(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(head_command, "make_data", keep)
+    given = ["finetune", "--target", str(folder / "target"), "--draft-head", "demo", "--work", str(tmp_path)]
+    for mode, head in (("corpus", None), ("regenerate", "demo")):
+        assert main([*given, "--prompts", "log.jsonl", "--mode", mode, "--turns", "every"]) == 2
+        assert (asked["mode"], asked["draft_head"], asked["turns"]) == (mode, head, "every")
 
 
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):
