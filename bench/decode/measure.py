@@ -209,4 +209,4 @@ class Bench:
             while not request.tokens:
                 engine.step(STREAM_ROUNDS)
             yield time.perf_counter() - started
-            engine.cancel(request)
+            request.cancel()

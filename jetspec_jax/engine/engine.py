@@ -195,15 +195,11 @@ class Engine:
         if scores:
             self.runner.compile_scores()
 
-    def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is; its slot and pages are free again."""
-        self.scheduler.cancel(request)
-
     def close(self) -> None:
         """Frees the stores, whoever still holds the engine; its requests are lost."""
         self.broken = True
         for request in self.scheduler.requests:
-            self.scheduler.cancel(request)
+            request.cancel()
         self.runner.free()
 
     @contextlib.contextmanager
