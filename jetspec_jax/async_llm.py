@@ -276,7 +276,7 @@ class AsyncLLM:
                     raise next(iter(going_on.values())).request.too_late(time.monotonic())
                 if isinstance(heard, str):
                     for output in going_on.values():
-                        output.request.abandoned = True  # at once: whoever reads the deltas may be slow
+                        output.request.cancel()  # at once: whoever reads the deltas may be slow
                     for number, output in list(going_on.items()):
                         going_on.pop(number)
                         output.end(ABORT)
@@ -293,7 +293,7 @@ class AsyncLLM:
                 sent[number] += len(text)
                 whole, told = None, output.logprobs(known)
                 if reason is not None:
-                    output.request.abandoned = True  # a stop string is nothing that an engine knows of
+                    output.request.cancel()  # a stop string is nothing that an engine knows of
                     whole = going_on.pop(number).completion()
                 tokens, index = output.token_ids[known:], output.request.index
                 yield Delta(text, tokens, index, reason, whole, told, rounds, name, not going_on)
@@ -301,7 +301,7 @@ class AsyncLLM:
             if timer is not None:
                 timer.cancel()
             for request in requests:
-                request.abandoned = True
+                request.cancel()
             self._named.pop(name, None)
 
     async def abort(self, request_id: str) -> None:
@@ -342,7 +342,7 @@ class AsyncLLM:
                     await asyncio.sleep(0.01)
             finally:
                 for request in requests:
-                    request.abandoned = True
+                    request.cancel()
             for request in requests:
                 if request.error is not None:
                     raise request.error
@@ -392,7 +392,7 @@ def _teller(
 
     def told() -> None:
         if not _send(loop, news, (number, request.readable[0])):
-            request.abandoned = True
+            request.cancel()
 
     return told
 

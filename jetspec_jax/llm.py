@@ -36,6 +36,7 @@ from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_places, plan_requests, read_single
 from jetspec_jax.engine.agreement import check_alike_engines
+from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, naming, read_prompt, templated
@@ -215,8 +216,9 @@ class LLM:
         # An engine that a loaded target keeps serves or makes room: the next one is checked when it is made.
         if not isinstance(ours, Target) or ours.keeper.engine is None:
             for group in meshes:
-                plan.on(group).check_memory(
-                    lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()}
+                check_engine_memory(
+                    plan.on(group),
+                    lambda mesh: {name: weight_bytes(own, resolved, mesh) for name, own in unread.items()},
                 )
         enable_compilation_cache(compilation_cache, together=spans(meshes[0]))
         if mesh is None and isinstance(ours, Source):

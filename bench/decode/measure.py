@@ -14,7 +14,7 @@ from jetspec_jax import Completion, DecodeWeights, Head, Target
 from jetspec_jax.device.memory import DeviceMemoryError
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.engine.engine import Engine
-from jetspec_jax.engine.memory import state_bytes
+from jetspec_jax.engine.memory import check_engine_memory, state_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import complete, groups_of
@@ -100,11 +100,11 @@ class Bench:
             plan = self._plan(method)
             before = {"stores of the methods before it": held} if held else {}
             try:
-                plan.check_memory(lambda _, before=before: before)
+                check_engine_memory(plan, lambda _, before=before: before)
             except DeviceMemoryError as error:
                 beside = f", beside the {nth} before it" if nth else ""
                 raise DeviceMemoryError(f"{method.name}{beside}: {error}") from error
-            held += state_bytes(plan.decoder, plan.size, plan.dtype)
+            held += state_bytes(plan)
 
     def measure(
         self, methods: Sequence[Method], repeats: int, step: Callable[[str, int], None]
@@ -214,4 +214,4 @@ class Bench:
             while not request.tokens:
                 engine.step(STREAM_ROUNDS)
             yield time.perf_counter() - started
-            engine.cancel(request)
+            request.cancel()

@@ -178,7 +178,7 @@ class Load:
     def clear(self) -> None:
         """Takes all requests out, and frees their slots."""
         for request in self.engine.scheduler.requests:
-            self.engine.cancel(request)
+            request.cancel()
         self.engine.step()
 
     def close(self) -> None:

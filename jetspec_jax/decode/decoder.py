@@ -79,16 +79,9 @@ class TreeDecoder(Round):
         dtype: jnp.dtype,
         bad_words: tuple[int, int] = (0, 0),
     ) -> DecodeState:
-        """As `Models.empty_state`, with room for adjustments where the decoder makes any.
+        """As `Models.empty_state`; where the decoder adjusts logits, with room for that.
 
-        Args:
-            slots: B.
-            num_pages: P.
-            pages_per_slot: T.
-            page_size: Tokens in a page.
-            dtype: Of the stores.
-            bad_words: How many bad words a request may have, and how long ones: see
-                `jetspec_jax.sampling.adjust.room_for`.
+        Of ``bad_words`` there may be so many, and so long ones: see `jetspec_jax.sampling.adjust.room_for`.
         """
         sizes = {"num_pages": num_pages, "pages_per_slot": pages_per_slot, "page_size": page_size}
         state = super().empty_state(slots, **sizes, dtype=dtype)

@@ -1,7 +1,4 @@
-"""The models of a program and the devices that share them: one static record for all that decodes.
-
-Shapes: B slots, P pages of the pool, T pages per slot.
-"""
+"""The models of a program and the devices that share them. Shapes: B slots, P pages, T pages per slot."""
 
 import functools
 from collections.abc import Callable, Sequence

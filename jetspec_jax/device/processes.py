@@ -48,10 +48,10 @@ class Followed(Protocol):
     """Something that all processes keep until the first lets go of it.
 
     Attributes:
-        closed: Whether it has; set in all processes at the same message.
+        cancelled: Whether it has; set in all processes at the same message.
     """
 
-    closed: bool
+    cancelled: bool
 
     @property
     def unwanted(self) -> bool:
@@ -132,7 +132,7 @@ def in_turn(about: str) -> Iterator[bool]:
 
 
 def follow(thing: Followed) -> None:
-    """Has a thing closed in all processes when the first lets go of it; all name the same things in turn."""
+    """Cancels a thing in all processes when the first lets go of it; all name the same things in turn."""
     _STORE.follow(thing)
 
 
@@ -294,7 +294,7 @@ class _Store:
     def _close(self, numbers: list[int]) -> None:
         for number in numbers:
             if (thing := self._followed.pop(number, None)) is not None:
-                thing.closed = True
+                thing.cancelled = True
 
     def _key(self, process: int) -> str:
         return f"{ROOT}/said/{self._turn // _BLOCK}/{self._turn}/{process}"

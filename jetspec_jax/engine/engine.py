@@ -13,7 +13,7 @@ from jetspec_jax.device.processes import agreed, is_first, spans
 from jetspec_jax.engine.agreement import check_alike_engines
 from jetspec_jax.engine.budget_policy import AutoBudget, BudgetPolicy, FixedBudget, LatePolicy
 from jetspec_jax.engine.extras import USUAL_BAD_WORDS, Extras
-from jetspec_jax.engine.memory import check_extra_memory
+from jetspec_jax.engine.memory import check_engine_memory, check_extra_memory
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import DispatchRecord
 from jetspec_jax.engine.request import Request
@@ -63,11 +63,11 @@ class Engine:
         if spans(plan.decoder.mesh):
             check_alike_engines(plan)
             self._step = "" if plan.led else f"a step of engine {next(_NUMBERS)}"
-        plan.check_memory()
+        check_engine_memory(plan)
         if plan.decoder.proposer is None:
             weights = weights._replace(proposer=None)
         self.plan, self.weights = plan, weights
-        self.runner = Runner(plan.decoders, weights, plan.size, plan.dtype)
+        self.runner = Runner(plan, weights)
         self.broken = False
         #: What the last batch did.
         self.record: DispatchRecord | None = None
@@ -110,10 +110,11 @@ class Engine:
             return
         if self._leads:
             tell("extend", joined)
-        check_extra_memory(plan.decoder, plan.size, plan.dtype, joined)
+        extended = replace(plan, extras=joined)
+        check_extra_memory(extended)
         if (joined.adjusts, joined.bad_words) != (plan.extras.adjusts, plan.extras.bad_words):
             self.runner.extend(joined.bad_words)
-        self.plan = replace(plan, extras=joined)
+        self.plan = extended
 
     def launch(
         self, most_rounds: int | None = None, decode: Decode | None = None, *, timed: bool = True
@@ -195,15 +196,11 @@ class Engine:
         if scores:
             self.runner.compile_scores()
 
-    def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is; its slot and pages are free again."""
-        self.scheduler.cancel(request)
-
     def close(self) -> None:
         """Frees the stores, whoever still holds the engine; its requests are lost."""
         self.broken = True
         for request in self.scheduler.requests:
-            self.scheduler.cancel(request)
+            request.cancel()
         self.runner.free()
 
     @contextlib.contextmanager

@@ -14,7 +14,6 @@ from jetspec_jax.cache.pages import PAGE_SIZE
 from jetspec_jax.cache.ring import ring_pages
 from jetspec_jax.config import LayerConfig, ModelConfig
 from jetspec_jax.decode import snapshots
-from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.models import Models
 from jetspec_jax.decode.proposer import DraftHeadProposer, taps_of
 from jetspec_jax.decode.scoring import SCORED_CHUNK, empty_scoring_state
@@ -31,7 +30,7 @@ from jetspec_jax.device.memory import (
 )
 from jetspec_jax.device.mesh import shardings, size_of
 from jetspec_jax.device.partition import is_split, own_part
-from jetspec_jax.engine.extras import NO_EXTRAS, Extras
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.sampling.adjust import Adjustments
 from jetspec_jax.tree import BUCKETS
@@ -52,118 +51,105 @@ def no_weights(mesh: Mesh | None) -> Bytes:
     return {}
 
 
-def empty_state(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> DecodeState:
-    """A decoder's state of some size, whose slots are all free."""
-    return decoder.empty_state(
+def empty_state(plan: EnginePlan) -> DecodeState:
+    """The state of an engine whose slots are all free."""
+    size = plan.size
+    return plan.decoder.empty_state(
         size.slots,
         num_pages=size.num_pages,
         pages_per_slot=size.pages_per_slot,
         page_size=PAGE_SIZE,
-        dtype=dtype,
+        dtype=plan.dtype,
     )
 
 
-def empty_snapshots(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> Snapshots:
+def empty_snapshots(plan: EnginePlan) -> Snapshots:
     """Places for an engine's snapshots; nothing where it has none."""
+    size = plan.size
     if not size.snapshots:
         return ()
     return snapshots.empty_snapshots(
-        decoder.models,
+        plan.decoder.models,
         size.snapshots,
         pages_per_slot=size.pages_per_slot,
         page_size=PAGE_SIZE,
-        dtype=dtype,
+        dtype=plan.dtype,
     )
 
 
-def check_engine_memory(
-    decoder: TreeDecoder,
-    size: EngineSize,
-    dtype: jnp.dtype,
-    extras: Extras = NO_EXTRAS,
-    *,
-    weights: Callable[[Mesh | None], Bytes] = no_weights,
-) -> None:
-    """Checks that the decoder's devices can hold an engine, with a margin: see `engine_bytes`.
+def check_engine_memory(plan: EnginePlan, weights: Callable[[Mesh | None], Bytes] = no_weights) -> None:
+    """Checks that an engine's devices can hold it, with a margin: see `engine_bytes`.
 
     Args:
-        decoder: The engine's decoder.
-        size: How much it should hold.
-        dtype: Of the stores and of the computation.
-        extras: What its requests may want beside.
+        plan: The engine.
         weights: Weights that are not on the devices yet: those of one device of a mesh.
 
     Raises:
-        DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
+        DeviceMemoryError: They cannot. The message lists all parts, their sum, and what would fit.
     """
+    decoder, size, mesh = plan.decoder, plan.size, plan.decoder.mesh
 
-    def needs(
-        decoder: TreeDecoder = decoder, size: EngineSize = size, dtype: jnp.dtype = dtype
-    ) -> dict[str, int]:
-        return {**weights(decoder.mesh), **engine_bytes(decoder, size, dtype, extras)}
+    def needs(plan: EnginePlan = plan) -> dict[str, int]:
+        return {**weights(plan.decoder.mesh), **engine_bytes(plan)}
 
-    def resized(slots: int, capacity: int) -> EngineSize:
+    def resized(slots: int, capacity: int) -> EnginePlan:
         other = replace(EngineSize.of(decoder.target, slots, capacity), most_rows=size.most_rows)
-        return other.with_snapshots(size.snapshots * slots // size.slots)
+        return replace(plan, size=other.with_snapshots(size.snapshots * slots // size.slots))
 
     def others() -> Iterator[Alternative]:
-        mesh = decoder.mesh
         for bucket in reversed(BUCKETS[: BUCKETS.index(decoder.bucket)]):
-            proposer = None if bucket == 1 else decoder.proposer
-            own = needs(decoder=replace(decoder, bucket=bucket, proposer=proposer))
-            yield Alternative("budget", bucket, own, mesh)
+            smaller = replace(decoder, bucket=bucket, proposer=None if bucket == 1 else decoder.proposer)
+            yield Alternative("budget", bucket, needs(replace(plan, decoder=smaller)), mesh)
         for capacity in _halves(size.capacity):
-            own = needs(size=resized(size.slots, capacity))
-            yield Alternative("capacity", capacity, own, mesh)
+            yield Alternative("capacity", capacity, needs(resized(size.slots, capacity)), mesh)
         for slots in _halves(size.slots):
-            own = needs(size=resized(slots, size.capacity))
-            yield Alternative("max_slots", slots, own, mesh)
+            yield Alternative("max_slots", slots, needs(resized(slots, size.capacity)), mesh)
         if TARGET_WEIGHTS not in (unread := weights(mesh)):  # a loaded target keeps its dtype and its mesh
             return
-        if dtype.itemsize > 2:
+        if plan.dtype.itemsize > 2:
             half = {name: count // 2 for name, count in unread.items()}
-            own = {**needs(dtype=jnp.dtype(jnp.bfloat16)), **half}
+            own = {**needs(replace(plan, dtype=jnp.dtype(jnp.bfloat16))), **half}
             yield Alternative("dtype", "bfloat16", own, mesh)
-        yield from with_more_devices(
-            decoder.target, mesh, lambda larger: needs(decoder=replace(decoder, mesh=larger))
-        )
+        yield from with_more_devices(decoder.target, mesh, lambda larger: needs(plan.on(larger)))
 
-    check_memory(needs, mesh=decoder.mesh, others=others)
+    check_memory(needs, mesh=mesh, others=others)
 
 
-def engine_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> dict[str, int]:
+def engine_bytes(plan: EnginePlan) -> dict[str, int]:
     """Bytes on a device of an engine's parts, with a margin of the target's largest matrix.
 
     The margin is for XLA, which times products on copies of their operands while it compiles, and for gaps
     between arrays.
     """
     return {
-        f"stores of {size.slots} x {size.capacity} tokens": state_bytes(decoder, size, dtype),
-        **snapshot_bytes(decoder, size, dtype),
-        _workspace(decoder, size): workspace_bytes(decoder, size, dtype),
-        **extra_bytes(decoder, size, dtype, extras),
-        "margin": largest_parameter_bytes(decoder.target, dtype, decoder.mesh),
+        f"stores of {plan.size.slots} x {plan.size.capacity} tokens": state_bytes(plan),
+        **snapshot_bytes(plan),
+        _workspace(plan): workspace_bytes(plan),
+        **extra_bytes(plan),
+        "margin": largest_parameter_bytes(plan.decoder.target, plan.dtype, plan.decoder.mesh),
     }
 
 
-def _workspace(decoder: TreeDecoder, size: EngineSize) -> str:
-    nodes = f"{size.slots} x {decoder.bucket}" if size.most_rows is None else size.nodes(decoder.bucket)
-    return f"workspace for {nodes} nodes"
+def _workspace(plan: EnginePlan) -> str:
+    size, bucket = plan.size, plan.decoder.bucket
+    return (
+        f"workspace for {f'{size.slots} x {bucket}' if size.most_rows is None else size.nodes(bucket)} nodes"
+    )
 
 
-def check_extra_memory(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> None:
-    """Checks that the devices can hold what an engine that they hold gets beside.
+def check_extra_memory(plan: EnginePlan) -> None:
+    """Checks that the devices can hold what the requests of an engine want beside; they hold the engine.
 
     Raises:
         DeviceMemoryError: They cannot.
     """
-    needs = extra_bytes(decoder, size, dtype, extras)
-    needs[_workspace(decoder, size)] = workspace_bytes(decoder, size, dtype)
-    check_memory(lambda: needs, mesh=decoder.mesh)
+    needs = {**extra_bytes(plan), _workspace(plan): workspace_bytes(plan)}
+    check_memory(lambda: needs, mesh=plan.decoder.mesh)
 
 
-def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras: Extras) -> dict[str, int]:
+def extra_bytes(plan: EnginePlan) -> dict[str, int]:
     """Bytes on a device of what an engine has beside stores and workspace, from above."""
+    decoder, size, extras = plan.decoder, plan.size, plan.extras
     own, found = own_part(decoder.target, decoder.mesh), {}
     slots, vocab = size.slots, decoder.target.vocab_size
     if extras.adjusts:
@@ -175,30 +161,29 @@ def extra_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype, extras
         rows = max(size.nodes(decoder.bucket), slots * decoder.depth)
         found[f"log-probabilities of {slots} x {decoder.bucket} nodes"] = 4 * rows * own.vocab_size
     if extras.prompt_logprobs:
-        state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, dtype))
+        state = jax.eval_shape(lambda: empty_scoring_state(decoder.alone, size.capacity, plan.dtype))
         rows = 4 * LOGITS_COPIES * SCORED_CHUNK * own.vocab_size
-        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = (
-            _on_device(decoder.alone, state) + rows
-        )
+        held = _on_device(decoder.alone, state)
+        found[f"log-probabilities of a prompt of {size.capacity} tokens"] = held + rows
     return found
 
 
-def state_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
-    """Bytes of a decoder's state on a device."""
-    return _on_device(decoder, jax.eval_shape(lambda: empty_state(decoder, size, dtype)))
+def state_bytes(plan: EnginePlan) -> int:
+    """Bytes of an engine's state on a device."""
+    return _on_device(plan.decoder, jax.eval_shape(lambda: empty_state(plan)))
 
 
-def snapshot_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> dict[str, int]:
+def snapshot_bytes(plan: EnginePlan) -> dict[str, int]:
     """Bytes of an engine's snapshots on a device, if it has any."""
-    if not size.snapshots:
+    if not plan.size.snapshots:
         return {}
-    arrays, mesh = jax.eval_shape(lambda: empty_snapshots(decoder, size, dtype)), decoder.mesh
+    arrays, mesh = jax.eval_shape(lambda: empty_snapshots(plan)), plan.decoder.mesh
     own = None if mesh is None else shardings(mesh, snapshots.snapshot_specs(arrays))
-    return {f"{size.snapshots} snapshots of windows and states": array_bytes(arrays, own)}
+    return {f"{plan.size.snapshots} snapshots of windows and states": array_bytes(arrays, own)}
 
 
-def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) -> int:
-    """Bytes, from above, that the largest program of a decoder needs beside its arguments while it runs.
+def workspace_bytes(plan: EnginePlan) -> int:
+    """Bytes, from above, that an engine's largest program needs beside its arguments while it runs.
 
     They are: float32 logits ``[B, N, V]`` as often as sampling copies them; the block's rows in the stash of
     all layers, in the taps, and in what one layer makes of them, for a recurrent one also what its rows are
@@ -208,6 +193,7 @@ def workspace_bytes(decoder: TreeDecoder, size: EngineSize, dtype: jnp.dtype) ->
     Of a mesh a device has its own heads, features and tokens of the vocabulary. What the residual stream and
     the taps take is whole, and so is the noise ``[B, D + 1, V]``, of which each device takes its tokens.
     """
+    decoder, size, dtype = plan.decoder, plan.size, plan.dtype
     mesh, slots, nodes = decoder.mesh, size.slots, decoder.bucket
     target, all_nodes = own_part(decoder.target, mesh), size.nodes(decoder.bucket)
     logits = LOGITS_COPIES * all_nodes * target.vocab_size

@@ -1,6 +1,6 @@
 """What an engine is, and whether one serves what another was planned for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -10,10 +10,8 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.decoder import TreeDecoder
 from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
-from jetspec_jax.device.memory import Bytes
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
-from jetspec_jax.engine.memory import check_engine_memory, no_weights
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.size import (
     MOST_ROWS,
@@ -71,17 +69,6 @@ class EnginePlan:
             replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=buckets) for bucket in buckets
         )
         return (plain, *trees)
-
-    def check_memory(self, weights: Callable[[Mesh | None], Bytes] = no_weights) -> None:
-        """Checks that its devices can hold it, beside weights that they do not hold yet.
-
-        Args:
-            weights: Those on one device of a mesh.
-
-        Raises:
-            DeviceMemoryError: It cannot. The message lists all parts, their sum, and what would fit.
-        """
-        check_engine_memory(self.decoder, self.size, self.dtype, self.extras, weights=weights)
 
     def on(self, mesh: Mesh | None) -> "EnginePlan":
         """The same engine on other devices."""

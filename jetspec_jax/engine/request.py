@@ -1,7 +1,6 @@
 """A request on its way through an engine: a prompt, what was asked for, and the tokens so far."""
 
 import enum
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,19 @@ class EngineFailed(RuntimeError):
     """The engine of a request has failed, whatever was asked for: ``__cause__`` is why."""
 
 
+def _nobody() -> None:
+    """The reader of a request that nobody reads."""
+
+
 class State(enum.Enum):
     """How far a request is."""
 
     WAITING = "waits for a slot"
     PREFILLING = "has a slot, and tokens before its anchor to commit"
     DECODING = "decodes"
-    ENDED = "has ended, or nobody waits for it"
+    FINISHED = "has all its tokens"
+    FAILED = "has an error"
+    CANCELLED = "nobody waits for it"
 
 
 @dataclass(eq=False)
@@ -53,21 +58,20 @@ class Request:
         cache_salt: Pages are shared only among requests with the same salt.
         request_id: What callers call it; completions of one prompt share it.
         matcher: Its way through the grammar that its output follows; None without one.
+        shared: Whether several processes serve it: then it is cancelled for all at the same step, once the
+            first of them wants it no longer.
+        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
+            raise nothing.
+        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
+        cancelled: Nobody waits for it, and it takes no more tokens. Any thread may set it, by `cancel`.
+        readable: How many of its tokens other threads may read, and its finish reason if these are all.
+        error: Why it failed.
         tokens: What it has got; a token that ended it is the last.
         accept_lengths: Tokens that each of its rounds committed, before any cut.
         tree_sizes: Nodes of each round's tree.
         logprobs: What was told of each token; nothing unless its parameters ask for it.
         prompt_logprobs: Likewise of each token of the prompt but the first.
         finish_reason: "stop" (a token of ``stop_ids``), "length", or "error"; None while it goes on.
-        error: Why it failed.
-        abandoned: It was cancelled, or its engine was lost.
-        reader: Who reads its tokens; once that is gone, nobody waits for it. None waits for ever.
-        told: Called when it has got tokens, or failed; by whoever runs its engine, so it must be quick and
-            raise nothing.
-        shared: Whether several processes serve it together: then it is over for all at the same step, once
-            the first of them wants it no longer.
-        closed: Whether that has come.
-        readable: How many of its tokens readers may take, and its finish reason if these are all.
         arrival: When it came, by `time.monotonic`, as are the next three.
         started: When it first got a slot.
         first_token: When it got its first token.
@@ -84,6 +88,7 @@ class Request:
         cuts: Its first so many pages are to end a forward, for a snapshot; in rising order.
     """
 
+    # Set by whoever queues it, before that.
     prompt: Int32[np.ndarray, "T"]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
@@ -99,21 +104,21 @@ class Request:
     cache_salt: str | None = None
     request_id: str = ""
     matcher: Matcher | None = None
+    shared: bool = False
+    told: Callable[[], None] | None = None
+    # All that several threads read and write: its callers', and the engine's.
+    reader: "Callable[[], Any] | None" = None
+    cancelled: bool = False
+    # Replaced whole, so that other threads read both of one moment. Lists that it counts only grow.
+    readable: tuple[int, str | None] = (0, None)
+    error: Exception | None = None
+    # What follows is the engine's; but who queues a request before that sets its arrival.
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
     tree_sizes: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
-    error: Exception | None = None
-    abandoned: bool = False
-    reader: "weakref.ref[Any] | None" = None
-    told: Callable[[], None] | None = None
-    shared: bool = False
-    closed: bool = False
-    # Replaced whole, so that other threads read both of one moment.
-    readable: tuple[int, str | None] = (0, None)
-    # What follows is the scheduler's; but who queues a request before that sets its arrival.
     arrival: float = 0.0
     started: float | None = None
     first_token: float | None = None
@@ -130,31 +135,36 @@ class Request:
     cuts: list[int] = field(default_factory=list)
 
     @property
-    def open(self) -> bool:
-        """Whether somebody waits for more of it. If not, its slot and pages are free."""
-        if self.shared:
-            return self.finish_reason is None and not self.closed
-        return not self.unwanted
-
-    @property
-    def unwanted(self) -> bool:
-        """Whether it has ended, or this process waits for no more of it."""
-        unread = self.reader is not None and self.reader() is None
-        return self.finish_reason is not None or self.abandoned or unread
-
-    @property
-    def dropped(self) -> bool:
-        """Whether it takes no token any more, though its slot may still decode."""
-        return self.closed if self.shared else self.abandoned
-
-    @property
     def state(self) -> State:
         """How far it is."""
+        if self.error is not None:
+            return State.FAILED
+        if self.finish_reason is not None:
+            return State.FINISHED
         if not self.open:
-            return State.ENDED
+            return State.CANCELLED
         if self.slot < 0:
             return State.WAITING
         return State.PREFILLING if self.to_prefill else State.DECODING
+
+    @property
+    def open(self) -> bool:
+        """Whether it waits or runs. If not, its slot and pages are free."""
+        gone = self.cancelled if self.shared else self.unwanted
+        return self.finish_reason is None and not gone
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it has ended, or nobody in this process waits for more of it."""
+        unread = self.reader is not None and self.reader() is None
+        return self.finish_reason is not None or self.cancelled or unread
+
+    def cancel(self) -> None:
+        """Ends it, from any thread, for whoever waits here: the next batch frees its slot and pages."""
+        if self.shared:
+            self.reader = _nobody
+        else:
+            self.cancelled = True
 
     @property
     def max_tokens(self) -> int:

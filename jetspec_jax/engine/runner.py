@@ -22,9 +22,9 @@ from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
 from jetspec_jax.engine.round_costs import Pair, RoundCosts, measure_round_costs, timed_contexts
-from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.engine.wants import Kind, PromptScores, adjusted, decoder_for, joined
 from jetspec_jax.progress import unseen, waiting
 from jetspec_jax.sampling.grammar import Matcher
@@ -56,31 +56,24 @@ class Flight(NamedTuple):
 class Runner:
     """The state of all slots on the device, and the programs that work on it."""
 
-    def __init__(
-        self,
-        decoders: tuple[TreeDecoder, ...],
-        weights: DecodeWeights,
-        size: EngineSize,
-        dtype: jnp.dtype,
-    ):
+    def __init__(self, plan: EnginePlan, weights: DecodeWeights):
         """Allocates the stores; rounds are compiled when they are first launched.
 
         Args:
-            decoders: One for each bucket that batches may name; the last is the largest.
+            plan: The engine.
             weights: The parameters.
-            size: How much the stores hold.
-            dtype: Of the stores.
         """
-        self.decoders = {decoder.bucket: decoder for decoder in decoders}
-        self.decoder = decoders[-1]
-        self.weights, self.size, self.dtype = weights, size, dtype
+        #: One for each bucket that batches may name.
+        self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
+        self.decoder = plan.decoders[-1]
+        self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
-        self.state = self.decoder.release(empty_state(self.decoder, size, dtype), np.int32(0))
+        self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
-        self.snapshots = empty_snapshots(self.decoder, size, dtype)
-        if size.snapshots:
+        self.snapshots = empty_snapshots(plan)
+        if plan.size.snapshots:
             self._copy([SlotCopy(0, 0, 0, restores=False), SlotCopy(0, 0, 0, restores=True)])  # likewise
-        self._scores = PromptScores(self.decoder.alone, weights.target, dtype)
+        self._scores = PromptScores(self.decoder.alone, weights.target, plan.dtype)
         #: What was launched and not collected; None is nothing.
         self.in_flight: Flight | None = None
         # What programs have been called: the kind, and what they are for.

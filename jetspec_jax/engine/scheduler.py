@@ -106,10 +106,6 @@ class Scheduler:
         request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self._requests.append(request)
 
-    def cancel(self, request: Request) -> None:
-        """Takes a request out, wherever it is; the next batch has its slot and pages. From any thread."""
-        request.abandoned = True
-
     def next_batch(self, most_rounds: int | None = None, now: float | None = None) -> Batch:
         """What the device does next: admissions, their prompts, and rounds for all that decode.
 
@@ -149,7 +145,7 @@ class Scheduler:
         """
         now = time.monotonic() if now is None else now
         columns = {slot: column for column, slot in enumerate(record.live)}
-        served = [request for request in self._members if not request.dropped]
+        served = [request for request in self._members if not request.cancelled]
         for request in served:
             _check_choices(request, record, columns[request.slot])
         for request in served:
@@ -173,7 +169,7 @@ class Scheduler:
         for request in everyone:
             if request.deadline is not None and request.deadline <= now and request.open:
                 request.fail(request.too_late(now))
-            # Asked once: from here on whoever is abandoned holds what it has until the next batch.
+            # Asked once: a request that is cancelled from here on keeps slot and pages until the next batch.
             if request.open:
                 self._requests.append(request)
             else:

@@ -201,7 +201,7 @@ def _complete(
     finally:
         # After an interrupt the next call must not go on with these.
         for request in requests:
-            request.abandoned = True
+            request.cancel()
     return [output.completion() for output in outputs]
 
 
@@ -258,7 +258,7 @@ def _read(outputs: Sequence[Output]) -> list[Output]:
     for output in outputs:
         output.update()
         if output.finish_reason is not None:
-            output.request.abandoned = True  # a stop string is nothing that an engine knows of
+            output.request.cancel()  # a stop string is nothing that an engine knows of
     return [output for output in outputs if output.finish_reason is None]
 
 

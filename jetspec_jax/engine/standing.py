@@ -76,4 +76,4 @@ def plan_standing(
 def _has_room(plan: EnginePlan) -> bool:
     """Whether its devices can hold an engine by now, and what its requests may want beside."""
     extras = Extras(adjusts=True, logprobs=True)
-    return fits(engine_bytes(plan.decoder, plan.size, plan.dtype, extras), plan.decoder.mesh)
+    return fits(engine_bytes(replace(plan, extras=extras)), plan.decoder.mesh)

@@ -80,13 +80,13 @@ class Stream(Iterator[str]):
 
     def _step(self) -> None:
         engine, request = self._engine, self._output.request
-        if engine is not None and not request.abandoned:
+        if engine is not None and not request.unwanted:
             try:
                 engine.step(STREAM_ROUNDS)
             except OutOfStep:
-                if not request.closed:
+                if not request.cancelled:
                     raise
-            if request.closed and request.finish_reason is None:
+            if request.cancelled and request.finish_reason is None:
                 self.close()  # the first process has
         elif not self._closed:  # as another thread may do at any time
             raise RuntimeError(LOST)
@@ -97,7 +97,7 @@ class Stream(Iterator[str]):
         self._leave()
 
     def _leave(self) -> None:
-        self._output.request.abandoned = True
+        self._output.request.cancel()
         self._engine = None  # its stores are the target's to keep or to free
 
 

@@ -171,9 +171,9 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
             try:
                 engine.step(1, decode)
             except OutOfStep:
-                if not request.closed:
+                if not request.cancelled:
                     raise
-            if request.closed and request.finish_reason is None:
+            if request.cancelled and request.finish_reason is None:
                 return  # the first process has closed its trace
             output.update()
             if not seen:
@@ -182,7 +182,7 @@ def _rounds(target: Target, engine: Engine, output: Output) -> Generator[RoundTr
             if passed.accepted.counts[request.slot]:  # none while it waits for a page
                 yield _of_slot(passed, request.slot)
     finally:
-        engine.cancel(request)
+        request.cancel()
         give_back(target, engine)
 
 

@@ -23,7 +23,6 @@ from jetspec_jax.decode.settings import TreeSettings
 from jetspec_jax.device import memory
 from jetspec_jax.device.memory import array_bytes
 from jetspec_jax.engine.memory import empty_state
-from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.serving import complete
 from jetspec_jax.progress import Progress
 from tests.bench.conftest import random_workloads, text_prompt
@@ -215,7 +214,7 @@ def test_what_the_device_has_to_hold_at_once_is_checked(pair, monkeypatch, toget
         if len(asked) == 3:
             raise memory.DeviceMemoryError("too much")
 
-    monkeypatch.setattr(EnginePlan, "check_memory", check_memory)
+    monkeypatch.setattr(decode_measure, "check_engine_memory", check_memory)
     if not together:
         bench.check(methods)
         assert asked == [0]
@@ -223,7 +222,7 @@ def test_what_the_device_has_to_hold_at_once_is_checked(pair, monkeypatch, toget
     with pytest.raises(memory.DeviceMemoryError, match="tree 64, beside the 2 before it: too much"):
         bench.check(methods)
     plan = bench._plan(methods[0])
-    own = array_bytes(empty_state(plan.decoder, plan.size, plan.dtype))
+    own = array_bytes(empty_state(plan))
     assert asked == [0, own, 2 * own]
 
 

@@ -16,6 +16,7 @@ from jetspec_jax.cache.slots import Slots
 from jetspec_jax.cache.stores import chain_path, commit, empty_stores
 from jetspec_jax.decode.settings import PLAIN, make_decoder
 from jetspec_jax.engine.memory import empty_state
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models.layers import KV
 from pallas_kernels.tree_attention import pallas_triton, reference
@@ -98,7 +99,8 @@ def test_only_full_layers_grow_with_the_capacity():
     row = config.layers[0].kv_size * 4
 
     def bytes_of(capacity):
-        state = jax.eval_shape(lambda: empty_state(decoder, EngineSize.of(config, 3, capacity), FLOAT32))
+        plan = EnginePlan(decoder, EngineSize.of(config, 3, capacity), FLOAT32)
+        state = jax.eval_shape(lambda: empty_state(plan))
         return [store.num_bytes for store in state.stores]
 
     # A window of 128 looks back at 127 tokens in at most 3 pages of 64.

@@ -105,7 +105,7 @@ def test_what_is_cancelled_leaves_nothing_behind(oracle_engine, alone):
     engine.step(2)
     gone = [requests.pop(i) for i in (-1, 3, 0)]  # the last one waits
     for own in gone:
-        engine.cancel(own)
+        own.cancel()
     finish(engine)
     engine.launch()  # tells the device of those that ended last
     engine.collect()

@@ -28,8 +28,9 @@ from jetspec_jax.device import memory, partition
 from jetspec_jax.device.memory import array_bytes, weight_bytes
 from jetspec_jax.engine import runner
 from jetspec_jax.engine.admission import plan_requests
-from jetspec_jax.engine.extras import Extras
+from jetspec_jax.engine.extras import NO_EXTRAS, Extras
 from jetspec_jax.engine.memory import check_engine_memory, empty_state, extra_bytes, workspace_bytes
+from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.size import EngineSize
 from jetspec_jax.models import abstract, weights_of
 from tests.decode.tiny import (
@@ -72,21 +73,21 @@ def nothing_is_read(monkeypatch):
     monkeypatch.setattr(checkpoint, "read_weights", fail)
 
 
-def needs(decoder, size, dtype=FLOAT32, **settings):
+def needs(decoder, size, extras=NO_EXTRAS, **settings):
     """Bytes of every part of an engine, as an error lists them."""
     seen = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda mesh=None: -(2**60))
         patch.setattr(memory, "_gib", lambda count: f"{count} GiB")
         with pytest.raises(DeviceMemoryError) as info:
-            check_engine_memory(decoder, size, dtype, **settings)
+            check_engine_memory(EnginePlan(decoder, size, FLOAT32, extras=extras), **settings)
     for name, count in re.findall(r"^  (.*\S)\s+(\d+) GiB$", str(info.value), re.MULTILINE):
         seen[name] = int(count)
     return seen
 
 
-def total(decoder, size, dtype=FLOAT32, **settings):
-    return sum(needs(decoder, size, dtype, **settings).values())
+def total(decoder, size, **settings):
+    return sum(needs(decoder, size, **settings).values())
 
 
 def assert_lists(lines, parts):
@@ -132,7 +133,7 @@ def test_each_device_holds_what_is_counted(parts):
     settings = {"implementation": "xla", "mesh": target.mesh}
     decoder = make_decoder(target.config, head.config, TreeSettings(16), **settings)
     size = EngineSize.of(target.config, 2, 130)
-    assert set(held_by_each(empty_state(decoder, size, FLOAT32))) == {
+    assert set(held_by_each(empty_state(EnginePlan(decoder, size, FLOAT32)))) == {
         needs(decoder, size)["stores of 2 x 130 tokens"]
     }
 
@@ -158,9 +159,9 @@ def test_the_workspace_of_a_device_is_at_least_what_xla_reserves(parts):
     weights = DecodeWeights(
         place(target.weights, target.config, mesh), place(head.weights, head.config, mesh)
     )
-    state = empty_state(decoder, size, FLOAT32)
+    state = empty_state(EnginePlan(decoder, size, FLOAT32))
     plan = decoder.program.lower(decoder, weights, state, jnp.int32(1)).compile().memory_analysis()
-    estimate = workspace_bytes(decoder, size, FLOAT32)
+    estimate = workspace_bytes(EnginePlan(decoder, size, FLOAT32))
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
 
 
@@ -179,10 +180,10 @@ def test_the_workspace_is_at_least_what_xla_reserves(slots, budget, capacity, ch
     weights = jax.eval_shape(
         lambda: DecodeWeights(random_target(config, 0).weights, random_head(config, 0).weights)
     )
-    state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
+    state = jax.eval_shape(lambda: empty_state(EnginePlan(decoder, size, FLOAT32)))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
-    estimate = workspace_bytes(decoder, size, FLOAT32)
+    estimate = workspace_bytes(EnginePlan(decoder, size, FLOAT32))
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
     # The stores are written in place.
     assert plan.alias_size_in_bytes >= array_bytes((state.stores, state.proposer))
@@ -200,14 +201,16 @@ def test_the_workspace_of_prompts_is_at_least_what_xla_reserves(chunk, config):
     decoder = decoder_for(config, 16)
     size = EngineSize.of(config, 4, 256, chunks=(chunk,))
     weights = DecodeWeights(*(weights_of(abstract(own)) for own in (config, head_config(config))))
-    state = jax.eval_shape(lambda: empty_state(decoder, size, FLOAT32))
+    state = jax.eval_shape(lambda: empty_state(EnginePlan(decoder, size, FLOAT32)))
     shapes = (chunk[:1], jnp.int32), (chunk, jnp.int32), (chunk[:1], jnp.int32), (chunk[:1], bool)
     given = weights, state, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)
     lowered = prefill.lower(decoder.models, *given)
     plan = lowered.compile().memory_analysis()
-    estimate = workspace_bytes(decoder, size, FLOAT32)
+    estimate = workspace_bytes(EnginePlan(decoder, size, FLOAT32))
     assert plan.temp_size_in_bytes <= estimate <= 4 * plan.temp_size_in_bytes
-    assert estimate > workspace_bytes(decoder, dataclasses.replace(size, chunks=((1, 16),)), FLOAT32)
+    assert estimate > workspace_bytes(
+        EnginePlan(decoder, dataclasses.replace(size, chunks=((1, 16),)), FLOAT32)
+    )
 
 
 WANTS = {
@@ -236,7 +239,7 @@ def test_what_requests_want_beside_is_counted_where_they_do(device, part):
     device(more)
     with pytest.raises(DeviceMemoryError, match=part):
         generate(target, prompts, WANTS[part])
-    device(more + workspace_bytes(decoder, size, FLOAT32))
+    device(more + workspace_bytes(EnginePlan(decoder, size, FLOAT32)))
     kept = target.keeper.engine
     assert len(generate(target, prompts, WANTS[part])) == 2
     assert target.keeper.engine is kept
@@ -260,9 +263,9 @@ def test_the_workspace_of_what_requests_want(wants):
     state = jax.eval_shape(lambda: decoder.empty_state(1, **sizes, bad_words=extras.bad_words))
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
     plan = decoder.program.lower(decoder, weights, state, rounds).compile().memory_analysis()
-    parts = extra_bytes(decoder, size, FLOAT32, extras)
+    parts = extra_bytes(EnginePlan(decoder, size, FLOAT32, extras=extras))
     told = sum(count for name, count in parts.items() if name.startswith("log-probabilities"))
-    estimate = workspace_bytes(decoder, size, FLOAT32) + told
+    estimate = workspace_bytes(EnginePlan(decoder, size, FLOAT32)) + told
     assert plan.temp_size_in_bytes <= estimate <= 3 * plan.temp_size_in_bytes
 
 
@@ -287,20 +290,20 @@ def test_what_the_error_recommends_fits(device):
     decoder, size = decoder_for(TINY, 64), EngineSize.of(TINY, 4, 256)
     device(int(0.6 * total(decoder, size)))
     with pytest.raises(DeviceMemoryError) as info:
-        check_engine_memory(decoder, size, FLOAT32)
+        check_engine_memory(EnginePlan(decoder, size, FLOAT32))
     recommended = re.search(r"one of these would fit: budget (\d+), .*max_slots (\d+)$", str(info.value))
     budget, slots = map(int, recommended.groups())
     assert budget < 64
-    check_engine_memory(decoder_for(TINY, budget), size, FLOAT32)
+    check_engine_memory(EnginePlan(decoder_for(TINY, budget), size, FLOAT32))
     assert slots < 4
-    check_engine_memory(decoder, EngineSize.of(TINY, slots, 256), FLOAT32)
+    check_engine_memory(EnginePlan(decoder, EngineSize.of(TINY, slots, 256), FLOAT32))
     # The largest of them: twice as much would not.
     with pytest.raises(DeviceMemoryError):
-        check_engine_memory(decoder, EngineSize.of(TINY, 2 * slots, 256), FLOAT32)
+        check_engine_memory(EnginePlan(decoder, EngineSize.of(TINY, 2 * slots, 256), FLOAT32))
 
     device(1)
     with pytest.raises(DeviceMemoryError) as info:
-        check_engine_memory(decoder, size, FLOAT32)
+        check_engine_memory(EnginePlan(decoder, size, FLOAT32))
     assert "would fit" not in str(info.value)
 
 
@@ -397,10 +400,10 @@ def test_an_llm_that_cannot_grow_does_what_it_did(device, llm):
 def test_after_an_allocation_that_fails_smaller_ones_work(llm, monkeypatch):
     expected = llm.generate([[1, 1]], SHORT)
 
-    def out_of_memory(decoder, size, dtype):
-        if size.slots > 1:
+    def out_of_memory(plan):
+        if plan.size.slots > 1:
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return empty_state(decoder, size, dtype)
+        return empty_state(plan)
 
     monkeypatch.setattr(runner, "empty_state", out_of_memory)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):

@@ -328,14 +328,14 @@ def _read(outputs, crowd, leave=None):
     for own, asked in zip(outputs, crowd, strict=False):
         for output in own:
             request = output.request
-            if request.abandoned or output.finish_reason is not None:
+            if request.cancelled or output.finish_reason is not None:
                 continue
             output.update()
             if output.finish_reason is not None:
-                request.abandoned = True
+                request.cancel()
             elif asked.most is not None and len(output.token_ids) >= asked.most:
                 if leave is None:
-                    request.abandoned = True  # as one whose stream is closed
+                    request.cancel()  # as one whose stream is closed
                 else:
                     leave(request)
 

@@ -87,7 +87,7 @@ def serve_all(engine, asked, rng, most_rounds):
         if requests and rng.random() < 0.1:
             own = requests[int(rng.integers(len(requests)))]
             if own.open and len(gone) < len(asked) // 5:
-                engine.cancel(own)
+                own.cancel()
                 gone.add(own)
         engine.collect()
         scheduler = engine.scheduler

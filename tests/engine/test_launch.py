@@ -65,7 +65,7 @@ def test_a_launch_waits_for_nothing(engine, expected, monkeypatch):
 def test_a_request_may_join_or_leave_while_a_batch_flies(engine, expected):
     first, second = engine.submit(PROMPT, PARAMS), engine.submit(PROMPT, PARAMS)
     engine.launch(1)
-    engine.cancel(first)
+    first.cancel()
     third = engine.submit(PROMPT, PARAMS)
     assert engine.collect() == []
     finish(engine)

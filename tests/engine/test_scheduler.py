@@ -147,7 +147,7 @@ class TestDeadlines:
             step(scheduler, device, 1, now)
         assert late.open
         step(scheduler, device, 1, 12.0)
-        assert (late.state, late.finish_reason) == (State.ENDED, "error")
+        assert (late.state, late.finish_reason) == (State.FAILED, "error")
         assert isinstance(late.error, DeadlinePassed)
         with pytest.raises(TimeoutError, match=message):
             raise late.error
@@ -249,7 +249,7 @@ class TestLeaving:
 
         class Dropping(FixedBudget):
             def choose(self, live, waiting):
-                runs.abandoned = True
+                runs.cancel()
                 return super().choose(live, waiting)
 
         scheduler, device = made(slots=2, pages=2, policy=Dropping(BUCKET))
@@ -294,28 +294,29 @@ class TestLeaving:
         requests = runs, flies, waits, late, stays = [request(10 + i, 30, start=i) for i in range(5)]
         add(scheduler, *requests)
         step(scheduler, device, 1)
-        scheduler.cancel(waits)
-        scheduler.cancel(runs)
+        waits.cancel()
+        runs.cancel()
         # While the device works on it, its prompt too: `late` has just come.
         batch = scheduler.next_batch(1)
         assert slots_of(batch) == [late.slot] == [runs.slot]
-        scheduler.cancel(flies)
-        scheduler.cancel(late)
+        flies.cancel()
+        late.cancel()
         assert scheduler.take(device.run(batch)) == []
         assert [len(own.tokens) for own in (runs, flies, waits, late)] == [3, 3, 0, 0]
         assert slots_of(step(scheduler, device)) == [stays.slot]
         finish(scheduler, device)
         assert_served(stays)
-        scheduler.cancel(stays)  # has ended
-        scheduler.cancel(runs)  # is gone already
+        stays.cancel()  # has ended
+        runs.cancel()  # is gone already
         assert scheduler.free_pages == 8
         assert [own.finish_reason for own in (runs, flies, waits, late)] == [None] * 4
 
-    def test_what_is_abandoned_is_taken_out_by_the_next_batch(self, made):
+    def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
         scheduler, device = made(slots=1)
         runs, waits = add(scheduler, request(4, 30), request(5, 30))
         step(scheduler, device, 1)
-        runs.abandoned = waits.abandoned = True
+        runs.cancel()
+        waits.cancel()
         assert not scheduler.busy
         batch = scheduler.next_batch()
         assert (batch.releases, batch.admissions, batch.chunks) == ((0,), (), ())

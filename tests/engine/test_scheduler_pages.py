@@ -117,7 +117,7 @@ class TestPressure:
             assert late.started is None
             assert second.tokens == got != []
             step(scheduler, device, 4)
-        assert first.state is State.ENDED
+        assert first.state is State.FINISHED
         finish(scheduler, device)
         assert_served(first, second, late)
         assert [own.preemptions for own in (first, second, late)] == [0, 1, 0]
@@ -210,7 +210,7 @@ class TestPrefixes:
         first, second = add(scheduler, request(150, 20), request(150, 20))
         step(scheduler, device, 1)
         assert second.state is State.WAITING
-        scheduler.cancel(first)
+        first.cancel()
         step(scheduler, device, 1)
         # What the first has filled is there.
         assert (second.state, second.prefix_tokens) == (State.PREFILLING, 64)

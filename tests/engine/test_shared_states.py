@@ -156,8 +156,8 @@ def test_snapshots_are_counted(monkeypatch, mesh):
     assert len(held) == 1
     monkeypatch.setattr(memory, "check_memory", lambda needs, **_: found.append(needs()))
     found = []
-    check_engine_memory(plan.decoder, plan.size, plan.dtype)
-    check_engine_memory(plan.decoder, plan.size.with_snapshots(0), plan.dtype)
+    check_engine_memory(plan)
+    check_engine_memory(dataclasses.replace(plan, size=plan.size.with_snapshots(0)))
     [line] = found[0].keys() - found[1].keys()
     assert line == "3 snapshots of windows and states"
     assert found[0].pop(line) == held.pop()
@@ -168,11 +168,11 @@ def test_an_engine_whose_snapshots_do_not_fit_is_refused(monkeypatch):
     plan = engine_of("recurrent", trees=False).plan
     parts = []
     monkeypatch.setattr(memory, "check_memory", lambda needs, **_: parts.append(needs()))
-    check_engine_memory(plan.decoder, plan.size, plan.dtype)
+    check_engine_memory(plan)
     monkeypatch.undo()
     monkeypatch.setattr("jetspec_jax.device.memory.free_bytes", lambda mesh=None: sum(parts[0].values()) - 1)
     with pytest.raises(DeviceMemoryError, match="3 snapshots of windows and states") as info:
-        plan.check_memory()
+        check_engine_memory(plan)
     assert "max_slots 1" in str(info.value)
 
 

@@ -161,7 +161,7 @@ class TestHits:
         scheduler, device = made(prefill_tokens=100)
         first, second = add(scheduler, request(150, 20), request(150, 20))
         step(scheduler, device, 1)
-        scheduler.cancel(first)
+        first.cancel()
         batch = step(scheduler, device, 1)
         assert [(own.slot, own.length) for own in batch.admissions] == [(0, 0)]
         finish(scheduler, device)

@@ -142,11 +142,11 @@ def test_slots_by_memory(models, monkeypatch):
     fixed = plan_standing(target, head, TreeSettings(32, 3), max_slots=256)
     wanted = Extras(adjusts=True, logprobs=True)
     # Trees of all slots at once are never run where there is a choice.
-    needs = [engine_bytes(own.decoder, own.size, own.dtype, wanted) for own in (most, fixed)]
+    needs = [engine_bytes(replace(own, extras=wanted)) for own in (most, fixed)]
     assert 1.5 * sum(needs[0].values()) < sum(needs[1].values())
     for slots in (256, 64, 1):
         plan = plan_standing(target, head, settings, max_slots=slots)
-        free = sum(engine_bytes(plan.decoder, plan.size, plan.dtype, wanted).values())
+        free = sum(engine_bytes(replace(plan, extras=wanted)).values())
         monkeypatch.setattr(memory, "free_bytes", lambda *_, free=free: free)
         assert plan_standing(target, head, settings).size.slots == slots
         if slots > 1:

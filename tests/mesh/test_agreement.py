@@ -104,8 +104,7 @@ def test_slots_change_hands_where_they_lie(engine):
     def shardings(state):
         return jax.tree.map(lambda array: array.sharding, state)
 
-    decoder, size = engine.plan.decoder, engine.plan.size
-    state = empty_state(decoder, size, engine.plan.dtype)
+    decoder, state = engine.plan.decoder, empty_state(engine.plan)
     lies = shardings(state)
     pages, settings = jax.tree.map(
         lambda array: np.asarray(array)[0], (state.slots.block_tables, state.settings)
