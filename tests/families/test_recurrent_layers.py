@@ -60,6 +60,26 @@ def test_recurrence_of_a_sequence(name, count):
 
 
 @pytest.mark.parametrize("name", [wide("qwen3_5"), "qwen3_next"])
+def test_recurrence_of_documents_side_by_side(name):
+    """Longer and shorter than a chunk and than the convolution: each begins anew."""
+    raw, tensors = part(name, 1, "linear_attn")
+    begins = np.zeros((1, 200), bool)
+    begins[0, [0, 3, 4, 170, 198]] = True
+    x = rows(0, 1, 200, 32)
+    added, _ = recurrence_of(name, 1, x, History(None, None, None, jnp.asarray(begins)))
+    chain = np.where(begins[0], -1, np.arange(-1, 199))
+    rounded = Rounding()
+    samples, _ = step_by_step.recurrent(raw, tensors, rounded.sampled(x), chain, None, None, rounded)
+    assert_rounded(added, reference_of(samples))
+    # No bit of another document counts.
+    other = x.copy()
+    other[0, 4:170] = rows(1, 166, 32)
+    changed, _ = recurrence_of(name, 1, other, History(None, None, None, jnp.asarray(begins)))
+    for neighbour in (slice(0, 4), slice(170, 200)):
+        np.testing.assert_array_equal(changed[0, neighbour], added[0, neighbour])
+
+
+@pytest.mark.parametrize("name", [wide("qwen3_5"), "qwen3_next"])
 def test_recurrence_of_a_tree(name):
     """Windows of the convolution and states follow parents, from the root on into what is stored."""
     raw, tensors = part(name, 1, "linear_attn")
