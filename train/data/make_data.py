@@ -13,11 +13,12 @@ from jetspec_jax.checkpoint.content import SMALL_PATTERNS
 from jetspec_jax.checkpoint.files import write_json
 from jetspec_jax.checkpoint.hub import resolve
 from jetspec_jax.checkpoint.loading import read_draft_head, read_target
+from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_tokenizer, read_eos_token_ids
 from jetspec_jax.config import check_head_fits
 from jetspec_jax.decode.settings import PLAIN, TreeSettings
-from jetspec_jax.demo import DEMO, head_at
+from jetspec_jax.demo import DEMO
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
 from train.data.encoding import encode_documents, encode_prompts
@@ -153,7 +154,7 @@ def make_data(
     source = Source(target, dtype, ignore_config_keys)
     head_source = None
     if draft_head is not None:
-        head_source = Source(head_at(draft_head), dtype, ignore_config_keys)
+        head_source = Source(draft_head_at(draft_head), dtype, ignore_config_keys)
     config, resolved = source.target_config, source.weights_dtype
     tree = PLAIN
     if head_source is not None:

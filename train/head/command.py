@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import read_target
+from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import PROCESSES, add_ignore_option, add_target_option
 from jetspec_jax.config import IGNORE_OPTION
 from jetspec_jax.decode.settings import DEFAULT_BUDGET
-from jetspec_jax.demo import head_at
 from jetspec_jax.device.processes import is_first
 from train.data.command import add_generation_arguments, generation_settings, summary
 from train.data.make_data import make_data
@@ -121,7 +121,7 @@ def _train(
 ) -> int:
     checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
-    begin = None if checkpoint is None else Source(head_at(checkpoint), ignore_config_keys=ignored)
+    begin = None if checkpoint is None else Source(draft_head_at(checkpoint), ignore_config_keys=ignored)
     folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
     result = read_verdict(work)
     if is_first():

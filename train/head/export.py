@@ -11,10 +11,10 @@ from flax import nnx
 
 from convert.folders import locate
 from jetspec_jax.checkpoint.files import refuse_existing
+from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config, read_json
-from jetspec_jax.demo import head_at
 from jetspec_jax.models import Weights, abstract, weights_of
 from train.head.engines import UNNAMED, Verifier, engine_json
 from train.loop.checkpoints import Checkpoints
@@ -45,7 +45,7 @@ def export_head(
         ValueError: It is no draft head or does not fit the target, or the engine cannot express it.
     """
     refuse_existing(out)
-    found = locate(head_at(head), ignore_config_keys=ignore_config_keys)
+    found = locate(draft_head_at(head), ignore_config_keys=ignore_config_keys)
     if not isinstance(found.config, DraftHeadConfig):
         raise ValueError(f"{found.folder} is a target; what is exported is a draft head")
     raw = _config_for(engine, found.raw, found.config, target, ignore_config_keys)
