@@ -39,7 +39,7 @@ from jetspec_jax.demo import DEMO_TARGET
 from jetspec_jax.device import memory
 from jetspec_jax.device.mesh import make_mesh
 from jetspec_jax.device.processes import is_first
-from jetspec_jax.engine import planning, round_costs, runner
+from jetspec_jax.engine import admission, round_costs, runner
 from jetspec_jax.engine.scheduler import Scheduler
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.inspect.trace import trace_rounds
@@ -80,7 +80,7 @@ def stopping(text):
 
 def together(mesh):
     """All that should be the same in all processes."""
-    planning.draw_seed = lambda: DRAWN + jax.process_index()
+    admission.draw_seed = lambda: DRAWN + jax.process_index()
     if not is_first():  # a clock that stands still would be noticed
         runner.time = types.SimpleNamespace(perf_counter=lambda: 0.0)
     target, head = pair(mesh)

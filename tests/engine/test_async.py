@@ -450,6 +450,14 @@ def test_bad_input_reaches_no_engine(llm, monkeypatch, prompt, settings, says):
         asyncio.run(read(llm, prompt, **settings))
 
 
+def test_what_was_checked_is_not_checked_again(llm, expected, monkeypatch):
+    checked = llm.check(PROMPT, PARAMS)
+    monkeypatch.setattr("jetspec_jax.async_llm.check_request", lambda *_, **__: pytest.fail("checked twice"))
+    same(asyncio.run(read(llm, checked, None)), expected)
+    with pytest.raises(ValueError, match="give no sampling_params"):
+        asyncio.run(read(llm, checked, PARAMS))
+
+
 def test_nothing_compiles_after_a_warm_up(llm, models):
     asyncio.run(llm.warm_up())
     engine = models[0].keeper.engine

@@ -311,6 +311,20 @@ class TestLeaving:
         assert scheduler.free_pages == 8
         assert [own.finish_reason for own in (runs, flies, waits, late)] == [None] * 4
 
+    def test_one_of_several_processes_goes_on_until_all_cancel_it(self, made):
+        scheduler, device = made(slots=1)
+        [own] = add(scheduler, request(4, 30))
+        own.shared = True
+        step(scheduler, device, 1)
+        own.cancel()
+        assert (own.unwanted, own.cancelled, own.state) == (True, False, State.DECODING)
+        count = len(own.tokens)
+        step(scheduler, device, 1)
+        assert len(own.tokens) > count
+        own.cancelled = True  # as the first process says to all
+        assert (own.state, scheduler.busy) == (State.CANCELLED, False)
+        assert scheduler.next_batch().releases == (0,)
+
     def test_what_is_cancelled_is_taken_out_by_the_next_batch(self, made):
         scheduler, device = made(slots=1)
         runs, waits = add(scheduler, request(4, 30), request(5, 30))

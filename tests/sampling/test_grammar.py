@@ -62,6 +62,17 @@ def by_trying(vocabulary, wanted, path, stops=frozenset({END})):
     } | ends
 
 
+def test_a_copy_goes_on_alone(vocabulary):
+    matcher = vocabulary.matcher(GRAMMARS["choice"], [END])
+    matcher.advance(tokens_of("y"))
+    [before], copy = matcher.masks_of_tree(*ROOT), matcher.copy()
+    np.testing.assert_array_equal(copy.masks_of_tree(*ROOT), [before])
+    copy.advance(tokens_of("e"))
+    assert (matcher.count, copy.count) == (1, 2)
+    np.testing.assert_array_equal(matcher.masks_of_tree(*ROOT), [before])
+    assert members(copy.masks_of_tree(*ROOT)[0]) != members(before)
+
+
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_masks_are_what_every_token_says_when_tried(vocabulary, kind):
     wanted, rng = GRAMMARS[kind], np.random.default_rng(list(GRAMMARS).index(kind))
