@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jetspec_jax.checkpoint.chat_template import read_chat_template
 from jetspec_jax.checkpoint.orbax import is_orbax, read_orbax_weights
+from jetspec_jax.checkpoint.pairs import draft_head_at
 from jetspec_jax.checkpoint.reading import read_weights
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.tokenizer import load_named_tokenizer, load_tokenizer, read_eos_token_ids
