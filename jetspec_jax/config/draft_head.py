@@ -1,12 +1,14 @@
 """The ``config.json`` of a draft head: the layout of the published JetSpec and DFlash heads."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.arguments import shown
 from jetspec_jax.config import qwen3
 from jetspec_jax.config.fields import MAX_LAYERS, Fields, is_int
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
+from jetspec_jax.config.quantization import read_quantization
 from jetspec_jax.config.target import is_draft_head, parse_model_config
 
 #: The most draft slots that are read; a tree of 256 nodes could be no deeper than 255.
@@ -39,7 +41,7 @@ def parse_draft_head_config(
     dflash = fields.object("dflash_config")
     if dflash is None:
         raise fields.error("dflash_config", "an object", None)
-    layers = qwen3.read(fields)
+    layers = replace(qwen3.read(fields), quantization=read_quantization(fields))
     if any(window is not None for window in layers.windows):
         raise ValueError(f"{where}: sliding-window layers in a draft head are not supported")
     block_size = fields.integer("block_size", least=2, most=MAX_BLOCK)
@@ -63,6 +65,7 @@ def parse_draft_head_config(
         causal=_causal(dflash),
         scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
         capped_logits=dflash.flag("capped_logits", default=False),
+        target_format=_target_format(dflash),
     )
     dflash.done()
     fields.done(top=True)
@@ -121,6 +124,14 @@ def _tap_layers(dflash: Fields, where: str, num_layers: int, num_target_layers: 
     elif not isinstance(taps, list) or not taps or not all(map(is_int, taps)):
         raise ValueError(f"{where}: target_layer_ids must be a list of layer indices, not {taps!r}")
     return tuple(taps)
+
+
+def _target_format(dflash: Fields) -> str:
+    """How the target was quantised that the head was trained with; empty: not."""
+    found = dflash.get("target_format", "")
+    if not isinstance(found, str):
+        raise dflash.error("target_format", "a text", found)
+    return found
 
 
 def _causal(dflash: Fields) -> bool:

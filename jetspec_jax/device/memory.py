@@ -20,7 +20,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import make_mesh, size_of
 from jetspec_jax.device.partition import check_partition, parameter_specs, spread
 from jetspec_jax.device.processes import gathered, same_processes, spans
-from jetspec_jax.models import abstract, dtype_of, weights_of
+from jetspec_jax.models import abstract, dtype_of, weights_of, without_quantization
 from pallas_kernels import shards
 
 #: Bytes by what they are for.
@@ -152,8 +152,8 @@ def with_more_devices(
 
 
 def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
-    """Elements of a config's parameters."""
-    return sum(math.prod(shape) for shape in _parameter_shapes(config).values())
+    """Elements of a config's parameters; scales of quantised ones are none."""
+    return sum(math.prod(shape) for shape in _parameter_shapes(without_quantization(config)).values())
 
 
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
@@ -164,8 +164,8 @@ def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: 
 def largest_parameter_bytes(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> int:
-    """Bytes of the largest of a config's parameters, as far as a device has it."""
-    return max(_parameter_bytes(config, dtype, mesh))
+    """Bytes of the largest of a config's parameters, as far as a device has it, quantised ones widened."""
+    return max(_parameter_bytes(without_quantization(config), dtype, mesh))
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:
