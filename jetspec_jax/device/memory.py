@@ -7,6 +7,7 @@ free. A device that does not say how much memory it has passes every check.
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,10 @@ Bytes = Mapping[str, int]
 
 TARGET_WEIGHTS = "weights of the target"
 HEAD_WEIGHTS = "weights of the draft head"
+
+
+# Ada's, the first that has FP8.
+_FP8_CAPABILITY = (8, 9)
 
 
 class DeviceMemoryError(RuntimeError):
@@ -166,6 +171,15 @@ def largest_parameter_bytes(
 ) -> int:
     """Bytes of the largest of a config's parameters, as far as a device has it, quantised ones widened."""
     return max(_parameter_bytes(without_quantization(config), dtype, mesh))
+
+
+def fp8_problem(mesh: Mesh | None = None) -> str | None:
+    """Why the GPUs that arrays are put on cannot compute with FP8; None if they can, or are none."""
+    device = _device() if mesh is None else mesh.local_devices[0]
+    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", None) or "")
+    if version is None or tuple(map(int, version.groups())) >= _FP8_CAPABILITY:
+        return None
+    return f"{device.device_kind} has no FP8 (compute capability {version[0]}, below 8.9)"
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:

@@ -118,6 +118,22 @@ def quantize(module: Any, blocks: Mapping[Path, tuple[int, ...]]) -> None:
         setattr(place, name, QuantizedParam(values, scales, block, axes))
 
 
+def widened(weights: dict[str, Any], blocks: Mapping[Path, tuple[int, ...]]) -> dict[str, Any]:
+    """Nested weights with what is quantised in float32, as if it never had been.
+
+    Args:
+        weights: The weights, or some of them.
+        blocks: What is quantised; only what is among the weights is looked at.
+    """
+    flat: dict[Path, Any] = dict(nnx.traversals.flatten_mapping(weights))
+    for path, block in blocks.items():
+        if (values := flat.pop((*path, VALUES), None)) is not None:
+            scales = flat.pop((*path, SCALES))
+            own = Quantized(jnp.asarray(values), jnp.asarray(scales), block)
+            flat[path] = own.widened(jnp.dtype(jnp.float32))
+    return nnx.traversals.unflatten_mapping(flat)
+
+
 def _skips(name: str, prefixes: tuple[str, ...], quantization: Quantization) -> bool:
     """Whether a matrix is left out, under any prefix that files may have."""
     first = prefixes[0]

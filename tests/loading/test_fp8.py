@@ -1,5 +1,7 @@
 """FP8 checkpoints: what is read, that it stays FP8, and that it is what NumPy makes of the files."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,16 +9,21 @@ import numpy as np
 import pytest
 
 from jetspec_jax import CheckpointError, load_target
+from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.checkpoint.reading import read_weights
+from jetspec_jax.checkpoint.tensor_plan import expected_parameters
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.device.memory import weight_bytes
+from jetspec_jax.device.partition import check_partition
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
-from pallas_kernels.quantized import FP8
-from tests.loading.fp8 import blocks, channels, load, quantised, widened
+from pallas_kernels.quantized import FP8, Quantized
+from tests.families.goldens import FOLDER, NAMES
+from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
 from tests.loading.published import V4, random_tensors, target_shapes, write
 from tests.marks import wide
+from tests.meshes import mesh_of
 
 # Heads of 12 and features of 72 in blocks of 16 x 32: partial ones, and some that go over heads.
 LARGER = {**V4, "hidden_size": 40, "head_dim": 12, "intermediate_size": 72, "num_hidden_layers": 1}
@@ -163,3 +170,84 @@ def test_layers_that_the_config_leaves_out_stay_as_they_are(tmp_path):
     weights = read(tmp_path / "x", {**V4, "quantization_config": config}, held)
     assert weights["layers"][1]["mlp"]["down_proj"].dtype == jnp.float32
     assert weights["layers"][2]["mlp"]["down_proj"]["values"].dtype == FP8
+
+
+BLOCKS = {"blocks": blocks(16, 24), "large blocks": blocks(128, 128), "channels": channels()}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "gpt_oss"])
+def test_every_layout_keeps_each_weight_s_scale(family, kind):
+    """Of all families, in all forms of files: value times scale in memory is what the file's matrix means."""
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    raw = {**raw, "quantization_config": {**BLOCKS[kind]}}
+    rng, config = np.random.default_rng(0), parse_model_config(raw)
+    parameters = {own.path: own for own in expected_parameters(config)}
+    quantised_paths = [path[:-1] for path in parameters if path[-1] == "values"]
+    assert len(quantised_paths) >= 4
+    for path in quantised_paths:
+        values, scales = parameters[(*path, "values")], parameters[(*path, "scales")]
+        for keys, scale_keys in zip(values.forms, scales.forms, strict=True):
+            made = np.zeros(values.shape, FP8), np.zeros(scales.shape, np.float32)
+            expected = np.zeros(values.shape, np.float32)
+            for key, scale_key in zip(keys, scale_keys, strict=True):
+                tensor = rng.normal(size=key.file_shapes(values.shape)[0]).astype(FP8)
+                own = rng.random(scale_key.file_shapes(scales.shape)[0], np.float32)
+                assert scale_key.name == scale_name(key.name, BLOCKS[kind])
+                key.from_file(made[0], tensor)
+                scale_key.from_file(made[1], own)
+                wide = widened({key.name: tensor, scale_key.name: own}, BLOCKS[kind])
+                key.from_file(expected, wide[key.name])
+                np.testing.assert_array_equal(scale_key.to_file(made[1]), own)
+            spread = made[1]
+            for axis, (size, block) in enumerate(zip(values.shape, scales.block, strict=True)):
+                spread = np.repeat(spread, block, axis=axis).take(range(size), axis=axis)
+            np.testing.assert_array_equal(made[0].astype(np.float32) * spread, expected)
+
+
+class TestMesh:
+    """Each device has the scales of its own values."""
+
+    def placed(self, folder, mesh, config, **changes):
+        raw, tensors = make({**LARGER, "intermediate_size": 64, **changes}, config)
+        parsed = parse_model_config(raw)
+        check_partition(parsed, mesh)
+        write(folder, raw, tensors)
+        return parsed, read_weights(folder, parsed, jnp.dtype("float32"), mesh), tensors
+
+    @pytest.mark.parametrize("kind", [blocks(16, 16), channels()], ids=["blocks", "channels"])
+    @pytest.mark.parametrize("sizes", [(1, 4), wide((1, 2))])
+    def test_parts(self, tmp_path, kind, sizes):
+        mesh = mesh_of(*sizes)
+        config, weights, tensors = self.placed(tmp_path / "x", mesh, kind)
+        whole = read_weights(tmp_path / "x", config, jnp.dtype("float32"))
+        for ours, theirs in zip(*map(jax.tree.leaves, (weights, place(whole, config, mesh))), strict=True):
+            assert ours.sharding == theirs.sharding
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        # A device's own part, widened with its own scales alone.
+        own = weights["layers"][0]["mlp"]["down_proj"]
+        wide = widened(tensors, kind)["model.layers.0.mlp.down_proj.weight"].T
+        block = quantized_blocks(config)["layers", 0, "mlp", "down_proj"]
+        for values, scales in zip(
+            own["values"].addressable_shards, own["scales"].addressable_shards, strict=True
+        ):
+            part = Quantized(values.data, scales.data, block).widened(jnp.dtype("float32"))
+            np.testing.assert_array_equal(part, wide[values.index])
+
+    def test_a_cut_through_a_block_is_refused_by_name(self):
+        raw, _ = make({**LARGER, "intermediate_size": 48}, blocks(16, 16))
+        wrong = r"mlp.gate_up_proj: parts of 24 values cut FP8 blocks of 16 \(layers 0\)"
+        with pytest.raises(ValueError, match=wrong):
+            check_partition(parse_model_config(raw), mesh_of(1, 2))
+
+    def test_bytes_are_those_of_a_device(self, tmp_path):
+        mesh = mesh_of(1, 2)
+        config, weights, _ = self.placed(tmp_path / "x", mesh, blocks(16, 16))
+        first = mesh.devices.flat[0]
+        found = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(weights)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+        assert found == weight_bytes(config, jnp.dtype("float32"), mesh)
