@@ -83,9 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     limit = MAX_SHARD_BYTES if shard_bytes is None else shard_bytes
     if arguments.quantize is not None:
         if arguments.verify:
-            raise ValueError(
-                "--verify compares bits, and --quantize rounds: what it changes it reports itself"
-            )
+            raise ValueError("--verify compares bits, and --quantize changes them: it reports its own error")
         done, error = to_fp8(checkpoint, destination, dtype=arguments.dtype, max_shard_bytes=limit)
         _report(done)
         print(

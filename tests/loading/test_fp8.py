@@ -19,7 +19,7 @@ from jetspec_jax.device.partition import check_partition
 from jetspec_jax.inspect.forward import next_token_logits
 from jetspec_jax.models import quantized_blocks
 from pallas_kernels.quantized import FP8, Quantized
-from tests.families.goldens import FOLDER, NAMES
+from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
 from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
 from tests.loading.published import V4, random_tensors, target_shapes, write
 from tests.marks import wide
@@ -175,8 +175,10 @@ def test_layers_that_the_config_leaves_out_stay_as_they_are(tmp_path):
 BLOCKS = {"blocks": blocks(16, 24), "large blocks": blocks(128, 128), "channels": channels()}
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("family", [name for name in NAMES if name != "gpt_oss"])
+@pytest.mark.parametrize("kind", ["blocks", wide("large blocks"), wide("channels")])
+@pytest.mark.parametrize(
+    "family", [wide(name) if name in MADE_OF_OTHERS else name for name in NAMES if name != "gpt_oss"]
+)
 def test_every_layout_keeps_each_weight_s_scale(family, kind):
     """Of all families, in all forms of files: value times scale in memory is what the file's matrix means."""
     raw = json.loads((FOLDER / family / "config.json").read_text())
