@@ -2,15 +2,18 @@
 
 import json
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from convert.command import main
+from convert.conversion import to_huggingface, to_orbax
 from convert.quantizing import to_fp8
 from jetspec_jax import CheckpointError, load_target
 from jetspec_jax.config import parse_model_config
 from tests.convert.checkpoints import random_values
-from tests.loading.fp8 import FP8, blocks, load, quantised, widened
+from tests.loading.fp8 import FP8, blocks, channels, load, quantised, widened
 from tests.loading.published import V4, target_shapes, write
 
 # More than a block in either axis, and partial ones.
@@ -77,3 +80,21 @@ def test_what_is_quantised_already_is_refused(made, tmp_path):
     with pytest.raises(CheckpointError, match="is quantised already"):
         to_fp8(made[1], tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("config", [blocks(128, 128), channels()], ids=["blocks", "channels"])
+def test_orbax_and_back_keep_every_bit(tmp_path, config):
+    tensors = {name: own.astype(np.float32) for name, own in random_values(target_shapes(RAW)).items()}
+    held = quantised(tensors, config, ml_dtypes.bfloat16)
+    write(tmp_path / "fp8", {**RAW, "quantization_config": config}, held)
+    to_orbax(tmp_path / "fp8", tmp_path / "orbax")
+    to_huggingface(tmp_path / "orbax", tmp_path / "back")
+    back = load(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == held.keys()
+    for name, own in held.items():
+        assert (back[name].dtype, back[name].tobytes()) == (own.dtype, own.tobytes()), name
+    # And a folder of either kind is read alike.
+    ours, theirs = (load_target(tmp_path / name, dtype="float32").weights for name in ("fp8", "orbax"))
+    for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == its.dtype
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(its))
