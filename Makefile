@@ -14,8 +14,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all parity playground-check wheel-check prometheus-check fuzz soak soak-serve lint docs \
-	clean
+.PHONY: help demo test test-all parity playground-check wheel-check prometheus-check newest-jax fuzz soak soak-serve \
+	lint docs clean
 
 help:
 	@echo "make demo             ask a real model of 135 M parameters, with trees and plainly, and compare both"
@@ -28,6 +28,7 @@ help:
 	@echo "make soak MINUTES=15  mixed use from several threads, every token and all memory checked"
 	@echo "make soak-serve MINUTES=10  64 streams from a server, a third of whose clients leave; the same checks"
 	@echo "make prometheus-check  the server's metrics through Prometheus itself, which must be installed"
+	@echo "make newest-jax       lower all kernels for a GPU with the newest JAX, in an environment of its own"
 	@echo "make lint             ruff and pyright alone"
 	@echo "make docs             the documentation as a site, in build/docs"
 	@echo "make clean            remove the virtual environment and everything built"
@@ -68,6 +69,15 @@ soak-serve: $(VENV)/.installed-test
 
 prometheus-check: $(VENV)/.installed-test
 	$(BIN)/python -m tests.serve.check_prometheus
+
+# Without this package, whose bound on JAX is what this looks beyond. Python 3.12 or newer has newer ones.
+newest-jax: NEWEST := build/newest-jax
+newest-jax:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  jax flax jaxtyping beartype hypothesis numpy pytest
+	@$(NEWEST)/bin/python -c 'import jax, platform; print("JAX", jax.__version__, "on Python", platform.python_version())'
+	$(NEWEST)/bin/python -m pytest -m "" -k lowers_for_cuda tests/kernels
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -13,8 +13,8 @@ parameter is made of, and it is listed: towers for images, heads that predict fu
 of older exporters, and files that are neither configs, weights nor the tokenizer's. So a folder that was
 converted there and back holds exactly the tensors of the key tables, in their first form and under their
 first prefix: experts that were fused may be written one by one, and what was MXFP4 is bfloat16.
-The library's functions are `to_orbax`, `to_huggingface` and `verify`; `convert.orbax_io` reads and writes the
-Orbax folders.
+Weights in FP8 stay FP8. The library's functions are `to_orbax`, `to_huggingface`, `to_fp8`, which quantises,
+and `verify`; `convert.orbax_io` reads and writes the Orbax folders.
 """
 
 import importlib
@@ -22,15 +22,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from convert.conversion import Conversion, to_huggingface, to_orbax
+    from convert.quantizing import RoundingError, to_fp8
     from convert.verification import Verification, verify
 
-__all__ = ["Conversion", "Verification", "to_huggingface", "to_orbax", "verify"]
+__all__ = [
+    "Conversion",
+    "RoundingError",
+    "Verification",
+    "to_fp8",
+    "to_huggingface",
+    "to_orbax",
+    "verify",
+]
+
+_PLACES = {
+    "RoundingError": "quantizing",
+    "to_fp8": "quantizing",
+    "Verification": "verification",
+    "verify": "verification",
+}
 
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, imported when it is first used: the command answers an interrupt meanwhile."""
     if name not in __all__:
         raise AttributeError(f"module 'convert' has no attribute {name!r}")
-    place = "verification" if name in ("Verification", "verify") else "conversion"
+    place = _PLACES.get(name, "conversion")
     value = globals()[name] = getattr(importlib.import_module(f"convert.{place}"), name)
     return value

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from convert.conversion import STORED, Conversion, parse_dtype, to_huggingface, to_orbax
 from convert.folders import Checkpoint, locate
+from convert.quantizing import to_fp8
 from convert.verification import Verification, check_target, verify
 from jetspec_jax.checkpoint.tensor_plan import FILE_DTYPES
 from jetspec_jax.checkpoint.writing import MAX_SHARD_BYTES
@@ -36,12 +37,18 @@ def _parser() -> Parser:
         prog="python -m convert",
         description="Converts a target or a draft head between Hugging Face safetensors and Orbax, and a "
         "target in GGUF to Hugging Face safetensors. The direction follows from what SOURCE is. Every "
-        "parameter keeps its bits; quantised ones are widened to float32, unless --dtype says otherwise.",
+        "parameter keeps its bits, those in FP8 too; others that are quantised are widened to float32, "
+        "unless --dtype says otherwise.",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="Hugging Face folder, hub id, Orbax folder or GGUF file"
     )
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write; it must not exist")
+    parser.add_argument(
+        "--quantize",
+        choices=["fp8"],
+        help="make a Hugging Face folder in FP8, in blocks of 128 x 128, of any SOURCE that is not quantised",
+    )
     parser.add_argument("--verify", action="store_true", help="read both again and compare bits and outputs")
     add_target_option(parser, "with --verify of a draft head: the target to draft for")
     parser.add_argument(
@@ -73,6 +80,17 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.verify:
             raise ValueError("--model is used by --verify only")
         target = check_target(checkpoint, found(arguments.target))
+    limit = MAX_SHARD_BYTES if shard_bytes is None else shard_bytes
+    if arguments.quantize is not None:
+        if arguments.verify:
+            raise ValueError("--verify compares bits, and --quantize changes them: it reports its own error")
+        done, error = to_fp8(checkpoint, destination, dtype=arguments.dtype, max_shard_bytes=limit)
+        _report(done)
+        print(
+            f"quantised to FP8: the weights' error is {error.relative:.2%} (root mean square), at most "
+            f"{error.worst_relative:.2%} in {error.worst}"
+        )
+        return 0
     if checkpoint.layout == "huggingface":
         if shard_bytes is not None:
             raise ValueError("--max-shard-size is about safetensors, and this writes an Orbax folder")
@@ -82,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
             checkpoint,
             destination,
             dtype=arguments.dtype,
-            max_shard_bytes=MAX_SHARD_BYTES if shard_bytes is None else shard_bytes,
+            max_shard_bytes=limit,
         )
     _report(done)
     if not arguments.verify:

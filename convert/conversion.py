@@ -72,7 +72,7 @@ def to_orbax(source: str | Path | Checkpoint, destination: str | Path, *, dtype:
     left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
     arrays, files = checkpoint.opened(to), converted_files(checkpoint)
     write_orbax(destination, checkpoint.kind, files, nnx.traversals.unflatten_mapping(arrays))
-    return _conversion(checkpoint, destination, "orbax", arrays.values(), left_out)
+    return conversion_of(checkpoint, destination, "orbax", arrays.values(), left_out)
 
 
 def to_huggingface(
@@ -112,7 +112,7 @@ def to_huggingface(
         max_shard_bytes=max_shard_bytes,
         config=checkpoint.config,
     )
-    return _conversion(checkpoint, destination, "huggingface", arrays.values())
+    return conversion_of(checkpoint, destination, "huggingface", arrays.values())
 
 
 def parse_dtype(dtype: str) -> Any:
@@ -135,13 +135,14 @@ def _source(source: str | Path | Checkpoint, *layouts: Layout) -> Checkpoint:
     return checkpoint
 
 
-def _conversion(
+def conversion_of(
     checkpoint: Checkpoint,
     destination: str | Path,
     layout: str,
     arrays: Collection[Unread],
     left_out: Mapping[str, Sequence[str]] | None = None,
 ) -> Conversion:
+    """What to report of a conversion that is done."""
     return Conversion(
         kind=checkpoint.kind,
         source=checkpoint.folder,

@@ -43,7 +43,7 @@ ENGINE = {
     "max_logprobs": "leave it out: it is 20",
     "max_num_batched_tokens": "leave it out: chunks of prompts have the sizes that suit the device",
     "pipeline_parallel_size": "say tensor_parallel_size=…: layers are not split into stages",
-    "quantization": "leave it out: MXFP4 and GGUF checkpoints say themselves how they are quantised",
+    "quantization": "leave it out: FP8, MXFP4 and GGUF checkpoints say themselves how they are quantised",
     "revision": "give a folder with that revision as the model",
     "seed": "each request has its own: SamplingParams(seed=…), or seed in a body of the server",
     "speculative_config": "say draft_head=…, budget=…, width=…, depth=… and algorithm=…",

@@ -23,6 +23,7 @@ from jetspec_jax.device.memory import (
     TARGET_WEIGHTS,
     Bytes,
     check_memory,
+    fp8_problem,
     weight_bytes,
     with_more_devices,
 )
@@ -215,6 +216,7 @@ def read_target(source: Source, mesh: Mesh | None = None, *others: Mesh | None) 
             mesh=own,
             others=lambda own=own: with_more_devices(config, own, needs),
         )
+    _say_fp8(config, mesh)
     folder = source.folder
     named = source.tokenizer
     # Before the weights, which take longer.
@@ -239,6 +241,7 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
                 f"mesh is {describe_mesh(mesh)}, and the target lies on {describe_mesh(target.mesh)}"
             )
         mesh = target.mesh
+        _say_formats(config, target.config)
     dtype = source.weights_dtype
     if mesh is not None:
         check_devices(mesh)
@@ -252,6 +255,29 @@ def read_draft_head(source: Source, target: Target | None = None, mesh: Mesh | N
         check_memory(lambda own=own: {HEAD_WEIGHTS: weight_bytes(config, dtype, own)}, mesh=own)
     copies = tuple(Head(config, _read(source, config, own), own) for own in others)
     return Head(config, _read(source, config, mesh), mesh, copies)
+
+
+def _say_formats(head: DraftHeadConfig, target: ModelConfig) -> None:
+    """Names a target that is quantised otherwise than a head, or than what the head was trained with."""
+    own, theirs = (
+        "" if quantization is None else quantization.format
+        for quantization in (head.layers.quantization, target.quantization)
+    )
+    plain = "not quantised"
+    if head.target_format != theirs:
+        _log.warning(
+            "the target is %s, and the draft head was trained with one that is %s: it may accept fewer",
+            theirs or plain,
+            head.target_format or plain,
+        )
+    if own and own != theirs:
+        _log.warning("the draft head is %s, the target %s", own, theirs or plain)
+
+
+def _say_fp8(config: ModelConfig, mesh: Mesh | None) -> None:
+    """Says where quantised weights are no faster than others."""
+    if config.quantization is not None and (problem := fp8_problem(mesh)):
+        _log.warning("%s: weights in FP8 are widened by XLA at every product, and save memory only", problem)
 
 
 def _read(source: Source, config: ModelConfig | DraftHeadConfig, mesh: Mesh | None) -> Weights:

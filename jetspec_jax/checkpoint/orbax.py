@@ -142,7 +142,7 @@ class OrbaxParameters:
         """A parameter, or a device's part of it; see `Parameters`."""
         if rows is None or shape is None:
             stored = self.arrays[parameter.path][...]
-        elif max(rows.repeats, default=1) == 1:
+        elif max(rows.repeats, default=1) == 1 and not parameter.block:
             stored = take_rows(self.arrays[parameter.path], rows.rows)
         else:
             stored = part_of(parameter, self._whole(parameter.path), rows, shape)

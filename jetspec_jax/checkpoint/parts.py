@@ -25,6 +25,7 @@ from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.partition import channel_order, parameter_specs, ranges, spread
 from jetspec_jax.models import Weights, abstract, weights_of
 from jetspec_jax.models.key_table import OwnRows
+from jetspec_jax.models.quantized import BLOCKS, VALUES
 
 #: Makes the part of a parameter that has these rows, in this shape.
 MakePart = Callable[[OwnRows, tuple[int, ...]], np.ndarray]
@@ -104,18 +105,21 @@ class Placement:
     def _own_rows(self, parameter: Parameter, bounds: Sequence[tuple[int, int]]) -> OwnRows:
         rows, sizes, repeats = [], [], []
         placed = self._shapes[parameter.path]
+        block = parameter.block or (1,) * len(placed)
+        values = self._shapes[(*parameter.path[:-1], VALUES)] if parameter.block else placed
         for axis, (name, (start, stop)) in enumerate(zip(parameter.axes, bounds, strict=True)):
-            row, size, repeat = np.arange(start, stop), placed[axis], 1
+            # Of a scale, the first of its values.
+            row, size, repeat = block[axis] * np.arange(start, stop), values[axis], 1
             if name == "vocab":
                 size = parameter.shape[axis]
                 row = np.where(row < size, row, -1)
             elif name == "kv_heads":
-                repeat = size // parameter.shape[axis]
-            elif name == "channels" and stop - start < size:
+                repeat = placed[axis] // parameter.shape[axis]
+            elif name.removesuffix(BLOCKS) == "channels" and stop - start < placed[axis]:
                 layer: Any = parameter.path[1]
                 own = self._layers.layers[layer].recurrence
                 assert own is not None
-                row = channel_order(own, size_of(self.mesh))[start:stop]
+                row = channel_order(own, size_of(self.mesh))[:: block[axis]][start:stop]
             rows.append(row)
             sizes.append(size)
             repeats.append(repeat)

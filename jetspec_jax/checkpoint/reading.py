@@ -129,8 +129,12 @@ def open_parameters(
             dtypes = stored_dtypes(plan.sources, headers.tensors, headers.where)
         else:
             dtypes = [dtype] * len(plan.sources)
-    paths = [source.parameter.path for source in plan.sources]
-    types = {path: dtype_of(config, path, own) for path, own in zip(paths, dtypes, strict=True)}
+    found = [source.parameter for source in plan.sources]
+    types = {
+        # Scales, too, stay as they are stored where all do.
+        parameter.path: own if dtype is None and parameter.block else dtype_of(config, parameter.path, own)
+        for parameter, own in zip(found, dtypes, strict=True)
+    }
     parameters = StoredParameters(folder, files, plan, types, placement, allow_nonfinite)
     parameters.check_copies()
     return parameters

@@ -22,10 +22,11 @@ from jetspec_jax.config import (
     parse_draft_head_config,
     parse_model_config,
 )
+from jetspec_jax.models import quantized_blocks
 
 #: The words for the type of all weights.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-T = TypeVar("T")
+T = TypeVar("T", bound=ModelConfig | DraftHeadConfig)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ class Source:
     def _parsed(self, parse: Callable[..., T]) -> T:
         raw, where = self.raw_config, str(self.config_path)
         with content_of(where):
-            return parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
+            config = parse(raw, ignore_config_keys=self.ignore_config_keys, where=where)
+            quantized_blocks(config)  # which tells whether it leaves out what it cannot
+            return config
 
 
 def resolve_dtype(dtype: str) -> jnp.dtype:

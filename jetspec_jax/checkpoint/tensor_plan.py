@@ -16,18 +16,30 @@ import numpy as np
 from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
-from jetspec_jax.models import DraftHead, Transformer, abstract
+from jetspec_jax.models import DraftHead, Transformer, abstract, quantization_of, quantized_blocks
 from jetspec_jax.models.key_table import Key, Skip
+from jetspec_jax.models.quantized import VALUES
+from jetspec_jax.models.scale_key import ScaleKey
+from pallas_kernels.quantized import FP8
 
-#: The types that are read and written, by their names in a file.
+#: The types that are read and written, by their names in a file, but for `FILE_FP8`.
 FILE_DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+
+#: The name of FP8 in a file: finite but for two NaNs. Others, such as F8_E4M3FNUZ, mean other values.
+FILE_FP8 = "F8_E4M3"
 
 #: Where a parameter is in the nested weights.
 ParameterPath = tuple[str | int, ...]
 
 # Tensors that the files of any family may hold besides their parameters.
 ROTARY = Skip(r".*rotary_emb\.inv_freq", "buffers of older exporters, which follow from the config")
+INPUT_SCALES = Skip(
+    r".*\.(input_scale|activation_scale)", "scales of activations, which are not quantised here"
+)
 TIED = Skip(r"(.*\.)?lm_head\.weight", "second copy of the tied embedding")
+
+# What quantised KV caches would be read with, under the names of vLLM's and llm-compressor's checkpoints.
+CACHE_SCALES = r"\.(k_scale|v_scale|kv_scale|q_scale|output_scale)$"
 
 # More lines than this that differ in their numbers only are one line of an error.
 MAX_ALIKE = 8
@@ -49,12 +61,14 @@ class Parameter:
         shape: Its shape.
         axes: What its axes are called.
         forms: The ways of storing it, each a set of tensors that make it up. The first one is written.
+        block: Of scales: how many values share one along each axis. Empty: it has no scales for values.
     """
 
     path: ParameterPath
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     forms: tuple[tuple[Key, ...], ...]
+    block: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,23 +108,34 @@ def expected_parameters(
         stored: Names of a checkpoint's tensors, which tell the prefix of the names to expect. Without them
             it is that of the table, as it is written.
     """
-    module = abstract(config)
+    module, blocks, quantization = abstract(config), quantized_blocks(config), quantization_of(config)
     first = module.PREFIXES[0]
     prefix = _prefix(module, stored)
     entries = defaultdict(list)
     for key in module.KEYS:
         entries[key.path].append(key.under(prefix, instead_of=first))
     expected = []
-    for key_path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        path: ParameterPath = tuple(key_path)  # pyright: ignore[reportAssignmentType]
-        indices = [part for part in path if isinstance(part, int)]
-        own = entries[".".join("{}" if isinstance(part, int) else part for part in path)]
-        assert own, f"no entry of the key table makes {'.'.join(map(str, path))}"
+    flat: list[tuple[ParameterPath, nnx.Variable]] = [
+        (tuple(path), parameter)  # pyright: ignore[reportAssignmentType]
+        for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    ]
+    shapes = {path: tuple(parameter.shape) for path, parameter in flat}
+    for path, parameter in flat:
+        block = blocks.get(path[:-1])
+        whole, values = (path, path) if block is None else (path[:-1], (*path[:-1], VALUES))
+        indices, shape = [part for part in whole if isinstance(part, int)], shapes[values]
+        own = entries[".".join("{}" if isinstance(part, int) else part for part in whole)]
+        assert own, f"no entry of the key table makes {'.'.join(map(str, whole))}"
         forms = defaultdict(list)
         for key in own:
-            forms[key.form] += key.of(indices, parameter.shape)
+            forms[key.form] += key.of(indices, shape)
+        keys = tuple(map(tuple, forms.values()))
         axes = tuple(parameter.get_metadata()["axes"])
-        expected.append(Parameter(path, parameter.shape, axes, tuple(map(tuple, forms.values()))))
+        if quantization is None or block is None or path == values:
+            expected.append(Parameter(path, shapes[path], axes, keys))
+            continue
+        scales = [[ScaleKey.of_values(key, quantization, shape, block) for key in form] for form in keys]
+        expected.append(Parameter(path, shapes[path], axes, tuple(map(tuple, scales)), block))
     return expected
 
 
@@ -141,7 +166,7 @@ def make_plan(
         taken = shares.index(max(shares))
         missing += [name for name in names[taken] if name not in stored]
         for key in parameter.forms[taken]:
-            other += _unfit(key, parameter.shape, stored)
+            other += _unfit(key, parameter, stored, config)
         sources.append(StoredParameter(parameter, parameter.forms[taken]))
     unused, surplus = _unused(sorted(stored.keys() - known), config)
     [embedding] = [keys[0].name for own, keys in sources if own.path == ("embed_tokens",)] or [""]
@@ -149,6 +174,9 @@ def make_plan(
     for name, _ in copies:
         other += _no_copy(name, embedding, stored)
     absent = [f"missing: {name}" for name in sorted(missing)]
+    caches = [name for name in surplus if re.search(CACHE_SCALES, name)]
+    other += [f"unsupported: {name} is a scale of a KV cache, which is not quantised here" for name in caches]
+    surplus = [name for name in surplus if name not in caches]
     if wrong := [*wrong, *absent, *(f"surplus: {name}" for name in surplus), *other]:
         lines = "\n  ".join(_shortened(wrong))
         raise ValueError(f"{where} does not hold the tensors of its config:\n  {lines}")
@@ -172,9 +200,10 @@ def stored_dtypes(
         ValueError: One is made of tensors of different types.
     """
     dtypes, mixed = [], []
+    known = {**FILE_DTYPES, FILE_FP8: FP8}
     for _, keys in sources:
         types = {key.name: "BF16" if key.scales else stored[key.name].dtype for key in keys}
-        dtypes.append(FILE_DTYPES[next(iter(types.values()))])
+        dtypes.append(known[next(iter(types.values()))])
         if len(set(types.values())) > 1:
             mixed.append(", ".join(f"{name} is {dtype}" for name, dtype in types.items()))
     if mixed:
@@ -199,21 +228,32 @@ def _prefix(module: Transformer | DraftHead, stored: Collection[str]) -> str:
     return max(module.PREFIXES, key=count)
 
 
-def _unfit(key: Key, shape: tuple[int, ...], stored: Mapping[str, Stored]) -> list[str]:
+def _unfit(
+    key: Key, parameter: Parameter, stored: Mapping[str, Stored], config: ModelConfig | DraftHeadConfig
+) -> list[str]:
     """What is wrong with those of an entry's tensors that are there."""
     there = [name for name in key.names if name in stored]
+    quantization = quantization_of(config)
     try:
-        expected = dict(zip(key.names, key.file_shapes(shape), strict=True))
+        expected = dict(zip(key.names, key.file_shapes(parameter.shape), strict=True))
     except ValueError as error:
         return [f"unsupported: {key.name}: {error}"]
     wrong = []
     if any(stored[name].shape != expected[name] for name in there):
         held = " and ".join(f"{name} is {list(stored[name].shape)}" for name in there)
         right = " and ".join(str(list(expected[name])) for name in there)
-        wrong.append(f"misshapen: {held}, expected {right}")
-    allowed = ("U8",) if key.scales else tuple(FILE_DTYPES)
+        why = f" for {quantization.format}" if quantization is not None and parameter.block else ""
+        wrong.append(f"misshapen: {held}, expected {right}{why}")
+    allowed, why = tuple(FILE_DTYPES), ""
+    if key.scales:
+        allowed = ("U8",)
+    elif parameter.path[-1] == VALUES:
+        allowed, why = (FILE_FP8,), "; quantization_config does not leave it out"
+    elif any(stored[name].dtype == FILE_FP8 for name in there):
+        said = "has no" if quantization is None else "leaves it out of"
+        why = f"; config.json {said} quantization_config"
     return wrong + [
-        f"unsupported type: {name} is {stored[name].dtype}, not one of {allowed}"
+        f"unsupported type: {name} is {stored[name].dtype}, not one of {allowed}{why}"
         for name in there
         if stored[name].dtype not in allowed
     ]
@@ -235,7 +275,8 @@ def _unused(
     """Tensors that no parameter is made of: those with a known reason, by that, and the others."""
     model = config.layers if isinstance(config, DraftHeadConfig) else config
     tied = isinstance(config, ModelConfig) and config.tie_word_embeddings
-    skips = (*abstract(config).SKIPPED, ROTARY, *((TIED,) if tied else ()))
+    quantized = (INPUT_SCALES,) if model.quantization is not None else ()
+    skips = (*abstract(config).SKIPPED, ROTARY, *quantized, *((TIED,) if tied else ()))
     unused, surplus = defaultdict(list), []
     for name in names:
         reasons = (skip.reason for skip in skips if skip.matches(name, model))

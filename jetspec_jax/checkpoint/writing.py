@@ -22,7 +22,9 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig, parse_config
 from jetspec_jax.models import Weights, dtype_of
 from jetspec_jax.models.key_table import Key
 from jetspec_jax.models.mxfp4 import without_mxfp4
+from jetspec_jax.models.quantized import VALUES
 from jetspec_jax.progress import unseen
+from pallas_kernels.quantized import FP8
 
 #: Bytes of tensors from which on a checkpoint is written in several files.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -84,8 +86,8 @@ def save_checkpoint(
     tensors = {}
     for parameter in plan:
         value = leaves[parameter.path]
-        to = dtype_of(config, parameter.path, value.dtype if dtype is None else jnp.dtype(dtype))
-        if to not in FILE_DTYPES.values():
+        to = value.dtype if dtype is None else dtype_of(config, parameter.path, jnp.dtype(dtype))
+        if to not in ([FP8] if parameter.path[-1] == VALUES else FILE_DTYPES.values()):
             raise ValueError(f"{parameter.name} is {to}; what can be stored is {list(FILE_DTYPES.values())}")
         make = functools.partial(made_of, parameter.path)
         tensors |= {key.name: _FileTensor(key, parameter.shape, to, make) for key in parameter.forms[0]}

@@ -1,6 +1,7 @@
 """The ``config.json`` of a draft head, in the published layout or in a dialect of another engine."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jetspec_jax.arguments import shown
@@ -8,6 +9,7 @@ from jetspec_jax.config import qwen3
 from jetspec_jax.config.fields import Fields
 from jetspec_jax.config.geometry import DraftHeadConfig, ModelConfig
 from jetspec_jax.config.head_dialects import read_head_keys
+from jetspec_jax.config.quantization import read_quantization
 from jetspec_jax.config.target import is_draft_head, parse_model_config
 
 
@@ -38,7 +40,7 @@ def parse_draft_head_config(
         raise ValueError(
             f"{decoder.where}: unknown model_type {shown(model_type)} of a draft head; supported: qwen3"
         )
-    layers = qwen3.read(decoder)
+    layers = replace(qwen3.read(decoder), quantization=read_quantization(decoder))
     if any(window is not None for window in layers.windows):
         raise ValueError(f"{decoder.where}: sliding-window layers in a draft head are not supported")
     if keys.target_hidden_size not in (None, layers.hidden_size):
@@ -65,6 +67,7 @@ def parse_draft_head_config(
         causal=keys.causal,
         scaled_embeddings=keys.scaled_embeddings,
         capped_logits=keys.capped_logits,
+        target_format=keys.target_format,
     )
     decoder.done(top=True)
     return config

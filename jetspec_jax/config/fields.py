@@ -59,7 +59,6 @@ INERT_KEYS = frozenset(
 HARMLESS_ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "quantization_config": (None,),
     "partial_rotary_factor": (None, 1.0),
     "pretraining_tp": (None, 1),
     "tie_encoder_decoder": (None, False),

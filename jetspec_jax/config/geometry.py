@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jetspec_jax.config.quantization import Quantization
 from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.expert_choice import RouterRule
 
@@ -180,6 +181,7 @@ class ModelConfig:
         embedding_scale: What embeddings are multiplied with, once it is rounded to their dtype.
         logit_softcap: c makes logits ``c * tanh(logits / c)``; None leaves them.
         further_layers: Layers after these that files may hold, for predicting further tokens. None is run.
+        quantization: How weights are quantised, if they are.
     """
 
     model_type: str
@@ -192,6 +194,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     further_layers: int = 0
+    quantization: Quantization | None = None
 
     @classmethod
     def uniform(cls, model_type: str, num_layers: int, **geometry: Any) -> "ModelConfig":
@@ -238,6 +241,8 @@ class DraftHeadConfig:
         causal: Whether slot j sees the slots up to j only; otherwise it sees the whole block.
         scaled_embeddings: Whether the slots' embeddings are scaled as the target's own inputs are.
         capped_logits: Whether draft logits pass through the target's cap, which it must have then.
+        target_format: How the target was quantised that the head was trained with, as `Quantization.format`
+            says it; empty for one that was not.
     """
 
     layers: ModelConfig
@@ -248,6 +253,7 @@ class DraftHeadConfig:
     causal: bool
     scaled_embeddings: bool = True
     capped_logits: bool = False
+    target_format: str = ""
 
     @property
     def depth(self) -> int:

@@ -83,7 +83,7 @@ def _check_quantization(fields: Fields) -> None:
     if (method := quantization.get("quant_method")) != "mxfp4":
         raise ValueError(
             f"{fields.where}: quantization_config of quant_method {method!r} is not supported; "
-            "supported: mxfp4"
+            "supported for GPT-OSS: mxfp4"
         )
     quantization.inert("modules_to_not_convert", "dequantize")
     quantization.done()

@@ -72,6 +72,7 @@ class HeadKeys:
         causal: Whether a slot sees only the slots up to its own.
         scaled_embeddings: As in `DraftHeadConfig`.
         capped_logits: As in `DraftHeadConfig`.
+        target_format: As in `DraftHeadConfig`.
     """
 
     decoder: Fields
@@ -84,6 +85,7 @@ class HeadKeys:
     causal: bool
     scaled_embeddings: bool = True
     capped_logits: bool = False
+    target_format: str = ""
 
 
 def read_head_keys(top: Fields) -> HeadKeys:
@@ -138,6 +140,7 @@ def _read_dflash(top: Fields) -> HeadKeys:
         causal=_agreed(top, Fields.flag, (top, "is_causal"), (dflash, "causal"), (dflash, "causal_head")),
         scaled_embeddings=dflash.flag("scaled_embeddings", default=True),
         capped_logits=dflash.flag("capped_logits", default=False),
+        target_format=_text(dflash, "target_format"),
     )
     if dflash.get("draft_shift"):
         raise ValueError(f"{top.where}: draft_shift is not supported; published heads use it off")
@@ -208,6 +211,13 @@ def _block_size(own: Fields, key: str) -> int:
 
 def _depth(own: Fields, key: str) -> int:
     return own.integer(key, most=MAX_LAYERS)
+
+
+def _text(own: Fields, key: str) -> str:
+    found = own.get(key, "")
+    if not isinstance(found, str):
+        raise own.error(key, "a text", found)
+    return found
 
 
 def _token(own: Fields, key: str) -> int:

@@ -22,6 +22,7 @@ from jetspec_jax.config import (
 from jetspec_jax.config.fields import Fields, is_int
 from jetspec_jax.config.geometry import ModelConfig
 from jetspec_jax.config.head_dialects import DFLASH, SPECULATORS
+from jetspec_jax.config.quantization import read_quantization
 
 #: Reads a family's keys.
 Read = Callable[[Fields], ModelConfig]
@@ -105,7 +106,7 @@ def parse_model_config(
     if model_type in WRAPPERS:
         config = _read_wrapped(fields, WRAPPERS[model_type])
     elif model_type in READERS:
-        config = READERS[model_type](fields)
+        config = _with_quantization(READERS[model_type](fields), fields)
     else:
         reason = RELATIVES.get(model_type.removesuffix("_text"))
         known = f"unknown model_type {shown(given)}"
@@ -127,12 +128,20 @@ def _read_wrapped(fields: Fields, wrapper: Wrapper) -> ModelConfig:
         raise fields.error("text_config", "an object", None)
     if (text_type := text.get("model_type", wrapper.text_type)) != wrapper.text_type:
         raise text.error("model_type", repr(wrapper.text_type), text_type)
-    config = READERS[wrapper.text_type](text)
+    config = _with_quantization(READERS[wrapper.text_type](text), text, fields)
     text.done(top=True)
     # The wrapper's class owns the output head and writes such files, so its flag decides, as in transformers.
     tied = fields.flag("tie_word_embeddings", default=config.tie_word_embeddings)
     fields.inert(*wrapper.inert)
     return replace(config, tie_word_embeddings=tied)
+
+
+def _with_quantization(config: ModelConfig, *places: Fields) -> ModelConfig:
+    """A config with how its weights are quantised, by the first of several objects that says it."""
+    if config.model_type == "gpt_oss":  # which has read it
+        return config
+    found = [own for fields in places if (own := read_quantization(fields)) is not None]
+    return replace(config, quantization=found[0]) if found else config
 
 
 def parse_eos_token_ids(

@@ -20,6 +20,7 @@ from jetspec_jax.device.mesh import WHOLE
 from jetspec_jax.device.partition import is_split, parameter_specs, spread
 from jetspec_jax.models import Transformer, Weights, bind
 from pallas_kernels import shards
+from pallas_kernels.quantized import Quantized
 
 
 @runtime_checkable
@@ -125,7 +126,7 @@ class PreparedHead(NamedTuple):
     """
 
     head: Weights
-    context: Float[Array, "M L G 2 E"]
+    context: Float[Array, "M L G 2 E"] | Quantized
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ free. A device that does not say how much memory it has passes every check.
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.device.mesh import make_mesh, size_of
 from jetspec_jax.device.partition import check_partition, parameter_specs, spread
 from jetspec_jax.device.processes import gathered, same_processes, spans
-from jetspec_jax.models import abstract, dtype_of, weights_of
+from jetspec_jax.models import abstract, dtype_of, weights_of, without_quantization
 from pallas_kernels import shards
 
 #: Bytes by what they are for.
@@ -28,6 +29,10 @@ Bytes = Mapping[str, int]
 
 TARGET_WEIGHTS = "weights of the target"
 HEAD_WEIGHTS = "weights of the draft head"
+
+
+# Ada's, the first that has FP8.
+_FP8_CAPABILITY = (8, 9)
 
 
 class DeviceMemoryError(RuntimeError):
@@ -152,8 +157,8 @@ def with_more_devices(
 
 
 def num_parameters(config: ModelConfig | DraftHeadConfig) -> int:
-    """Elements of a config's parameters."""
-    return sum(math.prod(shape) for shape in _parameter_shapes(config).values())
+    """Elements of a config's parameters; scales of quantised ones are none."""
+    return sum(math.prod(shape) for shape in _parameter_shapes(without_quantization(config)).values())
 
 
 def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> int:
@@ -164,8 +169,17 @@ def weight_bytes(config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: 
 def largest_parameter_bytes(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> int:
-    """Bytes of the largest of a config's parameters, as far as a device has it."""
-    return max(_parameter_bytes(config, dtype, mesh))
+    """Bytes of the largest of a config's parameters, as far as a device has it, quantised ones widened."""
+    return max(_parameter_bytes(without_quantization(config), dtype, mesh))
+
+
+def fp8_problem(mesh: Mesh | None = None) -> str | None:
+    """Why the GPUs that arrays are put on cannot compute with FP8; None if they can, or are none."""
+    device = _device() if mesh is None else mesh.local_devices[0]
+    version = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", None) or "")
+    if version is None or tuple(map(int, version.groups())) >= _FP8_CAPABILITY:
+        return None
+    return f"{device.device_kind} has no FP8 (compute capability {version[0]}, below 8.9)"
 
 
 def array_bytes(tree: Any, shardings: Any = None) -> int:

@@ -25,16 +25,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jetspec_jax.config import DraftHeadConfig, LayerConfig, ModelConfig, Recurrence
 from jetspec_jax.device.mesh import size_of
 from jetspec_jax.device.processes import check_devices
-from jetspec_jax.models import abstract
+from jetspec_jax.models import abstract, quantized_blocks, without_quantization
+from jetspec_jax.models.quantized import BLOCKS
 from pallas_kernels import shards
 
 #: The axes of a mesh that split a parameter's axis; one that is not named is whole on every device.
-SPLIT: dict[str, str | tuple[str, ...]] = {
+_SPLIT: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "features"), shards.ALL),
     **dict.fromkeys(("channels", "key_heads", "value_heads"), shards.ALL),
     "expert": shards.EXPERT,
     "expert_mlp": shards.TENSOR,
 }
+SPLIT = {**_SPLIT, **{f"{name}{BLOCKS}": axes for name, axes in _SPLIT.items()}}
 
 Config = TypeVar("Config", ModelConfig, DraftHeadConfig)
 
@@ -52,7 +54,7 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
         check_devices(mesh)
     if isinstance(config, DraftHeadConfig):
         return
-    wrong = _undivided(config, mesh)
+    wrong = _undivided(config, mesh) or _cut_blocks(config, mesh)
     if mesh.shape[shards.EXPERT] > 1 and all(layer.experts is None for layer in config.layers):
         wrong.append("expert_parallel_size above 1 is for models with experts, and this one has none")
     if wrong:
@@ -61,12 +63,12 @@ def check_partition(config: ModelConfig | DraftHeadConfig, mesh: Mesh | Abstract
 
 def is_split(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Whether a mesh splits a model's layers: a target's always, a draft head's where all of it divides."""
-    return isinstance(config, ModelConfig) or not _undivided(config.layers, mesh, features=True)
+    return isinstance(config, ModelConfig) or not _undivided_of_head(config, mesh)
 
 
 def why_whole(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> str:
     """What of a draft head a mesh cannot split."""
-    return "; ".join(_undivided(config.layers, mesh, features=True))
+    return "; ".join(_undivided_of_head(config, mesh))
 
 
 @functools.cache
@@ -135,6 +137,37 @@ def channel_order(own: Recurrence, parts: int) -> np.ndarray:
     starts = np.split(np.arange(own.channels), (keys, 2 * keys))
     assert len(starts[2]) == values
     return np.concatenate([block.reshape(parts, -1) for block in starts], axis=1).reshape(-1)
+
+
+def _undivided_of_head(config: DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+    return _undivided(config.layers, mesh, features=True) or _cut_blocks(config, mesh)
+
+
+def _cut_blocks(config: ModelConfig | DraftHeadConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Where a device's part of a quantised parameter would begin or end inside of a block.
+
+    A block that is as long as its axis may be cut: every device then has its scale.
+    """
+    layers = config if isinstance(config, ModelConfig) else config.layers
+    found: dict[str, list[int]] = {}
+    plain = nnx.state(abstract(without_quantization(config)), nnx.Param)
+    blocks = quantized_blocks(config)
+    for key_path, parameter in nnx.to_flat_state(plain):
+        path: Any = tuple(key_path)
+        for name, size, block in zip(
+            parameter.get_metadata()["axes"], parameter.shape, blocks.get(path, ()), strict=False
+        ):
+            axes = SPLIT.get(name, ())
+            parts = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+            pieces = [size]
+            if name == "channels":
+                own = layers.layers[path[1]].recurrence
+                pieces = [own.num_key_heads * own.key_dim, own.num_value_heads * own.value_dim]
+            if parts > 1 and 1 < block < size and any(piece // parts % block for piece in pieces):
+                _, layer, *rest = path if len(path) > 1 else ("", -1, *path)
+                text = f"{'.'.join(rest)}: parts of {size // parts} values cut FP8 blocks of {block}"
+                found.setdefault(text, []).append(layer)
+    return [f"{what} (layers {ranges(numbers)})" for what, numbers in found.items()]
 
 
 def _kv_heads(layer: LayerConfig, parts: int) -> int:

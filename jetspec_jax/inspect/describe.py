@@ -57,6 +57,7 @@ def describe(
         "path": str(folder),
         **about_head,
         **_model(source.raw_config, model),
+        **_quantization(model),
         **_weights(path_or_id, folder, config),
         **fit,
     }
@@ -74,6 +75,7 @@ def _head(raw: Mapping[str, Any], config: DraftHeadConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "scaled_embeddings": config.scaled_embeddings,
         "capped_logits": config.capped_logits,
+        **({"target_format": config.target_format} if config.target_format else {}),
     }
 
 
@@ -133,6 +135,17 @@ def _model(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
             layer.recurrence.slot_bytes(2) for layer in layers if layer.recurrence is not None
         ),
     }
+
+
+def _quantization(config: ModelConfig) -> dict[str, Any]:
+    """How weights are quantised, if they are, and what of the config is not done."""
+    own = config.quantization
+    if own is None:
+        return {}
+    text = {"none": "not quantised"}.get(
+        own.activations, f"not quantised here; the config has {own.activations}"
+    )
+    return {"quantization": own.format, "activations": text}
 
 
 def _weights(path_or_id: str | Path, folder: Path, config: ModelConfig | DraftHeadConfig) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jetspec_jax.sampling.choice import perturb
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.sampling.slots import Sampling
 from jetspec_jax.tree import NO_PARENT
+from pallas_kernels.quantized import FP8
 
 #: In float32 a difference at a larger gap than this is a mistake; below it is a tie, to be listed. Targets
 #: with recurrent layers have a bound of their own at each token, `tie_gap_at`.
@@ -151,6 +152,8 @@ def _changed(weights: Weights, signs: Any, size: Float32[Array, ""]) -> Weights:
     """Weights that are each larger or smaller by a factor of 1 + size, as their signs say."""
 
     def change(leaf: Array, signs: Sequence[Array]) -> Array:
+        if leaf.dtype == FP8:  # whose scales are changed
+            return leaf
         axes = range(leaf.ndim)
         own = (jnp.expand_dims(sign, [*axes[:axis], *axes[axis + 1 :]]) for axis, sign in enumerate(signs))
         return leaf * (1 + size * math.prod(own, start=jnp.ones(())))

@@ -5,6 +5,9 @@ arrays, and a program binds them to a module again while it is traced (`bind`): 
 ``nnx.jit`` would cost milliseconds at every call.
 """
 
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, overload
 
 import jax
@@ -12,17 +15,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
+from jetspec_jax.config.quantization import Quantization
 from jetspec_jax.models.draft_head import DraftHead
 from jetspec_jax.models.gemma3 import Gemma3
 from jetspec_jax.models.gemma4 import Gemma4
 from jetspec_jax.models.gpt_oss import GptOss
 from jetspec_jax.models.llama import Llama
+from jetspec_jax.models.quantized import SCALES, VALUES, Path, blocks_of, quantize
 from jetspec_jax.models.qwen3 import Qwen3
 from jetspec_jax.models.qwen3_5 import Qwen3_5
 from jetspec_jax.models.qwen3_moe import Qwen3MoE
 from jetspec_jax.models.qwen3_next import Qwen3Next
 from jetspec_jax.models.step import Step
 from jetspec_jax.models.transformer import Transformer
+from pallas_kernels.quantized import FP8
 
 FAMILIES: dict[str, type[Transformer]] = {
     "llama": Llama,
@@ -50,22 +56,63 @@ def build(
     dtype: jnp.dtype = jnp.dtype(jnp.float32),
 ) -> Transformer | DraftHead:
     """A randomly initialised module with parameters of type ``dtype``, as far as `dtype_of` lets it."""
-    if isinstance(config, DraftHeadConfig):
-        return DraftHead(config, rngs=rngs, dtype=dtype)
-    return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
+    module = _build(config, rngs, dtype)
+    quantize(module, quantized_blocks(config))
+    return module
 
 
 def abstract(
     config: ModelConfig | DraftHeadConfig, dtype: jnp.dtype = jnp.dtype(jnp.float32)
 ) -> Transformer | DraftHead:
     """The module of a config with shapes in place of arrays; parameters still name their axes."""
-    return nnx.eval_shape(lambda: build(config, rngs=_OneKey(0), dtype=dtype))
+    module = nnx.eval_shape(lambda: _build(config, _OneKey(0), dtype))
+    quantize(module, quantized_blocks(config))
+    return module
+
+
+def quantization_of(config: ModelConfig | DraftHeadConfig) -> Quantization | None:
+    """How a config's weights are quantised, if they are."""
+    return (config.layers if isinstance(config, DraftHeadConfig) else config).quantization
+
+
+@functools.cache
+def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tuple[int, ...]]:
+    """Which of a config's parameters are quantised; see `blocks_of`.
+
+    Raises:
+        ValueError: As for that.
+    """
+    quantization = quantization_of(config)
+    return {} if quantization is None else blocks_of(abstract(without_quantization(config)), quantization)
+
+
+def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:
+    """The config of the same model with no weights quantised."""
+    if isinstance(config, DraftHeadConfig):
+        return replace(config, layers=replace(config.layers, quantization=None))
+    return replace(config, quantization=None)
+
+
+def _build(
+    config: ModelConfig | DraftHeadConfig, rngs: nnx.Rngs, dtype: jnp.dtype
+) -> Transformer | DraftHead:
+    """The module with none of its parameters quantised."""
+    if isinstance(config, DraftHeadConfig):
+        return DraftHead(config, rngs=rngs, dtype=dtype)
+    return FAMILIES[config.model_type](config, rngs=rngs, dtype=dtype)
 
 
 def dtype_of(
     config: ModelConfig | DraftHeadConfig, path: tuple[str | int, ...], dtype: jnp.dtype
 ) -> jnp.dtype:
-    """The type that a parameter has, by its path in the weights, where all of them are to have one."""
+    """The type that a parameter has, by its path in the weights, where all of them are to have one.
+
+    What is quantised stays so: its values are FP8, and its scales float32.
+    """
+    if path[-1] == VALUES:
+        return FP8
+    if path[-1] == SCALES:
+        return jnp.dtype(jnp.float32)
     family = DraftHead if isinstance(config, DraftHeadConfig) else FAMILIES[config.model_type]
     name = ".".join("{}" if isinstance(part, int) else part for part in path)
     return jnp.dtype(jnp.float32) if name in family.FLOAT32 else dtype

@@ -7,6 +7,7 @@ context lies in pages or in a dense differentiable array is the caller's busines
 Source: the JetSpec paper (arXiv 2606.18394) and the layout of its published checkpoints.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -19,6 +20,7 @@ from jetspec_jax.models.decoder_layer import DecoderLayer
 from jetspec_jax.models.key_table import LAYER_KEYS, Key, Skip
 from jetspec_jax.models.layers import KV, Attend, RMSNorm, einsum, param
 from pallas_kernels import shards
+from pallas_kernels.quantized import Quantized
 
 
 class DraftHead(nnx.Module):
@@ -45,18 +47,27 @@ class DraftHead(nnx.Module):
         )
         self.norm = RMSNorm(m, eps, axis="embed", dtype=dtype)
 
-    def context_projection(self) -> Float[Array, "M L G 2 E"]:
+    def context_projection(self) -> Float[Array, "M L G 2 E"] | Quantized:
         """All layers' key and value projections of the context, in one array.
 
         They are parts of the layers' fused projections. Side by side they take one product for all layers.
         """
-        return jnp.stack([layer.self_attn.qkv_proj[...][:, :, -2:] for layer in self.layers], axis=1)
+
+        def side_by_side(fused: Sequence[Array]) -> Array:
+            return jnp.stack([own[:, :, -2:] for own in fused], axis=1)
+
+        fused = [layer.self_attn.qkv_proj[...] for layer in self.layers]
+        if not isinstance(fused[0], Quantized):
+            return side_by_side(fused)
+        embed, *block = fused[0].block
+        values = side_by_side([own.values for own in fused])
+        return Quantized(values, side_by_side([own.scales for own in fused]), (embed, 1, *block))
 
     def context(
         self,
         taps: Float[Array, "B T F"],
         positions: Int[Array, "B T"],
-        projection: Float[Array, "M L G 2 E"],
+        projection: Float[Array, "M L G 2 E"] | Quantized,
     ) -> tuple[KV, ...]:
         """Each layer's keys and values of the context features of tapped tokens.
 

@@ -13,6 +13,7 @@ from pallas_kernels import shards
 from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.gated_activation import gated_activation
+from pallas_kernels.quantized import Quantized
 
 
 class MLP(nnx.Module):
@@ -67,10 +68,14 @@ class RoutedExperts(nnx.Module):
             choice = choice._replace(experts=choice.experts - own * shards.index(shards.EXPERT))
         if down_bias is not None and features < self.config.size:
             down_bias = jnp.where(shards.index(shards.TENSOR) == 0, down_bias, 0)
+        gate_up, down = (
+            own if isinstance(own, Quantized) else own.astype(rows.dtype)
+            for own in (self.gate_up_proj[...], self.down_proj[...])
+        )
         return expert_mlp(
             rows,
-            self.gate_up_proj[...].astype(rows.dtype),
-            self.down_proj[...].astype(rows.dtype),
+            gate_up,
+            down,
             *choice,
             activation=self.config.activation,
             gate_up_bias=self.gate_up_bias[...] if biases else None,

@@ -19,6 +19,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import shards
+from pallas_kernels.matmul import matmul
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -98,15 +100,17 @@ class Mix(Attend, Protocol):
         ...
 
 
-def einsum(spec: str, x: Array, w: Array, *, wide: bool = False) -> Array:
+def einsum(spec: str, x: Array, w: Array | Quantized, *, wide: bool = False) -> Array:
     """A product in ``x``'s dtype. float32 means all of float32: by default a GPU would round to TF32.
 
     Args:
         spec: As for `jnp.einsum`: the weights' axes that are summed over are the last of ``x``.
         x: What the weights are cast to.
-        w: The weights.
+        w: The weights; quantised ones stay as they are, and the product has their scales in it.
         wide: Whether the sums stay in float32.
     """
+    if isinstance(w, Quantized):
+        return matmul(spec, x, w, wide=wide)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.float32 if wide else None
     alone = _is_multiplied_out(spec, x, w)

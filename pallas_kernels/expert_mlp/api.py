@@ -7,18 +7,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.activation import Activation
-from pallas_kernels.checks import FLOATS, refuse, wrong_arrays
+from pallas_kernels.checks import FLOATS, Expected, refuse, wrong_arrays
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.expert_mlp import pallas_triton, reference
+from pallas_kernels.quantized import FP8, Quantized, scale_shape
 
-OPERATION = Operation.of("expert_mlp", reference.expert_mlp, pallas_triton.expert_mlp)
+
+def _unsupported(x: Array, gate_up: Array | Quantized, down: Array | Quantized, *_: object) -> str | None:
+    """Why the Triton kernels cannot do a call."""
+    quantized = isinstance(gate_up, Quantized) or isinstance(down, Quantized)
+    return "the experts are quantised" if quantized else None
+
+
+OPERATION = Operation.of("expert_mlp", reference.expert_mlp, pallas_triton.expert_mlp, _unsupported)
 implementations = OPERATION.implementations
 
 
 def expert_mlp(
     x: Float[Array, "T M"],
-    gate_up: Float[Array, "E M 2 I"],
-    down: Float[Array, "E I M"],
+    gate_up: Float[Array, "E M 2 I"] | Quantized,
+    down: Float[Array, "E I M"] | Quantized,
     experts: Int32[Array, "T K"],
     weights: Float32[Array, "T K"],
     *,
@@ -42,8 +50,9 @@ def expert_mlp(
 
     Args:
         x: of float32, bfloat16 or float16.
-        gate_up: in x's dtype; the gate before the other half, as two halves.
-        down: in x's dtype.
+        gate_up: in x's dtype, or quantised with scales of each expert's own, as `matmul` takes them; the gate
+            before the other half, as two halves.
+        down: likewise.
         experts: of every token.
         weights: of the experts' outputs.
         activation: between the two products.
@@ -57,7 +66,7 @@ def expert_mlp(
         NotImplementedError: the named implementation does not support the case or the device.
     """
     arrays = x, gate_up, down, experts, weights, gate_up_bias, down_bias
-    if x.ndim != 2 or down.ndim != 3 or experts.ndim != 2:
+    if x.ndim != 2 or len(down.shape) != 3 or experts.ndim != 2:
         raise ValueError(
             "expert_mlp: x must be [T, M], down [E, I, M] and experts [T, K],"
             f" got {x.shape}, {down.shape}, {experts.shape}"
@@ -65,8 +74,8 @@ def expert_mlp(
     (tokens, size), (num_experts, features, _), top_k = x.shape, down.shape, experts.shape[1]
     wrong = wrong_arrays(
         ("x", x, x.shape, FLOATS),
-        ("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
-        ("down", down, (num_experts, features, size), x.dtype),
+        *_expected("gate_up", gate_up, (num_experts, size, 2, features), x.dtype),
+        *_expected("down", down, (num_experts, features, size), x.dtype),
         ("experts", experts, (tokens, top_k), jnp.int32),
         ("weights", weights, (tokens, top_k), jnp.float32),
         ("gate_up_bias", gate_up_bias, (num_experts, 2, features), jnp.floating),
@@ -75,3 +84,13 @@ def expert_mlp(
     )
     refuse("expert_mlp", wrong)
     return OPERATION.choose(implementation, *arrays)(*arrays, activation=activation)
+
+
+def _expected(
+    name: str, weights: Array | Quantized, shape: tuple[int, ...], dtype: jnp.dtype
+) -> tuple[Expected, ...]:
+    """What the arrays of weights must be."""
+    if not isinstance(weights, Quantized):
+        return ((name, weights, shape, dtype),)
+    scales = scale_shape(weights.shape, weights.block)
+    return (name, weights.values, shape, FP8), (f"{name}'s scales", weights.scales, scales, jnp.floating)

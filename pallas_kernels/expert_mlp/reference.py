@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.activation import Activation
+from pallas_kernels.matmul import matmul
+from pallas_kernels.quantized import Quantized
 
 _LARGEST_BLOCK = 128
 
 
 def expert_mlp(
     x: Float[Array, "T M"],
-    gate_up: Float[Array, "E M 2 I"],
-    down: Float[Array, "E I M"],
+    gate_up: Float[Array, "E M 2 I"] | Quantized,
+    down: Float[Array, "E I M"] | Quantized,
     experts: Int32[Array, "T K"],
     weights: Float32[Array, "T K"],
     gate_up_bias: Float[Array, "E 2 I"] | None,
@@ -41,7 +43,9 @@ def expert_mlp(
     ends = jnp.cumsum(blocks)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-    def product(spec: str, a: Array, b: Array) -> Array:
+    def product(spec: str, a: Array, b: Array | Quantized) -> Array:
+        if isinstance(b, Quantized):
+            return matmul(spec, a, b, wide=True)
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def compute(block: Int[Array, ""]) -> tuple[Int[Array, "rows"], Float32[Array, "rows M"]]:

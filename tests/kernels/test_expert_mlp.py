@@ -13,6 +13,7 @@ from pallas_kernels.activation import GELU_TANH, SILU, Activation
 from pallas_kernels.expert_mlp import api, expert_mlp, pallas_triton, reference
 from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.expert_mlp.shapes import SHAPES
+from pallas_kernels.quantized import Quantized
 from tests.kernels.activations import FORMULAS, GPT_OSS, STEP
 from tests.kernels.lowering import KERNEL, lower_for_gpu
 from tests.marks import wide
@@ -90,6 +91,24 @@ def oracle(case, arrays):
             hidden = FORMULAS[case.activation](*halves).astype(dtype).astype(np.float64)
             y[t] += weights[t, k] * (hidden @ down[e] + (biases[1][e] if case.biases else 0))
     return y
+
+
+def test_quantised_experts_are_multiplied_as_they_are_widened():
+    case = Case(5, 4, 2, 48, 24, biases=True)
+    x, gate_up, down, *rest = make_case(case)
+    # Experts that nobody asks for are NaN, as values and as scales.
+    quantized = Quantized.of(gate_up, (1, 48, 1, 8)), Quantized.of(down, (1, 16, 48))
+    arrays = x, *(own.widened(jnp.dtype(jnp.float32)) for own in quantized), *rest
+    names = {"gate_up_bias": rest[2], "down_bias": rest[3]}
+    y = np.asarray(expert_mlp(x, *quantized, *rest[:2], **names, activation=SILU))
+    expected = oracle(case, arrays)
+    distance = np.linalg.norm(y - expected, axis=-1)
+    assert (distance <= TOLERANCE[jnp.float32] * np.linalg.norm(expected, axis=-1)).all()
+    why = "the experts are quantised"
+    wrong = Quantized(quantized[0].values, quantized[0].scales, (1, 24, 1, 8))
+    with pytest.raises(ValueError, match=r"gate_up's scales is \(4, 1, 2, 3\), expected \(4, 2, 2, 3\)"):
+        expert_mlp(x, wrong, quantized[1], *rest[:2], activation=SILU)
+    assert api.OPERATION.table["pallas_triton"].unsupported(x, *quantized) == why
 
 
 class ExpertMLPSuite:

@@ -13,7 +13,7 @@ from tests.loading import test_qwen3_moe as moe
 from tests.loading import test_step as step
 from tests.loading.published import V4, V5, without
 
-FP8 = {"quant_method": "fp8"}
+FP8, AWQ = {"quant_method": "fp8"}, {"quant_method": "awq"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 #: Configs of several modalities, by the type of their text model.
 WRAPPED = {
@@ -97,7 +97,7 @@ CHANGES = [
     *(
         (raw, key, value)
         for raw in (V4, moe.OLDER, step.HUB_TEXT)
-        for key, value in (("hidden_act", "gelu"), ("attention_bias", True), ("quantization_config", FP8))
+        for key, value in (("hidden_act", "gelu"), ("attention_bias", True))
     ),
     *(
         (raw, key, value)
@@ -410,7 +410,7 @@ class TestWrapper:
                 {"text_config": {**text, "model_type": "qwen3"}},
                 f"text_config: model_type must be '{text['model_type']}', not 'qwen3'",
             ),
-            ({"quantization_config": FP8}, "quantization_config="),
+            ({"quantization_config": AWQ}, "quantization_config: quant_method 'awq' is not supported"),
         ):
             with pytest.raises(ValueError, match=f"^config.json: {complaint}"):
                 parse_model_config({**raw, **changes})

@@ -229,7 +229,6 @@ CHANGES = [
             ("hidden_act", "gelu"),
             ("attention_bias", True),
             ("mamba_ssm_dtype", "bfloat16"),
-            ("quantization_config", {"quant_method": "fp8"}),
         )
     ),
     (TEXT_35B, "norm_topk_prob", False),

@@ -1,5 +1,6 @@
 """The ``config.json`` of a new draft head, with the keys of the published heads."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import Target
@@ -28,7 +29,7 @@ def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
     mlp = config.layers[0].mlp_size or DEFAULT_MLP_RATIO * config.hidden_size
     if settings.intermediate_size is not None:
         mlp = settings.intermediate_size
-    return {
+    raw = {
         "architectures": ["DFlashDraftModel"],
         **decoder_json(config, layers, mlp),
         "tie_word_embeddings": False,
@@ -41,6 +42,15 @@ def head_json(target: Target, settings: HeadSettings) -> dict[str, Any]:
             **{key: value for key in FLAGS if (value := getattr(settings, key)) is not None},
         },
     }
+    return trained_with(target, raw)
+
+
+def trained_with(target: Target, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's ``config.json`` that says how the target is quantised that it is trained with, if it is."""
+    dflash = {key: value for key, value in raw["dflash_config"].items() if key != "target_format"}
+    quantization = target.config.quantization
+    said = {} if quantization is None else {"target_format": quantization.format}
+    return {**raw, "dflash_config": {**dflash, **said}}
 
 
 def decoder_json(config: ModelConfig, layers: int, intermediate_size: int) -> dict[str, Any]:

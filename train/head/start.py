@@ -12,8 +12,9 @@ from jetspec_jax.checkpoint.loading import Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config
 from jetspec_jax.device.partition import spread
-from jetspec_jax.models import Weights, build, weights_of
-from train.head.config import head_json
+from jetspec_jax.models import Weights, build, quantized_blocks, weights_of
+from jetspec_jax.models.quantized import widened
+from train.head.config import head_json, trained_with
 from train.head.recipe import HeadSettings
 
 
@@ -50,10 +51,18 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
         named = [name for name, value in vars(settings).items() if name != "start" and value is not None]
         if named:
             raise ValueError(f"a head that begins as a checkpoint is what that is; unset {', '.join(named)}")
-        check_head_fits(checkpoint.head_config, target.config)
+        config = checkpoint.head_config
+        check_head_fits(config, target.config)
+        if config.layers.quantization is not None:
+            raise ValueError(
+                f"{checkpoint.path_or_id} is {config.layers.quantization.format}, and quantised weights "
+                "cannot be trained; begin with the head that it was made of"
+            )
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
-        return Beginning(checkpoint.raw_config, head.config, head.weights)
+        raw = trained_with(target, checkpoint.raw_config)
+        trained = replace(head.config, target_format=raw["dflash_config"].get("target_format", ""))
+        return Beginning(raw, trained, head.weights)
     if checkpoint is not None:
         raise ValueError(
             f"the recipe's head begins {settings.start!r}, not as {checkpoint.path_or_id}; set head.start to "
@@ -111,10 +120,12 @@ def head_of_target(config: DraftHeadConfig, target: Target) -> Weights:
 
 
 def _whole_layer(target: Target, number: int) -> Weights:
-    """A layer's parameters, whole on one device, with no KV head repeated."""
+    """A layer's parameters, whole on one device, with no KV head repeated and nothing quantised."""
+    blocks = {path[2:]: own for path, own in quantized_blocks(target.config).items() if path[1] == number}
     if target.mesh is None:
-        return target.weights["layers"][number]
-    layer = jax.tree.map(np.asarray, target.weights["layers"][number])
+        return widened(target.weights["layers"][number], blocks)
+    layer = widened(jax.tree.map(np.asarray, target.weights["layers"][number]), blocks)
+    layer = jax.tree.map(np.asarray, layer)
     own = target.config.layers[number]
     repeats = spread(target.config, target.mesh).layers[number].num_kv_heads // max(own.num_kv_heads, 1)
     if repeats > 1:

@@ -2,14 +2,21 @@
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jetspec_jax.models import Weights
+from jetspec_jax.models.quantized import SCALES, VALUES
 
 
 def cast(weights: Weights, dtype: jnp.dtype) -> Weights:
-    """Weights as a forward pass uses them; the gradient goes to what was cast."""
-    return jax.tree.map(lambda w: w.astype(dtype), weights)
+    """Weights as a forward pass uses them; the gradient goes to what was cast.
+
+    What is quantised of a frozen target stays so, and so do its scales.
+    """
+    flat = nnx.traversals.flatten_mapping(weights)
+    made = {path: w if path[-1] in (VALUES, SCALES) else w.astype(dtype) for path, w in flat.items()}
+    return nnx.traversals.unflatten_mapping(made)
 
 
 def whole(weights: Weights) -> Weights:

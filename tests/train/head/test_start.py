@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.quantizing import to_fp8
 from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.models import quantized_blocks
+from jetspec_jax.models.quantized import widened
+from tests.decode.test_fp8 import BLOCKS, in_fp8
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.head.tiny import MASK
 from train.head.recipe import HeadSettings
@@ -98,6 +102,30 @@ def test_a_head_that_begins_as_the_target_has_its_layers_and_its_norm(target):
     np.testing.assert_allclose(
         taps.reshape(3, -1) @ np.asarray(weights["fc"]), taps.mean(axis=1), rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_quantised_target_gives_widened_layers_and_is_named_in_the_head_s_config(target, tmp_path):
+    config = dataclasses.replace(TINY, quantization=BLOCKS)
+    quantised = dataclasses.replace(target, config=config, weights=in_fp8(config, 0))
+    begun = begin_head(quantised, shape(start="target"), None, 0)
+    expected = widened(quantised.weights, quantized_blocks(config))
+    same(begun.weights["layers"], expected["layers"])
+    assert begun.raw["dflash_config"]["target_format"] == begun.config.target_format == BLOCKS.format
+    # A head that goes on with another target is of that.
+    save_checkpoint(tmp_path / "head", begun.raw, begun.weights)
+    again = begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
+    assert "target_format" not in again.raw["dflash_config"]
+    assert again.config.target_format == ""
+
+
+def test_a_quantised_head_is_not_trained(target, tmp_path):
+    made = begin_head(target, SHAPE, None, 5)
+    save_checkpoint(tmp_path / "head", made.raw, made.weights)
+    to_fp8(tmp_path / "head", tmp_path / "fp8")
+    with pytest.raises(
+        ValueError, match="is FP8 in blocks of 128 x 128, and quantised weights cannot be trained"
+    ):
+        begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "fp8"), 0)
 
 
 def test_a_target_that_does_not_fit_the_head_is_refused(target):

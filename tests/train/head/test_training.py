@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jetspec_jax import SamplingParams, generate_tree, load_draft_head, load_target
+from jetspec_jax import SamplingParams, Target, generate_tree, load_draft_head, load_target
 from jetspec_jax.checkpoint.writing import save_checkpoint
 from jetspec_jax.cli.command import main
 from jetspec_jax.config import parse_model_config
 from jetspec_jax.demo import DEMO_TARGET
+from tests.decode.test_fp8 import BLOCKS, in_fp8
 from tests.decode.tiny import TINY, random_target, random_weights, with_mlp
 from tests.train.head.tiny import RECIPE, changed, records, write, write_documents
 from train.data.documents import Document
@@ -212,3 +213,16 @@ def test_a_prompt_is_what_stands_before_the_first_token_to_learn():
     # Where there is nothing before it, or nothing to learn, a prompt is cut from the beginning.
     assert prompt_of(Document(tokens, np.ones(10, bool)), 6) == [0, 1, 2, 3, 4, 5]
     assert prompt_of(Document(tokens, np.zeros(10, bool)), 64) == list(range(9))
+
+
+@pytest.mark.wide
+def test_a_head_learns_from_a_quantised_target(tmp_path, caplog):
+    config = dataclasses.replace(TINY, quantization=BLOCKS)
+    target, data = Target(config, in_fp8(config, 0)), write_documents(tmp_path / "documents")
+    folder = train_head(tmp_path / "work", RECIPE, target, data, Deadline())
+    losses = [record["loss"] for record in records(tmp_path / "work") if "loss" in record]
+    assert losses
+    assert np.isfinite(losses).all()
+    head = load_draft_head(folder, target=target)
+    assert head.config.target_format == BLOCKS.format
+    assert "trained with" not in caplog.text

@@ -1,0 +1,119 @@
+"""Where files keep the scales of an FP8 matrix, and which weights share one in memory.
+
+A file has a scale for each block of a matrix, ``[outputs, inputs]``. In memory a weight has other axes, of
+which the file merges some, so a block there is what of a file's block lies together along each axis. Heads of
+64 elements, in blocks of 128 x 128::
+
+    parameter [M, H, E]  ->  matrix [(H E), M]      block of the file (128, 128), in memory (128, 1, 64)
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from jetspec_jax.config.quantization import Quantization
+from jetspec_jax.models.key_table import Each, Key, OwnRows, one_by_one
+from jetspec_jax.models.layout import parse_layout
+
+
+def shared_axes(key: Key, shape: tuple[int, ...], quantization: Quantization) -> tuple[int, ...]:
+    """How many weights share a scale along each axis of a parameter.
+
+    Args:
+        key: The entry of its values.
+        shape: The parameter's shape.
+        quantization: The file's blocks.
+    """
+    shared, layout = [1] * len(shape), parse_layout(key.layout)
+    axes = [axis for axis, pick in enumerate(_picks(key, len(shape))) if not isinstance(pick, int)]
+    whole = {axis for axis, pick in enumerate(_picks(key, len(shape))) if pick == slice(None)}
+    ordered = iter(axes[place] for place in layout.order)
+    merged = [[next(ordered) for _ in range(count)] for count in layout.merged]
+    for group, block in zip(merged[-2:], (quantization.rows, quantization.columns), strict=True):
+        for place, axis in enumerate(group):
+            if axis not in whole:
+                continue
+            if block is None:
+                shared[axis] = shape[axis]
+            elif len(group) == 1:
+                shared[axis] = min(block, shape[axis])
+            elif place == len(group) - 1:
+                shared[axis] = math.gcd(block, shape[axis])
+    return tuple(shared)
+
+
+def _picks(key: Key, count: int) -> Iterator[int | slice]:
+    """What an entry's part picks of each axis."""
+    given = key.part if isinstance(key.part, tuple) else (key.part,)
+    at = given.index(...) if ... in given else len(given)
+    yield from given[:at]
+    yield from [slice(None)] * (count - len(given) + (... in given))
+    yield from given[at + 1 :]
+
+
+@dataclass(frozen=True)
+class ScaleKey(Key):
+    """The entry of the scales of (a part of) a quantised parameter: as that of its values, but for the name.
+
+    Attributes:
+        shape: Of the parameter's values.
+        shared: Values that share a scale along each of its axes.
+        block: Likewise of the file's matrix.
+    """
+
+    shape: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    block: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of_values(
+        cls,
+        key: Key,
+        quantization: Quantization,
+        shape: tuple[int, ...],
+        shared: tuple[int, ...],
+    ) -> "ScaleKey":
+        """The entry that goes with one of a parameter's values."""
+        own = {field.name: getattr(key, field.name) for field in fields(Key)}
+        [matrix] = key.file_shapes(shape)
+        columns = matrix[-1] if quantization.columns is None else quantization.columns
+        block = quantization.rows, columns
+        own["name"] += quantization.suffix
+        return cls(**own, shape=shape, shared=shared, block=block)
+
+    def file_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shape of the scales in the file, whatever ``shape`` they have in memory."""
+        [(*stack, rows, columns)] = super().file_shapes(self.shape)
+        return ((*stack, -(-rows // self.block[0]), -(-columns // self.block[1])),)
+
+    def of_part(self, own: OwnRows) -> tuple[Key, list[list[np.ndarray]]] | None:
+        """As of `Key`; ``own.rows`` are, along each axis, the first values of the part's blocks."""
+        if (found := super().of_part(own)) is None:
+            return None
+        entry, [in_file] = found
+        *stack, rows, columns = in_file
+        plain = Key(**{field.name: getattr(entry, field.name) for field in fields(Key)})
+        return plain, [[*stack, rows // self.block[0], columns // self.block[1]]]
+
+    def from_file(self, parameter: np.ndarray, *tensors: np.ndarray, each: Each = one_by_one) -> None:
+        """Fills (this part of) a parameter's scales from the file's."""
+        entry, places = self._everywhere()
+        entry.from_file(parameter, tensors[0][places], each=each)
+
+    def to_file(self, parameter: np.ndarray) -> np.ndarray:
+        """The file's scales: the inverse of `from_file`."""
+        entry, places = self._everywhere()
+        [shape] = self.file_shapes(parameter.shape)
+        out = np.empty(shape, parameter.dtype)
+        out[places] = entry.to_file(parameter)
+        return out
+
+    def _everywhere(self) -> tuple[Key, tuple[np.ndarray, ...]]:
+        """The entry of all scales as they lie in memory, and where in the file each of them is."""
+        first = tuple(np.arange(0, size, own) for size, own in zip(self.shape, self.shared, strict=True))
+        found = self.of_part(OwnRows(first, self.shape, (1,) * len(first)))
+        assert found is not None
+        entry, [rows] = found
+        return entry, np.ix_(*rows)

@@ -1,0 +1,98 @@
+"""Weights in FP8: values with a scale for each block of them, as one record that operations take.
+
+A block is a box of the weights' axes, and the scales have the weights' axes too, each shorter by the block's
+size along it; the last block of an axis may be partial. Blocks of 128 x 128, and of whole columns::
+
+    values [300, 512]   block (128, 128)   scales [3, 4]
+    values [300, 512]   block (300, 1)     scales [1, 512]
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+#: The type of the values: a sign, four bits of exponent and three of mantissa; finite but for two NaNs.
+FP8 = jnp.dtype("float8_e4m3fn")
+#: The largest value.
+LARGEST = float(jnp.finfo(FP8).max)
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of values of ``shape``."""
+    return tuple(-(-size // own) for size, own in zip(shape, block, strict=True))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("values", "scales"), meta_fields=("block",))
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Weights whose values are in FP8; what they stand for is value times scale.
+
+    Attributes:
+        values: [*shape], of type `FP8`.
+        scales: One for each block, in float32; see `scale_shape`.
+        block: Values that share a scale, along each axis.
+    """
+
+    values: Array
+    scales: Array
+    block: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weights: Float[Array, "*shape"], block: tuple[int, ...]) -> "Quantized":
+        """Quantises weights: each block's largest magnitude becomes `LARGEST`, the others are rounded."""
+        wide = weights.astype(jnp.float32)
+        largest = jnp.abs(wide)
+        for axis, (size, own) in enumerate(zip(wide.shape, block, strict=True)):
+            spare = [(0, -size % own if i == axis else 0) for i in range(wide.ndim)]
+            padded = jnp.pad(largest, spare)
+            shape = (*padded.shape[:axis], -1, own, *padded.shape[axis + 1 :])
+            largest = jnp.max(padded.reshape(shape), axis=axis + 1)
+        scales = jnp.where(largest > 0, largest / LARGEST, 1)
+        return cls((wide / _spread(scales, wide.shape, block)).astype(FP8), scales, block)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights."""
+        return self.values.shape
+
+    def __getitem__(self, index: Array | int) -> "Quantized":
+        """One entry of the first axis, along which each entry must have scales of its own."""
+        assert self.block[0] == 1, f"entries of blocks of {self.block[0]}"
+        return Quantized(_of_bits(_bits(self.values)[index]), self.scales[index], self.block[1:])
+
+    def cut(self, axis: int, start: Array | int, count: int) -> "Quantized":
+        """The weights of some blocks of an axis, from ``start`` on; the last block of all may be partial."""
+        unit = self.block[axis]
+        size = (
+            count * unit if isinstance(start, Array) else min(count * unit, self.shape[axis] - start * unit)
+        )
+        values = jax.lax.dynamic_slice_in_dim(_bits(self.values), start * unit, size, axis)
+        scales = jax.lax.dynamic_slice_in_dim(self.scales, start, count, axis)
+        return Quantized(_of_bits(values), scales, self.block)
+
+    def widened(self, dtype: jnp.dtype) -> Float[Array, "*shape"]:
+        """The weights in another type: value times scale in float32, rounded once."""
+        scales = _spread(self.scales.astype(jnp.float32), self.shape, self.block)
+        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+
+
+# XLA:CPU moves no FP8: to cut a part out of values it would first widen all of them to float16.
+def _bits(values: Array) -> Array:
+    return jax.lax.bitcast_convert_type(values, jnp.uint8)
+
+
+def _of_bits(bits: Array) -> Array:
+    return jax.lax.bitcast_convert_type(bits, FP8)
+
+
+def _spread(
+    scales: Float32[Array, "*cells"], shape: tuple[int, ...], block: tuple[int, ...]
+) -> Float32[Array, "..."]:
+    """Scales as they multiply values: repeated along each axis, or of size 1 where one holds for all."""
+    for axis, (size, own) in enumerate(zip(shape, block, strict=True)):
+        if scales.shape[axis] > 1 and own > 1:
+            scales = jax.lax.slice_in_dim(jnp.repeat(scales, own, axis=axis), 0, size, axis=axis)
+    return scales

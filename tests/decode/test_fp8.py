@@ -1,0 +1,109 @@
+"""Targets and heads in FP8: trees give plain decoding's tokens, and what is said of pairs."""
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jetspec_jax import Head, SamplingParams, Target, draft_logits, load_draft_head
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config.quantization import COMPRESSED, FP8, Quantization
+from jetspec_jax.decode.settings import PLAIN, TreeSettings
+from jetspec_jax.device import memory
+from jetspec_jax.models import quantized_blocks, without_quantization
+from jetspec_jax.models.quantized import widened
+from pallas_kernels.quantized import Quantized
+from tests.decode.oracle import OracleProposer, plant
+from tests.decode.tiny import _RAW, _RAW_HEAD, TINY, TinyEngine, head_config, random_weights, serve
+
+BLOCKS, CHANNELS = Quantization(FP8, 16, 24), Quantization(COMPRESSED, 1, None)
+PROMPTS = [np.random.default_rng(size).integers(0, 64, size).tolist() for size in (5, 30)]
+NEW_TOKENS = 16
+
+
+def in_fp8(config, seed):
+    """Random weights of a config, of which it quantises some."""
+    flat = dict(nnx.traversals.flatten_mapping(random_weights(without_quantization(config), seed)))
+    for path, block in quantized_blocks(config).items():
+        own = Quantized.of(flat.pop(path), block)
+        flat[(*path, "values")], flat[(*path, "scales")] = own.values, own.scales
+    return nnx.traversals.unflatten_mapping(flat)
+
+
+def target_in(quantization):
+    config = dataclasses.replace(TINY, quantization=quantization)
+    return Target(config, in_fp8(config, 0))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("quantization", [BLOCKS, CHANNELS], ids=["blocks", "channels"])
+def test_trees_give_plain_decoding_s_tokens(quantization):
+    target, oracle = target_in(quantization), OracleProposer(TINY.vocab_size)
+    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.8)]
+    longer = [dataclasses.replace(own, max_tokens=NEW_TOKENS + oracle.depth + 1) for own in params]
+    plain = [
+        own.token_ids
+        for own in serve(TinyEngine(target, settings=PLAIN, slots=2, capacity=192), PROMPTS, longer)
+    ]
+    truth = [[*prompt, *own] for prompt, own in zip(PROMPTS, plain, strict=True)]
+    engine = TinyEngine(
+        target,
+        settings=TreeSettings(budget=32, width=3),
+        slots=2,
+        capacity=192,
+        proposer=oracle,
+        proposer_weights=plant(truth, 192),
+    )
+    completions = serve(engine, PROMPTS, params)
+    for own, expected in zip(completions, plain, strict=True):
+        assert own.token_ids == expected[:NEW_TOKENS]
+    assert max(length for own in completions for length in own.accept_lengths) > 3
+
+
+def test_a_head_in_fp8_drafts_as_its_widened_weights_do():
+    config = head_config(TINY)
+    config = dataclasses.replace(config, layers=dataclasses.replace(config.layers, quantization=BLOCKS))
+    head, target = Head(config, in_fp8(config, 1)), Target(TINY, random_weights(TINY, 0))
+    assert ("fc",) in quantized_blocks(config)
+    plain = Head(without_quantization(config), widened(head.weights, quantized_blocks(config)))
+    got, expected = (np.asarray(draft_logits(target, own, [PROMPTS[1]])) for own in (head, plain))
+    # The same float32 weights, in products that may be summed in another order.
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+class TestPairs:
+    """What loading a head says of it and its target."""
+
+    def said(self, folder, caplog, target, **dflash):
+        raw = _RAW | _RAW_HEAD
+        raw = {**raw, "dflash_config": {**raw["dflash_config"], **dflash}}
+        save_checkpoint(folder, raw, random_weights(head_config(TINY), 1))
+        with caplog.at_level(logging.WARNING):
+            load_draft_head(folder, target=target)
+        return caplog.text
+
+    def test_a_target_that_the_head_was_not_trained_with_is_named(self, tmp_path, caplog):
+        said = self.said(tmp_path / "head", caplog, target_in(BLOCKS))
+        assert (
+            "the target is FP8 in blocks of 16 x 24, and the draft head was trained with one that is not"
+            in said
+        )
+
+    def test_one_that_it_was_trained_with_is_not(self, tmp_path, caplog):
+        assert not self.said(tmp_path / "head", caplog, target_in(BLOCKS), target_format=BLOCKS.format)
+        said = self.said(tmp_path / "other", caplog, target_in(None), target_format=BLOCKS.format)
+        assert "the target is not quantised, and the draft head was trained with one that is FP8" in said
+
+
+@pytest.mark.parametrize(
+    ("version", "named"), [("8.0", True), ("8.9", False), ("9.0", False), ("gfx942", False)]
+)
+def test_a_gpu_without_fp8_is_named(version, named, monkeypatch):
+    device = SimpleNamespace(compute_capability=version, device_kind="NVIDIA A100")
+    monkeypatch.setattr(memory, "_device", lambda: device)
+    problem = memory.fp8_problem()
+    assert (problem == "NVIDIA A100 has no FP8 (compute capability 8.0, below 8.9)") == named
+    assert named or problem is None

@@ -1,0 +1,255 @@
+"""FP8 checkpoints: what is read, that it stays FP8, and that it is what NumPy makes of the files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jetspec_jax import CheckpointError, load_target
+from jetspec_jax.checkpoint.parts import place
+from jetspec_jax.checkpoint.reading import read_weights
+from jetspec_jax.checkpoint.tensor_plan import expected_parameters
+from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config import parse_model_config
+from jetspec_jax.device.memory import weight_bytes
+from jetspec_jax.device.partition import check_partition
+from jetspec_jax.inspect.forward import next_token_logits
+from jetspec_jax.models import quantized_blocks
+from pallas_kernels.quantized import FP8, Quantized
+from tests.families.goldens import FOLDER, MADE_OF_OTHERS, NAMES
+from tests.loading.fp8 import blocks, channels, load, quantised, scale_name, widened
+from tests.loading.published import V4, random_tensors, target_shapes, write
+from tests.marks import wide
+from tests.meshes import mesh_of
+
+# Heads of 12 and features of 72 in blocks of 16 x 32: partial ones, and some that go over heads.
+LARGER = {**V4, "hidden_size": 40, "head_dim": 12, "intermediate_size": 72, "num_hidden_layers": 1}
+KINDS = {
+    "smaller than a block": (V4, blocks(128, 128)),
+    "partial blocks": (LARGER, blocks(16, 32)),
+    "channels": (LARGER, channels()),
+}
+
+
+def make(raw, config, scale_dtype=np.float32):
+    """A model's config and tensors in FP8."""
+    tensors = {name: 0.3 * own for name, own in random_tensors(target_shapes(raw)).items()}
+    return {**raw, "quantization_config": config}, quantised(tensors, config, scale_dtype)
+
+
+def read(folder, raw, tensors, dtype="float32"):
+    return read_weights(write(folder, raw, tensors), parse_model_config(raw), jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_file_has_in_fp8_stays_fp8(tmp_path, kind, dtype):
+    raw, tensors = make(*KINDS[kind], ml_dtypes.bfloat16)
+    weights, config = read(tmp_path / "fp8", raw, tensors, dtype), parse_model_config(raw)
+    layer = weights["layers"][0]
+    for parameter in (layer["self_attn"]["qkv_proj"], layer["mlp"]["down_proj"]):
+        assert parameter["values"].dtype == FP8
+        assert parameter["scales"].dtype == jnp.float32
+    assert layer["input_layernorm"]["weight"].dtype == weights["lm_head"].dtype == dtype
+    found = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    assert found == weight_bytes(config, jnp.dtype(dtype))
+    wide = widened(tensors, raw["quantization_config"])
+    down = layer["mlp"]["down_proj"]
+    block = quantized_blocks(config)["layers", 0, "mlp", "down_proj"]
+    scales = np.asarray(down["scales"])
+    for axis, (size, own) in enumerate(zip(down["values"].shape, block, strict=True)):
+        scales = np.repeat(scales, own, axis=axis).take(range(size), axis=axis)
+    expected = wide["model.layers.0.mlp.down_proj.weight"].T
+    np.testing.assert_array_equal(np.asarray(down["values"]).astype(np.float32) * scales, expected)
+
+
+@pytest.mark.parametrize("kind", ["partial blocks", "channels", wide("smaller than a block")])
+def test_logits_are_those_of_the_widened_checkpoint(tmp_path, kind):
+    raw, tensors = make(*KINDS[kind])
+    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+    ours = load_target(write(tmp_path / "fp8", raw, tensors), dtype="float32")
+    wide = widened(tensors, raw["quantization_config"])
+    theirs = load_target(write(tmp_path / "wide", plain, wide), dtype="float32")
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    got, expected = (np.asarray(next_token_logits(own, tokens), np.float64) for own in (ours, theirs))
+    # The same float32 weights, in products that may be summed in another order.
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_again_it_is_the_same_file(tmp_path, kind):
+    raw, tensors = make(*KINDS[kind], ml_dtypes.bfloat16)
+    weights = read(tmp_path / "fp8", raw, tensors)
+    save_checkpoint(tmp_path / "again", raw, jax.tree.map(np.asarray, weights), dtype="float32")
+    again = load(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        own = tensor if tensor.dtype == FP8 else tensor.astype(np.float32)
+        assert again[name].tobytes() == own.tobytes(), name
+
+
+class TestRefused:
+    """What a file may not hold, each named."""
+
+    def complaint(self, folder, raw, tensors):
+        with pytest.raises(CheckpointError) as error:
+            read(folder, raw, tensors)
+        return str(error.value)
+
+    def test_tensors(self, tmp_path):
+        raw, tensors = make(*KINDS["partial blocks"])
+        name = "model.layers.0.mlp.up_proj.weight"
+        scale = f"{name}_scale_inv"
+        short = tensors[scale][:-1]
+        found = self.complaint(tmp_path / "short", raw, {**tensors, scale: short})
+        assert f"misshapen: {scale} is [4, 2], expected [5, 2] for FP8 in blocks of 16 x 32" in found
+        found = self.complaint(
+            tmp_path / "none", raw, {key: own for key, own in tensors.items() if key != scale}
+        )
+        assert f"missing: {scale}" in found
+        bad = tensors[scale].copy()
+        bad[1, 1] = np.inf
+        found = self.complaint(tmp_path / "inf", raw, {**tensors, scale: bad})
+        assert f"{scale} holds values that are not finite" in found
+        nan = tensors[name].copy()
+        nan.view(np.uint8)[3, 5] = 0x7F
+        found = self.complaint(tmp_path / "nan", raw, {**tensors, name: nan})
+        assert f"{name} holds values that are not finite" in found
+        plain = {**tensors, name: tensors[name].astype(np.float32)}
+        del plain[scale]
+        found = self.complaint(tmp_path / "plain", raw, plain)
+        assert f"{name} is F32, not one of ('F8_E4M3',); quantization_config does not leave it out" in found
+
+    def test_a_matrix_that_the_config_leaves_out(self, tmp_path):
+        raw, tensors = make(V4, blocks(128, 128, modules_to_not_convert=["model.layers.1.mlp"]))
+        found = self.complaint(tmp_path / "left", raw, tensors)
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert f"surplus: {name}_scale_inv" in found
+        assert f"{name} is F8_E4M3" in found
+        assert "config.json leaves it out of quantization_config" in found
+
+    def test_an_fp8_file_whose_config_says_nothing(self, tmp_path):
+        _, tensors = make(V4, blocks(128, 128))
+        assert "; config.json has no quantization_config" in self.complaint(tmp_path / "x", V4, tensors)
+
+    def test_scales_of_a_cache(self, tmp_path):
+        raw, tensors = make(V4, channels())
+        name = "model.layers.2.self_attn.k_proj.k_scale"
+        found = self.complaint(tmp_path / "x", raw, {**tensors, name: np.ones(1, np.float32)})
+        assert f"{name} is a scale of a KV cache, which is not quantised here" in found
+        assert "surplus" not in found
+
+    def test_another_fp8(self, tmp_path):
+        raw, tensors = make(V4, blocks(128, 128))
+        name = "model.layers.0.mlp.up_proj.weight"
+        other = {**tensors, name: tensors[name].view(np.uint8).view(ml_dtypes.float8_e5m2)}
+        assert f"{name} is F8_E5M2, not one of ('F8_E4M3',)" in self.complaint(tmp_path / "x", raw, other)
+
+
+def test_scales_of_activations_are_left_unread(tmp_path, caplog):
+    raw, tensors = make(V4, blocks(128, 128, activation_scheme="static"))
+    inputs = {
+        name.replace("weight", "input_scale"): np.ones(1, np.float32)
+        for name in tensors
+        if tensors[name].dtype == FP8
+    }
+    assert len(inputs) == 21
+    read(tmp_path / "x", raw, {**tensors, **inputs})
+    assert "21 (scales of activations, which are not quantised here)" in caplog.text
+
+
+def test_layers_that_the_config_leaves_out_stay_as_they_are(tmp_path):
+    config = blocks(128, 128, modules_to_not_convert=["lm_head", "model.layers.1"])
+    tensors = random_tensors(target_shapes(V4))
+    chosen = quantised(tensors, config, chosen=lambda name, shape: len(shape) > 1 and "layers.1" not in name)
+    left = {name: tensors[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    held = {key: own for key, own in chosen.items() if not key.startswith(tuple(left))} | left
+    weights = read(tmp_path / "x", {**V4, "quantization_config": config}, held)
+    assert weights["layers"][1]["mlp"]["down_proj"].dtype == jnp.float32
+    assert weights["layers"][2]["mlp"]["down_proj"]["values"].dtype == FP8
+
+
+BLOCKS = {"blocks": blocks(16, 24), "large blocks": blocks(128, 128), "channels": channels()}
+
+
+@pytest.mark.parametrize("kind", ["blocks", wide("large blocks"), wide("channels")])
+@pytest.mark.parametrize(
+    "family", [wide(name) if name in MADE_OF_OTHERS else name for name in NAMES if name != "gpt_oss"]
+)
+def test_every_layout_keeps_each_weight_s_scale(family, kind):
+    """Of all families, in all forms of files: value times scale in memory is what the file's matrix means."""
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    raw = {**raw, "quantization_config": {**BLOCKS[kind]}}
+    rng, config = np.random.default_rng(0), parse_model_config(raw)
+    parameters = {own.path: own for own in expected_parameters(config)}
+    quantised_paths = [path[:-1] for path in parameters if path[-1] == "values"]
+    assert len(quantised_paths) >= 4
+    for path in quantised_paths:
+        values, scales = parameters[(*path, "values")], parameters[(*path, "scales")]
+        for keys, scale_keys in zip(values.forms, scales.forms, strict=True):
+            made = np.zeros(values.shape, FP8), np.zeros(scales.shape, np.float32)
+            expected = np.zeros(values.shape, np.float32)
+            for key, scale_key in zip(keys, scale_keys, strict=True):
+                tensor = rng.normal(size=key.file_shapes(values.shape)[0]).astype(FP8)
+                own = rng.random(scale_key.file_shapes(scales.shape)[0], np.float32)
+                assert scale_key.name == scale_name(key.name, BLOCKS[kind])
+                key.from_file(made[0], tensor)
+                scale_key.from_file(made[1], own)
+                wide = widened({key.name: tensor, scale_key.name: own}, BLOCKS[kind])
+                key.from_file(expected, wide[key.name])
+                np.testing.assert_array_equal(scale_key.to_file(made[1]), own)
+            spread = made[1]
+            for axis, (size, block) in enumerate(zip(values.shape, scales.block, strict=True)):
+                spread = np.repeat(spread, block, axis=axis).take(range(size), axis=axis)
+            np.testing.assert_array_equal(made[0].astype(np.float32) * spread, expected)
+
+
+class TestMesh:
+    """Each device has the scales of its own values."""
+
+    def placed(self, folder, mesh, config, **changes):
+        raw, tensors = make({**LARGER, "intermediate_size": 64, **changes}, config)
+        parsed = parse_model_config(raw)
+        check_partition(parsed, mesh)
+        write(folder, raw, tensors)
+        return parsed, read_weights(folder, parsed, jnp.dtype("float32"), mesh), tensors
+
+    @pytest.mark.parametrize("kind", [blocks(16, 16), channels()], ids=["blocks", "channels"])
+    @pytest.mark.parametrize("sizes", [(1, 4), wide((1, 2))])
+    def test_parts(self, tmp_path, kind, sizes):
+        mesh = mesh_of(*sizes)
+        config, weights, tensors = self.placed(tmp_path / "x", mesh, kind)
+        whole = read_weights(tmp_path / "x", config, jnp.dtype("float32"))
+        for ours, theirs in zip(*map(jax.tree.leaves, (weights, place(whole, config, mesh))), strict=True):
+            assert ours.sharding == theirs.sharding
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        # A device's own part, widened with its own scales alone.
+        own = weights["layers"][0]["mlp"]["down_proj"]
+        wide = widened(tensors, kind)["model.layers.0.mlp.down_proj.weight"].T
+        block = quantized_blocks(config)["layers", 0, "mlp", "down_proj"]
+        for values, scales in zip(
+            own["values"].addressable_shards, own["scales"].addressable_shards, strict=True
+        ):
+            part = Quantized(values.data, scales.data, block).widened(jnp.dtype("float32"))
+            np.testing.assert_array_equal(part, wide[values.index])
+
+    def test_a_cut_through_a_block_is_refused_by_name(self):
+        raw, _ = make({**LARGER, "intermediate_size": 48}, blocks(16, 16))
+        wrong = r"mlp.gate_up_proj: parts of 24 values cut FP8 blocks of 16 \(layers 0\)"
+        with pytest.raises(ValueError, match=wrong):
+            check_partition(parse_model_config(raw), mesh_of(1, 2))
+
+    def test_bytes_are_those_of_a_device(self, tmp_path):
+        mesh = mesh_of(1, 2)
+        config, weights, _ = self.placed(tmp_path / "x", mesh, blocks(16, 16))
+        first = mesh.devices.flat[0]
+        found = sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(weights)
+            for shard in leaf.addressable_shards
+            if shard.device == first
+        )
+        assert found == weight_bytes(config, jnp.dtype("float32"), mesh)
