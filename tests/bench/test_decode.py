@@ -339,7 +339,7 @@ class TestRows:
             outputs = [
                 Completion(None, ids, "length", [len(ids) - 1], [16]) for ids in ([1, 2, 3], [4, *second])
             ]
-            return MethodRuns(outputs, seconds, tokens, [0.1])
+            return MethodRuns(outputs, seconds, tokens, first_token_seconds=[0.1])
 
         arguments = SimpleNamespace(max_tokens=4)
         works = random_workloads(arguments, pair.target, [text_prompt("p:0"), text_prompt("p:1")], [0.0])
