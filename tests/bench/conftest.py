@@ -1,6 +1,7 @@
 """A tiny random pair and two random prompts, which commands may decode instead of what they are told."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from bench.common.workload import Workload
 from jetspec_jax import SamplingParams
 from tests.decode.tiny import TINY, random_head, random_target, word_tokenizer
 from train.data.prompts import Entry
+
+#: A progress bar, or its line in a file.
+PROGRESS = re.compile(r"%\||: \d+ of \d+ .* after \d+:\d+")
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +54,9 @@ def refusal(tmp_path, capsys):
         words = [word.replace("{}", str(tmp_path)) for word in words]
         assert main([command, "--json", str(tmp_path / "out.json"), *words]) == 2
         assert sorted(tmp_path.rglob("*")) == before
-        progress, found, said = capsys.readouterr().err.partition("bench: ")
-        assert found, progress
+        before_it, found, said = capsys.readouterr().err.partition("bench: ")
+        assert found, before_it
+        assert all(PROGRESS.search(line) for line in before_it.splitlines() if line.strip()), before_it
         return said.rstrip("\n")
 
     return call

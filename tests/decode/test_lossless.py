@@ -1,10 +1,10 @@
 """The tree's tokens are plain decoding's, token for token, whatever is drawn.
 
-A third of 200 draws (a tenth in `make test`) of weights and prompts over three shapes of a model that
-mixes sliding and full layers, with sequences that grow past the window. Each member of a batch is first
-decoded plainly, alone and without any stop condition; what it must yield under its stop conditions follows
-from that by a few lines of Python. The batch then runs plainly, with a random draft head and with the oracle
-proposer.
+65 draws (20 in `make test`) of weights and prompts over four shapes of batches, with a model that mixes
+sliding and full layers and sequences that grow past the window. Each member of a batch is first decoded
+plainly, alone and without any stop condition; a few lines of Python cut that text where its stop conditions
+end it. The batch then runs plainly, with a random draft head and with the oracle proposer, and must give the
+same.
 """
 
 import dataclasses
@@ -213,7 +213,7 @@ def ties(draws, tokenizer):
 
 
 def test_everything_equals_plain_decoding_alone(draws, ties):
-    assert len(draws) >= 20
+    assert len(draws) in (20, 65)
     assert len(ties) <= 2, ties
 
 
