@@ -1,6 +1,5 @@
 """A completion piece by piece, while it is decoded."""
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +28,8 @@ class Stream(Iterator[str]):
     def __init__(self, target: Target, engine: Engine | None, request: Request):
         """Queues the request; called under the keeper's lock. Without an engine it is not queued."""
         self.completion: Completion | None = None
-        self._keeper, self._engine, self._closed = target.keeper, engine, False
+        self._line, self._lock = target.keeper.line, target.keeper.lock
+        self._engine, self._closed = engine, False
         self._output, self._sent = Output(request, target.tokenizer), 0
         if engine is not None:
             engine.admit(request)
@@ -50,7 +50,7 @@ class Stream(Iterator[str]):
         """
         sent = None
         try:
-            with self._turn():
+            with self._line, self._lock:  # directly: a generator that holds them outlives an interrupt
                 while not self._closed:
                     text = self._settled()
                     if len(text) > self._sent:
@@ -72,11 +72,6 @@ class Stream(Iterator[str]):
             self._leave()
             self.completion = self._output.completion()
         return self._output.settled_text
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._keeper.line, self._keeper.lock:
-            yield
 
     def _step(self) -> None:
         engine, request = self._engine, self._output.request
@@ -107,14 +102,10 @@ class DrivenStream(Stream):
     def __init__(self, target: Target, driver: Any, request: Request):
         """Submits the request."""
         super().__init__(target, None, request)
-        self._driver, self._news, self._lock = driver, threading.Event(), threading.RLock()
+        self._line = self._lock = threading.RLock()  # the driver holds those of the engine
+        self._driver, self._news = driver, threading.Event()
         request.told = self._news.set
         driver.submit([request], guests=True)
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._lock:
-            yield
 
     def _step(self) -> None:
         if not self._closed:

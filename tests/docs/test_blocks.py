@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from jetspec_jax.cli import command, serving
+from jetspec_jax.tree import algorithms
 from tests.docs.blocks import ALL, PAGES, ROOT
 from tests.events import join, until
 
@@ -125,6 +126,8 @@ class Shell:
 )
 def test_a_page_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # What a page registers is gone after it.
+    monkeypatch.setattr(algorithms, "_KNOWN", dict(algorithms._KNOWN))
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # which a page says is a checkout's
     names, shell = {"__name__": "__main__"}, Shell(monkeypatch, capsys)
     with contextlib.closing(shell):
