@@ -3,7 +3,6 @@
 import asyncio
 
 from jetspec_jax import Completion, Delta
-from jetspec_jax.engine.prompts import read_prompt
 from tests.serve.servers import Kept
 
 
@@ -25,9 +24,9 @@ class Scripted(Kept):
     async def warm_up(self, sampling_params=None):
         self.warmed.append(sampling_params)
 
-    async def generate(self, prompt, sampling_params=None, **settings):
-        ids = read_prompt(self.llm.target, prompt).ids.tolist()
-        self.asked.append((self.llm.target.tokenizer.decode(ids), sampling_params, settings))
+    async def generate(self, checked, **settings):
+        ids = checked.prompt.ids.tolist()
+        self.asked.append((self.llm.target.tokenizer.decode(ids), checked.params, settings))
         self.open, gate = self.open + 1, self.gate
         try:
             tokens = []

@@ -93,15 +93,12 @@ def read_written(
 
 
 def gsm8k_questions(rows: Sequence[Any], count: int | None, rng: np.random.Generator) -> list[Asked]:
-    """Questions of GSM8K in a random order, in the published and in the plain form by turns."""
+    """Questions of GSM8K in a random order, each in the published and in the plain form."""
     own = PROMPT_SETS["gsm8k"]
     assert own.plain is not None
     forms = ((PUBLISHED, own.turns), (PLAIN, own.plain))
-    found = []
-    for place, number in enumerate(rng.permutation(len(rows))[:count]):
-        form, turns = forms[place % 2]
-        found.append(Asked(GSM8K, form, turns(rows[int(number)])[0]))
-    return found
+    chosen = [rows[int(number)] for number in rng.permutation(len(rows))[:count]]
+    return [Asked(GSM8K, form, turns(row)[0]) for row in chosen for form, turns in forms]
 
 
 def without_overlap(

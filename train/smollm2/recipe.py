@@ -90,7 +90,7 @@ class SmolLM2Recipe:
 
 
 SMOLLM2 = SmolLM2Recipe(
-    writing=Writing(own=7_000, code=8_000, chat=7_000),
+    writing=Writing(own=10_000, code=12_000, chat=10_000),
     questions=None,
     max_tokens=256,
     temperatures=(0.0, 1.0),

@@ -98,15 +98,16 @@ def test_what_is_kept_of_what_was_written():
     assert dropped == {(OWN, UNENDED): 1, (OWN, SHORT): 1, (OWN, REPEATS): 1}
 
 
-def test_questions_of_gsm8k_have_two_forms_by_turns():
+def test_each_question_of_gsm8k_has_both_forms():
     rows = [{"question": f"How many are {i}?"} for i in range(7)]
     found = gsm8k_questions(rows, None, np.random.default_rng(0))
-    assert [one.form for one in found] == ["published", "plain"] * 3 + ["published"]
+    assert [one.form for one in found] == ["published", "plain"] * 7
     assert {one.kind for one in found} == {GSM8K}
-    for one in found:
-        assert one.text.endswith("\\boxed{}." if one.form == "published" else "?")
-    assert sorted(one.text[:15] for one in found) == [row["question"][:15] for row in rows]
-    assert gsm8k_questions(rows, 3, np.random.default_rng(0)) == found[:3]
+    for published, plain in zip(found[::2], found[1::2], strict=True):
+        assert published.text.endswith("\\boxed{}.")
+        assert published.text.startswith(plain.text)
+    assert sorted(one.text for one in found[1::2]) == [row["question"] for row in rows]
+    assert gsm8k_questions(rows, 3, np.random.default_rng(0)) == found[:6]
 
 
 def test_evaluated_words_and_repeated_prompts_are_dropped():
