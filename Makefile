@@ -5,8 +5,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 
 # What `make demo` asks.
-QUESTION ?= A train leaves at 9:40 and arrives at 13:05. It stops three times for 5 minutes. How long does it move?
-DEMO_OPTIONS := --budget 16 --check --stats
+QUESTION ?= Write a Python function that returns the sum of the even numbers in a list.
+DEMO_OPTIONS := --budget 8 --check --stats
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # matplotlib is loaded where something is drawn
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "bench/results", ROOT / "docs"
 #: The report of the README's picture of budgets, and its tree algorithms.
-BUDGETS, COMPARED = "decode-demo-h200-all", ("accum_logp", "top_nodes")
+BUDGETS, COMPARED = "smollm2-gsm8k-gpu", ("top_nodes",)
 #: The generation of the README's page, its round, and the window that it is shown in.
-TRACE, ROUND, WINDOW = "tree-demo-cpu", 4, (1200, 820)
+TRACE, ROUND, WINDOW = "tree-smollm2-cpu", 5, (1200, 820)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -131,5 +131,5 @@ def test_a_browser_that_fails_leaves_the_picture(tmp_path):
 
 def test_the_kept_generation_is_a_page():
     data = json.loads((RESULTS / f"{TRACE}.json").read_text(encoding="utf-8"))
-    assert max(len(one["tokens"]) for one in data["rounds"]) == data["settings"]["budget"] == 128
+    assert max(len(one["tokens"]) for one in data["rounds"]) == data["settings"]["budget"] == 64
     assert "Plain decoding" in page_of(data)
