@@ -76,27 +76,30 @@ def _decode(report: Mapping[str, Any]) -> Iterator[str]:
             _with_interval(row, "tau", 2),
             _with_interval(row, "tokens/s", 0 if row["tokens/s"] > 100 else 1),
             _with_interval(row, "speed-up", 2),
+            f"{row['exact match']:.0%}",
             f"{row['first token ms']:.1f}",
         ]
         for row in report["rows"]
     ]
-    yield from _table(["T", "method", "τ", "tokens/s", "times plain", "first token, ms"], rows)
+    yield from _table(["T", "method", "τ", "tokens/s", "times plain", "equal", "first token, ms"], rows)
     yield ""
     yield _caption(report)
 
 
 def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
     """The share of rounds that accept at least so many drafted tokens."""
+    deepest = max(len(row["acceptance"]) for row in report["rows"])
+    depths = [depth for depth in DEPTHS if depth <= deepest]
     rows = [
         [
             f"{row['temperature']:g}",
             row["method"],
-            *(f"{row['acceptance'][d - 1]:.0%}" for d in DEPTHS if d <= len(row["acceptance"])),
+            *(f"{sum(row['acceptance'][depth - 1 : depth]):.0%}" for depth in depths),
         ]
         for row in report["rows"]
         if row["method"] != "plain"
     ]
-    yield from _table(["T", "method", *map(str, DEPTHS[: len(rows[0]) - 2])], rows)
+    yield from _table(["T", "method", *map(str, depths)], rows)
 
 
 def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
@@ -110,7 +113,7 @@ def _exactness(report: Mapping[str, Any]) -> Iterator[str]:
             str(row["divergences"]),
             _or_dash(row["ties"]),
             _or_dash(row["mistakes"]),
-            f"{row['largest_gap']:.1e}",
+            _or_dash(row["largest_gap"], ".1e"),
         ]
         for row in report["rows"]
     ]
@@ -162,8 +165,8 @@ def _with_interval(row: Mapping[str, Any], figure: str, digits: int) -> str:
     return f"{said} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _or_dash(count: int | None) -> str:
-    return "-" if count is None else str(count)
+def _or_dash(figure: float | None, form: str = "") -> str:
+    return "–" if figure is None else format(figure, form)
 
 
 def _caption(report: Mapping[str, Any]) -> str:

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from convert.conversion import Conversion, to_huggingface, to_orbax
-    from convert.quantizing import RoundingError, to_fp8
+    from convert.quantizing import Rounding, to_fp8
     from convert.verification import Verification, verify
 
 __all__ = [
     "Conversion",
-    "RoundingError",
+    "Rounding",
     "Verification",
     "to_fp8",
     "to_huggingface",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "RoundingError": "quantizing",
+    "Rounding": "quantizing",
     "to_fp8": "quantizing",
     "Verification": "verification",
     "verify": "verification",

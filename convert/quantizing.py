@@ -35,7 +35,7 @@ BLOCK = 128
 
 
 @dataclass
-class RoundingError:
+class Rounding:
     """What quantising has changed, as root mean squares relative to the weights'.
 
     Attributes:
@@ -68,7 +68,7 @@ def to_fp8(
     *,
     dtype: str = STORED,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> tuple[Conversion, RoundingError]:
+) -> tuple[Conversion, Rounding]:
     """Quantises a target or a draft head of any layout, to a Hugging Face folder.
 
     Args:
@@ -89,7 +89,7 @@ def to_fp8(
     left_out = {}
     if checkpoint.layout == "huggingface":
         left_out = read_headers(checkpoint.folder).plan(checkpoint.config).unused
-    given, error = checkpoint.opened(parse_dtype(dtype)), RoundingError()
+    given, error = checkpoint.opened(parse_dtype(dtype)), Rounding()
     parameters = {parameter.path: parameter for parameter in expected_parameters(config)}
 
     @functools.lru_cache(maxsize=1)  # scales and values follow each other
@@ -144,7 +144,7 @@ def _quantised_config(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
 
 
 def _quantised(
-    weights: np.ndarray, values: Parameter, scales: Parameter, error: RoundingError
+    weights: np.ndarray, values: Parameter, scales: Parameter, error: Rounding
 ) -> tuple[np.ndarray, np.ndarray]:
     """A parameter's values and scales, of its matrices as the file has them."""
     made = np.empty(values.shape, FP8), np.empty(scales.shape, np.float32)
@@ -154,7 +154,9 @@ def _quantised(
         largest = np.abs(matrix)
         for axis, block in zip((-2, -1), scale.block, strict=True):
             largest = np.maximum.reduceat(largest, np.arange(0, matrix.shape[axis], block), axis=axis)
-        own = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1))
+        own = largest / np.float32(LARGEST)
+        # Weights as small as that are zeros, which any scale has.
+        own = np.where(own >= np.finfo(np.float32).tiny, own, np.float32(1))
         spread = own
         for axis, block in zip((-2, -1), scale.block, strict=True):
             spread = np.repeat(spread, block, axis=axis).take(range(matrix.shape[axis]), axis=axis)

@@ -50,7 +50,9 @@ class Quantized:
             padded = jnp.pad(largest, spare)
             shape = (*padded.shape[:axis], -1, own, *padded.shape[axis + 1 :])
             largest = jnp.max(padded.reshape(shape), axis=axis + 1)
-        scales = jnp.where(largest > 0, largest / LARGEST, 1)
+        scales = largest / LARGEST
+        # Weights as small as that are zeros, which any scale has.
+        scales = jnp.where(scales >= jnp.finfo(scales.dtype).tiny, scales, 1)
         return cls((wide / _spread(scales, wide.shape, block)).astype(FP8), scales, block)
 
     @property

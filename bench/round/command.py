@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
     add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
-    add_target_option(parser, '"demo", folder or hub id, instead of --shape')
+    add_target_option(parser, "folder or hub id, or a pair's name, instead of --shape")
     add("--draft-head", help="folder or hub id, with --model (default: the demo's)")
     add_ignore_option(parser)
     add("--budgets", type=int, nargs="+", default=[64, 128, 256], help="of the trees; 1 is always measured")

@@ -102,7 +102,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(found.figures, file=sys.stderr)
     if not arguments.check:
         return 0
-    plain_llm = LLM(llm.target, implementation=arguments.implementation)
+    # Whatever the first has said of the compilation cache holds for the process.
+    plain_llm = LLM(llm.target, implementation=arguments.implementation, compilation_cache="off")
     plain = run(plain_llm, timed=arguments.stats, shown=False)
     if arguments.stats:
         print(f"plain decoding: {plain.figures}", file=sys.stderr)

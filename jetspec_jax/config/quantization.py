@@ -125,6 +125,11 @@ def _read_fp8(own: Fields) -> Quantization:
     scheme = own.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise own.error("activation_scheme", "'dynamic' or 'static'", scheme)
+    if own.get("weight_block_size") is None:
+        raise ValueError(
+            f"{own.where}: no weight_block_size: scales of whole tensors are not supported; "
+            f"supported: {_READ}"
+        )
     rows, columns = _read_block(own, "weight_block_size")
     skipped = own.name("modules_to_not_convert", "ignored_layers")
     return Quantization(FP8, rows, columns, _read_names(own, skipped), scheme)

@@ -80,10 +80,21 @@ def quantized_blocks(config: ModelConfig | DraftHeadConfig) -> Mapping[Path, tup
     """Which of a config's parameters are quantised; see `blocks_of`.
 
     Raises:
-        ValueError: As for that.
+        ValueError: As for that; or some of a draft head's layers are quantised and others not: their
+            projections of the context are one product.
     """
     quantization = quantization_of(config)
-    return {} if quantization is None else blocks_of(abstract(without_quantization(config)), quantization)
+    if quantization is None:
+        return {}
+    blocks = blocks_of(abstract(without_quantization(config)), quantization)
+    if isinstance(config, DraftHeadConfig):
+        count = sum(path[-1] == "qkv_proj" for path in blocks)
+        if 0 < count < (layers := config.layers.num_layers):
+            raise ValueError(
+                f"quantization_config leaves out queries, keys and values of {layers - count} of the draft "
+                "head's layers; those of all layers must be quantised, or none"
+            )
+    return blocks
 
 
 def without_quantization(config: ModelConfig | DraftHeadConfig) -> ModelConfig | DraftHeadConfig:

@@ -30,6 +30,7 @@ ROWS = [
         "speed-up": tau,
         "speed-up interval": [tau - 0.25, tau + 0.25],
         "first token ms": 12.0,
+        "exact match": 0.25,
         "acceptance": [0.75, 0.5],
     }
     for name, tau in (("plain", 1.0), ("top_nodes 64", 4.0))
@@ -50,9 +51,10 @@ def test_tables_take_the_place_of_old_ones(results, capsys):
     assert main(["page", str(path)]) == 0
     made = path.read_text()
     assert (
-        "| 0 | top_nodes 64 | 4.00 (3.50 to 4.50) | 200 (160 to 240) | 4.00 (3.75 to 4.25) | 12.0 |" in made
+        "| 0 | top_nodes 64 | 4.00 (3.50 to 4.50) | 200 (160 to 240) | 4.00 (3.75 to 4.25) | 25% | 12.0 |"
+        in made
     )
-    assert "| 0 | plain | 1.00 | 50.0 (40.0 to 60.0) | 1.00 | 12.0 |" in made
+    assert "| 0 | plain | 1.00 | 50.0 (40.0 to 60.0) | 1.00 | 25% | 12.0 |" in made
     assert "| T | method | 1 | 2 |" in made
     assert "| 0 | top_nodes 64 | 75% | 50% |" in made
     assert "a CPU, JAX 0.11.2: `python -m bench decode`" in made
@@ -60,6 +62,22 @@ def test_tables_take_the_place_of_old_ones(results, capsys):
     assert "Prose stays." in made
     assert main(["page", str(path)]) == 0
     assert path.read_text() == made
+
+
+def test_tables_of_other_reports(results):
+    compared = {"dtype": "float32", "T": 0.0, "method": "top_nodes 16", "tokens": 1234, "divergences": 1}
+    alike = {**compared, "T": 1.0, "divergences": 0, "ties": None, "mistakes": None, "largest_gap": None}
+    rows = [{**compared, "ties": 1, "mistakes": 0, "largest_gap": 2e-6}, alike]
+    (results / "two.json").write_text(json.dumps({**REPORT, "benchmark": "exactness", "rows": rows}))
+    phases = {"propose": 0.25, "verify": 0.5}
+    row = {"budget": 64, "round_ms": 0.75, "phases_ms": phases, "floor_ms": 0.1, "times_floor": 7.5}
+    (results / "three.json").write_text(json.dumps({**REPORT, "benchmark": "round", "rows": [row]}))
+    text = "".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in ("exactness two", "phases three"))
+    made = page.with_tables(text, "a page").splitlines()
+    assert "| float32 | 0 | top_nodes 16 | 1,234 | 1 | 1 | 0 | 2.0e-06 |" in made
+    assert "| float32 | 1 | top_nodes 16 | 1,234 | 0 | – | – | – |" in made
+    assert "| nodes | round, ms | propose | verify | floor, ms | times the floor |" in made
+    assert "| 64 | 0.750 | 0.250 | 0.500 | 0.100 | 7.5 |" in made
 
 
 @pytest.mark.parametrize(

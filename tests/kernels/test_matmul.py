@@ -80,6 +80,8 @@ def test_quantising_keeps_the_largest_of_each_block_and_rounds_the_rest_to_three
 
 
 def test_a_block_of_zeros_stays_zero():
+    w = Quantized.of(jnp.full((4, 4), 1e-36), (4, 4))  # less than a scale can express
+    assert not np.asarray(w.widened(jnp.dtype(jnp.float32))).any()
     w = Quantized.of(jnp.zeros((4, 4)), (4, 4))
     assert not np.asarray(w.widened(jnp.dtype(jnp.float32))).any()
     assert np.isfinite(np.asarray(w.scales)).all()

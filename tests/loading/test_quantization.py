@@ -57,6 +57,14 @@ def test_a_matrix_of_several_that_are_multiplied_at_once_is_not_left_out_alone()
         quantized_blocks(config)
 
 
+def test_layers_of_a_head_are_quantised_together():
+    for skipped in ("layers.0", "layers.1.self_attn"):
+        config = blocks(128, 128, modules_to_not_convert=[skipped])
+        head = parse_draft_head_config({**HEAD, "quantization_config": config})
+        with pytest.raises(ValueError, match="leaves out queries, keys and values of 1 of the draft head's"):
+            quantized_blocks(head)
+
+
 def test_a_prefix_of_a_larger_model_is_known():
     config = parse_model_config({**V4, "quantization_config": blocks(128, 128)})
     named = dataclasses.replace(config.quantization, skipped=("model.layers.0",))
@@ -89,7 +97,10 @@ def test_a_prefix_of_a_larger_model_is_known():
             r"weight_block_size must be a block's outputs and inputs, such as \[128, 128\], not \[128\]",
         ),
         (blocks(128, 0), "weight_block_size must be"),
-        (blocks(128, 128, weight_block_size=None), "weight_block_size must be .* not None"),
+        (
+            blocks(128, 128, weight_block_size=None),
+            "no weight_block_size: scales of whole tensors are not supported",
+        ),
         (blocks(128, 128, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: scales of a KV cache"),
         (
             blocks(128, 128, modules_to_not_convert="lm_head"),

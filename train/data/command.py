@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jetspec_jax.checkpoint.pairs import PAIRS
 from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.cli.parser import accept_formerly
-from train.data.make_data import LAST, REFUSED, TURNS, Made, make_data
+from train.data.make_data import LAST, MAX_TOKENS, REFUSED, TURNS, Made, make_data
 from train.data.manifest import MODES, REGENERATE
 from train.data.mixing import DEDUPLICATIONS, NONE
 from train.loop.stages import Deadline
@@ -17,9 +18,9 @@ def add_command(commands: Any) -> None:
     """Adds the command line."""
     parser = commands.add_parser("data", help="make documents for training a draft head", description=__doc__)
     parser.set_defaults(run=run)
-    add_target_option(parser, 'folder or hub id, or "demo"', required=True)
+    add_target_option(parser, f"folder or hub id, or a pair: {' or '.join(PAIRS)}", required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of documents, begun or new")
-    parser.add_argument("--draft-head", help='for speed: folder, hub id or "demo" (default: none)')
+    parser.add_argument("--draft-head", help="for speed: folder, hub id or a pair's name (default: none)")
     add_ignore_option(parser)
     add_generation_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
@@ -71,7 +72,9 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, help="keep the likeliest tokens up to this probability")
     parser.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a continuation (default: 1024)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of a continuation (default: 1024)"
+    )
     parser.add_argument(
         "--heldout",
         type=int,

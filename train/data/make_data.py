@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 #: Which turns of a conversation the target answers.
 LAST, EVERY = TURNS = ("last", "every")
+#: Most tokens of a continuation, where nobody says.
+MAX_TOKENS = 1024
 #: The file that lists all rows that cannot be used.
 REFUSED = "refused.json"
 
@@ -83,7 +85,7 @@ def make_data(
     temperature: float = 0.0,
     top_p: float | None = None,
     top_k: int | None = None,
-    max_tokens: int = 1024,
+    max_tokens: int = MAX_TOKENS,
     seed: int = 0,
     heldout: int | None = None,
     need_heldout: bool = False,
@@ -103,7 +105,7 @@ def make_data(
     dropped: the first of them are named in the log, and all in ``refused.json`` of the folder.
 
     Args:
-        target: A folder, a hub id, or "demo": the embedded target.
+        target: A folder, a hub id, or the name of a pair, as "demo".
         prompts: A JSONL file or a data set, see `train.data.prompts`; or several of them.
         out: The folder of documents.
         mode: "regenerate" lets the target continue each prompt; "corpus" keeps the texts as they are, and
@@ -113,7 +115,7 @@ def make_data(
         weights: The share of each source in the documents; None takes all of each.
         deduplicate: One of `DEDUPLICATIONS`: "exact" learns an answer to the same history once, "prompt" one
             answer to each history. In mode "regenerate" both ask the target each prompt once.
-        draft_head: A folder, a hub id, or "demo"; it makes regeneration faster and changes no output.
+        draft_head: A folder, a hub id, or the name of a pair; regeneration is faster with it, and the same.
         budget: Nodes of the draft head's trees; 1 does without the head. None is 64, and 1 on a CPU, where
             that is faster.
         temperature: Sampling temperature; 0 is greedy.
@@ -143,8 +145,18 @@ def make_data(
     """
     if mode not in MODES:
         raise ValueError(f"the mode is one of {', '.join(MODES)}, not {mode!r}")
-    if mode == CORPUS and draft_head is not None:
-        raise ValueError("a draft head has nothing to do in mode corpus, where nothing is generated")
+    generation = {
+        "turns": (turns, LAST),
+        "draft_head": (draft_head, None),
+        "budget": (budget, None),
+        "temperature": (temperature, 0.0),
+        "top_p": (top_p, None),
+        "top_k": (top_k, None),
+        "max_tokens": (max_tokens, MAX_TOKENS),
+    }
+    idle = [name for name, (value, usual) in generation.items() if value != usual]
+    if mode == CORPUS and idle:
+        raise ValueError(f"mode corpus generates nothing; leave out {', '.join(idle)}")
     if slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
     for name, value, known in (("turns", turns, TURNS), ("deduplicate", deduplicate, DEDUPLICATIONS)):

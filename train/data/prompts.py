@@ -29,6 +29,7 @@ from train.data.traffic import (
     Exchange,
     Pairing,
     answers_of,
+    check_request,
     conversation,
     is_log,
     sharegpt,
@@ -226,6 +227,8 @@ def _may_be_answered(row: Mapping[str, Any]) -> bool:
 def _entries_of(exchange: Exchange) -> list[Entry]:
     """An entry for each answer; one without any."""
     where, body = exchange.where, exchange.body
+    if isinstance(body, Mapping):
+        check_request(where, body)
     if exchange.response is None:
         return [_entry(where, body)]
     answers = answers_of(where, exchange.response)

@@ -162,6 +162,8 @@ class Pairing:
                 exchange = self.named.pop(name)
                 exchange.response = row["response"]
                 return [exchange]
+            if name in self.early:
+                raise ValueError(f"{where}: another response has the same custom_id")
             self.early[name] = (where, row["response"])
             return []
         exchange = Exchange(where, _body(where, row.get("body")))
@@ -187,7 +189,7 @@ def answers_of(where: str, response: Any) -> list[Answer]:
     Args:
         where: File and line, for error messages.
         response: The body of a chat completion or of a completion, that below ``body``; its chunks; or the
-            text of its event stream.
+            text of either: JSON, or an event stream.
 
     Raises:
         ValueError: It is none of these, it failed, or it has no answer.
@@ -197,7 +199,7 @@ def answers_of(where: str, response: Any) -> list[Answer]:
             raise ValueError(f"{where}: the request failed, so there is no answer to learn")
         response = response["body"]
     if isinstance(response, str):
-        response = _events(where, response)
+        response = _parsed(where, response)
     if isinstance(response, Sequence) and not isinstance(response, str):
         response = join_chunks(where, response)
     choices = response.get("choices") if isinstance(response, Mapping) else None
@@ -268,8 +270,21 @@ def conversation(where: str, body: Mapping[str, Any], answer: Answer | None) -> 
     """
     messages = body.get("messages")
     if answer is not None and isinstance(messages, Sequence) and not isinstance(messages, str):
+        if messages and _speaks(messages[-1], "assistant"):
+            raise ValueError(f"{where}: the response goes on with the request's last message, an assistant's")
         messages = [*messages, answer.message]
     return read_messages(where, messages)
+
+
+def check_request(where: str, body: Mapping[str, Any]) -> None:
+    """Refuses a request whose answer is not what follows its prompt.
+
+    Raises:
+        ValueError: It has a setting that makes the answer a part of something else.
+    """
+    for key in ("continue_final_message", "echo", "suffix"):
+        if body.get(key):
+            raise ValueError(f'{where}: a request with "{key}" is not supported')
 
 
 def template_settings(
@@ -301,7 +316,11 @@ def _awaits(body: Mapping[str, Any]) -> bool:
     """Whether a body is a request, and not a conversation that has its answer."""
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    return "prompt" in body or (isinstance(last, Mapping) and last.get("role") != "assistant")
+    return "prompt" in body or (isinstance(last, Mapping) and not _speaks(last, "assistant"))
+
+
+def _speaks(message: Any, role: str) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == role
 
 
 def _is_chunk(row: Mapping[str, Any]) -> bool:
@@ -316,9 +335,16 @@ def _stream(chunk: Mapping[str, Any]) -> tuple[Any, str]:
     return chunk["object"], str(chunk.get("id"))
 
 
-def _events(where: str, text: str) -> list[Any]:
-    """The chunks of an event stream: what follows ``data:`` in each line, up to ``[DONE]``."""
+def _parsed(where: str, text: str) -> Any:
+    """The body whose JSON a text is, or an event stream's chunks: what follows ``data:`` in each line."""
     lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+    if not lines:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"{where}: the response is a text that is neither JSON nor an event stream"
+            ) from None
     try:
         return [json.loads(line) for line in lines if line != "[DONE]"]
     except (ValueError, RecursionError):
@@ -353,6 +379,8 @@ def _extend(where: str, message: dict[str, Any], delta: Mapping[str, Any]) -> No
 
 def _answer(where: str, choice: Mapping[str, Any]) -> Answer:
     reason, message = choice.get("finish_reason"), choice.get("message")
+    if reason is None:
+        raise ValueError(f"{where}: a choice of the response has no finish_reason, so it may not be complete")
     if reason in ("content_filter", "error", "abort", "cancelled"):
         raise ValueError(f"{where}: the answer ended by {reason}, so it is not what the target would write")
     cut = reason == "length"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import read_target
-from jetspec_jax.checkpoint.pairs import draft_head_at
+from jetspec_jax.checkpoint.pairs import PAIRS, draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import PROCESSES, add_ignore_option, add_target_option
 from jetspec_jax.config import IGNORE_OPTION
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     export.set_defaults(run=_export)
     source = export.add_mutually_exclusive_group(required=True)
     source.add_argument("--work", type=Path, help="a run's folder, whose best head so far is written")
-    source.add_argument("--from", dest="head", metavar="HEAD", help='a head: folder or hub id, or "demo"')
+    source.add_argument("--from", dest="head", metavar="HEAD", help="a head: folder, hub id or a pair's name")
     export.add_argument("--out", type=Path, required=True, help="folder of the head, which must not exist")
     export.add_argument(
         "--for",
@@ -59,8 +59,11 @@ def add_command(commands: Any) -> None:
     for parser in (head, export, tune):
         add_ignore_option(parser)
     for parser in (head, tune):
-        add_target_option(parser, 'folder or hub id, or "demo"', required=True)
-        parser.add_argument("--draft-head", help='what a head begins as, where the recipe says so, or "demo"')
+        add_target_option(parser, f"folder or hub id, or a pair: {' or '.join(PAIRS)}", required=True)
+        parser.add_argument(
+            "--draft-head",
+            help="what a head begins as, where the recipe says so: folder, hub id or a pair's name",
+        )
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
         add_set_option(parser, "the")
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")

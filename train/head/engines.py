@@ -47,11 +47,13 @@ class Engine(NamedTuple):
     Attributes:
         write: Makes the engine's ``config.json`` of one in the published layout, the config, and the target.
         own_flags: Whether it reads ``scaled_embeddings`` and ``capped_logits``.
+        names_target: Whether its config names the target, which the engine loads by that name.
         needs_depth: Whether its config holds the target's number of layers.
     """
 
     write: Callable[[dict[str, Any], DraftHeadConfig, Verifier], dict[str, Any]]
     own_flags: bool = False
+    names_target: bool = False
     needs_depth: bool = True
 
 
@@ -123,7 +125,7 @@ ENGINES: Mapping[str, Engine] = {
     "jetspec": Engine(_published, own_flags=True),
     "vllm": Engine(_published),
     "sglang": Engine(_published),
-    "speculators": Engine(speculators_json, needs_depth=False),
+    "speculators": Engine(speculators_json, names_target=True, needs_depth=False),
 }
 
 
@@ -153,9 +155,19 @@ def engine_json(
         raise ValueError(
             f"{engine} cannot express this head: {', and '.join(reasons)}, and it has no such key"
         )
+    if row.names_target and verifier.name is None:
+        verifier = _verifier_of(raw)
+    if row.names_target and verifier.name is None:
+        raise ValueError(f"a head for {engine} names its target; name it with --model")
     if row.needs_depth and config.num_target_layers is None:
         raise ValueError(
             f"a head for {engine} holds the target's number of layers, and this head's config does not say "
             "it; name the target with --model"
         )
     return row.write(published_json(raw, config), config, verifier)
+
+
+def _verifier_of(raw: Mapping[str, Any]) -> Verifier:
+    """The target that a config of the dialect speculators names; `UNNAMED` of others."""
+    own = (raw.get("speculators_config") or {}).get("verifier") or {}
+    return Verifier(own.get("name_or_path"), tuple(own.get("architectures") or ()))

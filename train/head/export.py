@@ -32,7 +32,7 @@ def export_head(
     """Writes a copy of a draft head for an engine; each parameter keeps its type and bits.
 
     Args:
-        head: A folder of either layout or dialect, a hub id, or "demo".
+        head: A folder of either layout or dialect, a hub id, or the name of a pair.
         out: The folder to write; it must not exist.
         engine: One of `ENGINES`.
         target: The head's target. Its name goes into a config that has a key for it, and its number of layers

@@ -10,11 +10,13 @@ from flax import nnx
 
 from jetspec_jax.checkpoint.loading import Target, read_draft_head
 from jetspec_jax.checkpoint.source import Source
-from jetspec_jax.config import DraftHeadConfig, check_head_fits, parse_draft_head_config
+from jetspec_jax.config import DraftHeadConfig, check_head_fits, dialect_of, parse_draft_head_config
+from jetspec_jax.config.head_dialects import SPECULATORS
 from jetspec_jax.device.partition import spread
 from jetspec_jax.models import Weights, build, quantized_blocks, weights_of
 from jetspec_jax.models.quantized import widened
 from train.head.config import head_json, trained_with
+from train.head.engines import published_json
 from train.head.recipe import HeadSettings
 
 
@@ -60,7 +62,10 @@ def begin_head(target: Target, settings: HeadSettings, checkpoint: Source | None
             )
         # On one device whatever the target's are: training lays the head out in its own way.
         head = read_draft_head(replace(checkpoint, dtype="float32"))
-        raw = trained_with(target, checkpoint.raw_config)
+        raw = checkpoint.raw_config
+        if dialect_of(raw) == SPECULATORS:  # the run writes the published layout
+            raw = published_json(raw, replace(config, num_target_layers=target.config.num_layers))
+        raw = trained_with(target, raw)
         trained = replace(head.config, target_format=raw["dflash_config"].get("target_format", ""))
         return Beginning(raw, trained, head.weights)
     if checkpoint is not None:

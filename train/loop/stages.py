@@ -97,7 +97,10 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if differing:
         listed = "; ".join(f"{name}: {there.get(name)} there, {here.get(name)} here" for name in differing)
-        raise ValueError(f"{work} was made with another recipe ({listed}); name another folder")
+        raise ValueError(
+            f"{work} was made with another recipe ({listed}); give the same settings (--set NAME=VALUE) or "
+            "name another folder"
+        )
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -53,10 +53,14 @@ class _CausalAttend:
         starts, mask = self.starts, None
         if starts is not None:
             mask = starts[:, None, :, None] == starts[:, None, None, :]
+            if window is not None:
+                # cuDNN takes a mask or a window, not both.
+                places = jnp.arange(starts.shape[1])
+                mask &= places[:, None] - places[None, :] < window
         packed = starts is not None
         chosen = self.implementation or best_implementation(q.dtype, q.shape[1], packed=packed)
         # A window of w tokens holds the token itself and the w - 1 before it.
-        local = None if window is None else (window - 1, 0)
+        local = None if window is None or packed else (window - 1, 0)
         with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
             return jax.nn.dot_product_attention(
                 q,

@@ -333,7 +333,7 @@ def test_where_the_context_ends_a_continuation_is_shorter(lines, tmp_path, monke
         (["--limit", 0], "at least 1 entry"),
         (["--heldout", 2], r"0\.\.1 can"),
         (["--draft-head", "demo", "--budget", 1000], "1000"),
-        (["--mode", "corpus", "--draft-head", "demo"], "nothing to do in mode corpus"),
+        (["--mode", "corpus", "--draft-head", "demo"], "mode corpus generates nothing; leave out draft_head"),
         (["--template-arguments", "{"], "--template-arguments is not JSON"),
         (["--template-arguments", "[1]"], "must be a JSON object"),
         (["--template-arguments", '{"tokenize": true}'], "tokenize cannot be"),

@@ -199,6 +199,14 @@ REFUSED = [
         {"request": REQUEST, "response": response(TELL, reason="content_filter")},
         "the answer ended by content_filter",
     ),
+    ({"request": REQUEST, "response": SECRET}, "is a text that is neither JSON nor an event stream"),
+    ({"request": REQUEST, "response": response(TELL, reason=None)}, "has no finish_reason"),
+    (
+        {"request": {"messages": [ASK, TELL]}, "response": response(TELL)},
+        "the response goes on with the request's last message",
+    ),
+    ({"messages": [ASK, TELL], "continue_final_message": True}, 'a request with "continue_final_message"'),
+    ({"request": {"prompt": SECRET, "echo": True}, "response": response(TELL)}, 'a request with "echo"'),
     ({"custom_id": "b", "error": {"message": SECRET}}, "the request failed"),
     ({"custom_id": [SECRET]}, '"custom_id" must be a text'),
     (f'{{"messages": "{SECRET}', "not JSON"),
@@ -234,6 +242,13 @@ class TestRefusals:
             "a second response to one request",
             "no row has the request of this response's custom_id",
         ]
+
+    def test_a_second_response_before_the_request(self, tmp_path):
+        dropped = Dropped()
+        early = [{"custom_id": "a", "response": {"body": response(TELL)}} for _ in range(2)]
+        entries = read(tmp_path, *early, {"custom_id": "a", "body": REQUEST}, dropped=dropped)
+        assert [len(own.value) for own in entries] == [2]
+        assert dropped.reasons == [f"{tmp_path / 'log.jsonl'}:2: another response has the same custom_id"]
 
     def test_a_response_that_may_be_of_two_requests(self, tmp_path):
         """As a server of many streams may log them: nothing is taught that was perhaps not answered."""

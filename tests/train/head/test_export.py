@@ -83,6 +83,9 @@ def expected(target, folder):
     return draft_logits(target, load_draft_head(folder, dtype="float32"), IDS)
 
 
+NAMED = Verifier("owner/target", ("Qwen3ForCausalLM",))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_drafts_what_the_head_drafts(engine, target, folder, expected, tmp_path, capsys):
     out = tmp_path / engine
@@ -119,8 +122,8 @@ def test_without_its_keys_sglang_drafts_something_else(target):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_dialect_becomes_every_other(dialect, engine):
     config = parse_draft_head_config(HEAD)
-    first = engine_json(dialect, HEAD, config)
-    again = engine_json(engine, first, config)
+    first = engine_json(dialect, HEAD, config, NAMED)
+    again = engine_json(engine, first, config, NAMED)
     found = parse_draft_head_config(again)
     assert dataclasses.replace(found, num_target_layers=3) == config
     if engine != "speculators" and dialect != "speculators":
@@ -129,11 +132,14 @@ def test_every_dialect_becomes_every_other(dialect, engine):
 
 def test_what_is_written_of_the_target():
     config = parse_draft_head_config(HEAD)
-    raw = engine_json("speculators", HEAD, config, Verifier("owner/target", ("Qwen3ForCausalLM",)))
+    raw = engine_json("speculators", HEAD, config, NAMED)
     assert raw["speculators_config"]["verifier"] == {
         "name_or_path": "owner/target",
         "architectures": ["Qwen3ForCausalLM"],
     }
+    assert engine_json("speculators", raw, config) == raw
+    with pytest.raises(ValueError, match="a head for speculators names its target; name it with --model"):
+        engine_json("speculators", HEAD, config)
 
 
 @pytest.mark.parametrize("engine", [name for name, row in ENGINES.items() if not row.own_flags])
@@ -147,7 +153,7 @@ def test_an_engine_that_cannot_express_a_head_is_named(engine):
 
 
 def test_a_target_s_depth_that_nobody_says():
-    raw = engine_json("speculators", HEAD, parse_draft_head_config(HEAD))
+    raw = engine_json("speculators", HEAD, parse_draft_head_config(HEAD), NAMED)
     config = parse_draft_head_config(raw)
     with pytest.raises(ValueError, match=r"a head for sglang holds the target's number of layers.*--model"):
         engine_json("sglang", raw, config)

@@ -11,11 +11,14 @@ from convert.quantizing import to_fp8
 from jetspec_jax import Head, draft_logits, load_draft_head
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.writing import save_checkpoint
+from jetspec_jax.config import parse_draft_head_config
+from jetspec_jax.config.head_dialects import causality_by_engine
 from jetspec_jax.models import quantized_blocks
 from jetspec_jax.models.quantized import widened
 from tests.decode.test_fp8 import BLOCKS, in_fp8
 from tests.decode.tiny import TINY, random_target, with_windows, word_tokenizer
 from tests.train.head.tiny import MASK
+from train.head.engines import Verifier, engine_json
 from train.head.recipe import HeadSettings
 from train.head.start import begin_head
 
@@ -162,6 +165,17 @@ def test_a_head_that_begins_as_a_checkpoint_is_that(target, tmp_path):
     other = dataclasses.replace(target, config=dataclasses.replace(TINY, vocab_size=65))
     with pytest.raises(ValueError, match="does not fit the target"):
         begin_head(other, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
+
+
+def test_a_head_of_another_dialect_goes_on_in_the_published_one(target, tmp_path):
+    made = begin_head(target, SHAPE, None, 3)
+    raw = engine_json("speculators", made.raw, made.config, Verifier("owner/target"))
+    save_checkpoint(tmp_path / "head", raw, made.weights, config=parse_draft_head_config(raw))
+    begun = begin_head(target, HeadSettings("checkpoint"), Source(tmp_path / "head"), 0)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), made.weights)
+    same(begun.weights, rounded)
+    assert parse_draft_head_config(begun.raw) == made.config
+    assert all(causality_by_engine(begun.raw).values())
 
 
 def test_a_key_of_a_checkpoint_that_is_to_be_ignored_stays(target, tmp_path):
