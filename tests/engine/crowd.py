@@ -310,7 +310,7 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
                 own = [engine.admit(request) for request in requests_of(engine, line.pop(0))]
                 outputs.append([Output(request, engine.target.tokenizer) for request in own])
             engine.launch()
-            _read(outputs, crowd, leave=engine.cancel if steps % 2 else None)
+            _read(outputs, crowd)
             engine.collect()
             _read(outputs, crowd)
             if steps % check_every == 0:
@@ -323,7 +323,7 @@ def serve_crowd(engine, crowd, rng, *, arrivals=2.0, check_every=7):
     return Told(outputs, len(seen), batches)
 
 
-def _read(outputs, crowd, leave=None):
+def _read(outputs, crowd):
     """Takes in what has come; callers that have seen enough leave."""
     for own, asked in zip(outputs, crowd, strict=False):
         for output in own:
@@ -334,10 +334,7 @@ def _read(outputs, crowd, leave=None):
             if output.finish_reason is not None:
                 request.cancel()
             elif asked.most is not None and len(output.token_ids) >= asked.most:
-                if leave is None:
-                    request.cancel()  # as one whose stream is closed
-                else:
-                    leave(request)
+                request.cancel()  # as one whose stream is closed
 
 
 def assert_as_alone(target, crowd, told, alone):
