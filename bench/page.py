@@ -88,13 +88,13 @@ def _decode(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _acceptance(report: Mapping[str, Any]) -> Iterator[str]:
     """The share of rounds that accept at least so many drafted tokens."""
-    deepest = max(len(row["acceptance"]) for row in report["rows"])
+    deepest = len(report["rows"][0]["acceptance"])  # the same for all methods of a head
     depths = [depth for depth in DEPTHS if depth <= deepest]
     rows = [
         [
             f"{row['temperature']:g}",
             row["method"],
-            *(f"{sum(row['acceptance'][depth - 1 : depth]):.0%}" for depth in depths),
+            *(f"{row['acceptance'][depth - 1]:.0%}" for depth in depths),
         ]
         for row in report["rows"]
         if row["method"] != "plain"

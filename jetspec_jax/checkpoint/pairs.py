@@ -26,6 +26,8 @@ PAIRS = {
     DEMO: Pair(lambda: DEMO_TARGET, DEMO_DRAFT_HEAD),
     SMOLLM2: Pair(find_smollm2, SMOLLM2_DRAFT_HEAD),
 }
+#: The names as help texts and errors list them.
+PAIR_NAMES = " or ".join(PAIRS)
 
 
 def pair_of(path_or_id: Any) -> Pair | None:

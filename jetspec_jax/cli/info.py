@@ -5,12 +5,11 @@ import json
 from typing import Any
 
 from jetspec_jax.arguments import printable
-from jetspec_jax.checkpoint.pairs import PAIRS, pair_of
+from jetspec_jax.checkpoint.pairs import PAIR_NAMES, pair_of
 from jetspec_jax.cli.options import add_ignore_option, add_target_option
 from jetspec_jax.inspect.describe import describe
 
 # Numbers that people read in a larger unit.
-_NAMES = " or ".join(PAIRS)
 BYTES = ("file_bytes", "weight_bytes", "cache_bytes", "state_bytes")
 
 
@@ -19,7 +18,7 @@ def add_info_command(commands: Any) -> None:
     parser = commands.add_parser("info", help="describe a checkpoint", description=_info.__doc__)
     parser.set_defaults(run=_info)
     parser.add_argument(
-        "path", nargs="?", metavar="PATH_OR_ID", help=f"folder, GGUF file or hub id, or {_NAMES}"
+        "path", nargs="?", metavar="PATH_OR_ID", help=f"folder, GGUF file or hub id, or {PAIR_NAMES}"
     )
     add_target_option(parser, "the target that a draft head should fit; alone, what is described")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -32,7 +31,7 @@ def _info(arguments: argparse.Namespace) -> int:
     if path is None:
         path, target = target, None
     if path is None:
-        raise ValueError(f"info describes a checkpoint: name a folder, a GGUF file, a hub id or {_NAMES}")
+        raise ValueError(f"info describes a checkpoint: name a folder, a GGUF file, a hub id or {PAIR_NAMES}")
     if (pair := pair_of(path)) is not None:
         head = describe(pair.draft_head, target or path, ignore_config_keys=ignored)
         reports = [describe(path), head]

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jetspec_jax.checkpoint.pairs import PAIRS
+from jetspec_jax.checkpoint.pairs import PAIR_NAMES
 from jetspec_jax.checkpoint.source import DTYPES
 from jetspec_jax.cli.parser import accept_formerly
 from jetspec_jax.config import IGNORE_OPTION
@@ -250,7 +250,7 @@ MODELS = Group(
     (
         Option(
             "target",
-            f"folder, GGUF file or hub id of the target, or a pair: {' or '.join(PAIRS)}",
+            f"folder, GGUF file or hub id of the target, or a pair: {PAIR_NAMES}",
             flag="--model",
             other_names=("--target",),
             metavar="PATH_OR_ID",

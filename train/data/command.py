@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jetspec_jax.checkpoint.pairs import PAIRS
+from jetspec_jax.checkpoint.pairs import PAIR_NAMES
 from jetspec_jax.cli.options import MODELS, PARALLEL, add_ignore_option, add_target_option, parallel_mesh
 from jetspec_jax.cli.parser import accept_formerly
 from train.data.make_data import LAST, MAX_TOKENS, REFUSED, TURNS, Made, make_data
@@ -18,7 +18,7 @@ def add_command(commands: Any) -> None:
     """Adds the command line."""
     parser = commands.add_parser("data", help="make documents for training a draft head", description=__doc__)
     parser.set_defaults(run=run)
-    add_target_option(parser, f"folder or hub id, or a pair: {' or '.join(PAIRS)}", required=True)
+    add_target_option(parser, f"folder or hub id, or a pair: {PAIR_NAMES}", required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of documents, begun or new")
     parser.add_argument("--draft-head", help="for speed: folder, hub id or a pair's name (default: none)")
     add_ignore_option(parser)

@@ -29,7 +29,7 @@ from train.data.traffic import (
     Exchange,
     Pairing,
     answers_of,
-    check_request,
+    check_body,
     conversation,
     is_log,
     sharegpt,
@@ -228,7 +228,7 @@ def _entries_of(exchange: Exchange) -> list[Entry]:
     """An entry for each answer; one without any."""
     where, body = exchange.where, exchange.body
     if isinstance(body, Mapping):
-        check_request(where, body)
+        check_body(where, body)
     if exchange.response is None:
         return [_entry(where, body)]
     answers = answers_of(where, exchange.response)

@@ -276,7 +276,7 @@ def conversation(where: str, body: Mapping[str, Any], answer: Answer | None) -> 
     return read_messages(where, messages)
 
 
-def check_request(where: str, body: Mapping[str, Any]) -> None:
+def check_body(where: str, body: Mapping[str, Any]) -> None:
     """Refuses a request whose answer is not what follows its prompt.
 
     Raises:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jetspec_jax.checkpoint.loading import read_target
-from jetspec_jax.checkpoint.pairs import PAIRS, draft_head_at
+from jetspec_jax.checkpoint.pairs import PAIR_NAMES, draft_head_at
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.cli.options import PROCESSES, add_ignore_option, add_target_option
 from jetspec_jax.config import IGNORE_OPTION
@@ -59,7 +59,7 @@ def add_command(commands: Any) -> None:
     for parser in (head, export, tune):
         add_ignore_option(parser)
     for parser in (head, tune):
-        add_target_option(parser, f"folder or hub id, or a pair: {' or '.join(PAIRS)}", required=True)
+        add_target_option(parser, f"folder or hub id, or a pair: {PAIR_NAMES}", required=True)
         parser.add_argument(
             "--draft-head",
             help="what a head begins as, where the recipe says so: folder, hub id or a pair's name",
