@@ -56,7 +56,7 @@ class _CausalAttend:
             if window is not None:
                 # cuDNN takes a mask or a window, not both.
                 places = jnp.arange(starts.shape[1])
-                mask &= places[:, None] - places[None, :] < window
+                mask &= (places[:, None] - places[None, :] < window)[None, None]
         packed = starts is not None
         chosen = self.implementation or best_implementation(q.dtype, q.shape[1], packed=packed)
         # A window of w tokens holds the token itself and the w - 1 before it.
