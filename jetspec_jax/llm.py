@@ -30,12 +30,13 @@ from jetspec_jax.checkpoint.source import Source, resolve_dtype
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.decode.settings import PLAIN, TreeSettings, fastest_settings
 from jetspec_jax.demo import DEMO
-from jetspec_jax.device.compilation_cache import enable_compilation_cache
+from jetspec_jax.device.compilation_cache import enable_compilation_cache, notes_folder
 from jetspec_jax.device.groups import Meshes, describe_meshes, meshes_for, say_unused
 from jetspec_jax.device.memory import HEAD_WEIGHTS, TARGET_WEIGHTS, weight_bytes
 from jetspec_jax.device.processes import spans
 from jetspec_jax.engine.admission import check_places, plan_requests, read_single
 from jetspec_jax.engine.agreement import check_alike_engines
+from jetspec_jax.engine.known_costs import keep_costs_in
 from jetspec_jax.engine.memory import check_engine_memory
 from jetspec_jax.engine.output import Completion
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
@@ -43,6 +44,7 @@ from jetspec_jax.engine.prompts import EncodedPrompt, Prompt, encode_chat, namin
 from jetspec_jax.engine.request import Request
 from jetspec_jax.engine.serving import BAR, compile_chunks, groups_of, least_busy, serve
 from jetspec_jax.engine.size import DEFAULT_CAPACITY, MAX_SLOTS, slots_for
+from jetspec_jax.engine.small_trees import SMALL_TREES, SmallTrees, can_pay
 from jetspec_jax.engine.stream import DrivenStream, Stream
 from jetspec_jax.sampling.params import SamplingParams
 from jetspec_jax.tree import Algorithm, Hints
@@ -103,7 +105,9 @@ class LLM:
         """Loads the models, once all settings are known to be good and the device to be large enough.
 
         Where no setting of a tree is named, from the budget to the candidates, decoding is what is fastest
-        on the device: plain on a CPU, which the log says once, and the default tree elsewhere.
+        on the device: the default tree on a GPU; on a CPU plain decoding, which the log says once, but for a
+        large target "auto" with trees of 8 nodes where a call asks for one greedy completion. See "On a CPU"
+        in docs/algorithms.md.
 
         Args:
             target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
@@ -225,11 +229,19 @@ class LLM:
             say_unused(meshes)
         self.target = read_target(ours, *meshes) if isinstance(ours, Source) else ours
         self.draft_head = read_draft_head(head, self.target) if isinstance(head, Source) else head
+        self._small_trees = None
+        if self._notice is not None and self.draft_head is not None and can_pay(self.target):
+            self._small_trees = SmallTrees(self.target, self.draft_head, implementation)
+            self._notice = None
+            if (notes := notes_folder(compilation_cache)) is not None:
+                keep_costs_in(notes)
 
     def __repr__(self) -> str:
         """The models, where they lie, and the trees."""
         tree = self.settings
         trees = f"budget={tree.budget}" if tree.budget > 1 else "plain decoding"
+        if self._small_trees is not None:
+            trees += f", budget={SMALL_TREES.budget} for one greedy request"
         return f"LLM({self.target!r}, {self.draft_head!r}, {trees})"
 
     def generate(
@@ -366,6 +378,8 @@ class LLM:
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is a round's, those before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
+        if self._small_trees is not None:
+            kinds += [replace(params, temperature=1.0) for params in kinds]  # these are decoded plainly
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
             for params in kinds:
                 self.generate([prompt] * (count * copies), params, use_tqdm=False)
@@ -407,7 +421,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         routing: Hints | Sequence[Hints | None] | None,
     ) -> tuple[EnginePlan, list[Request]]:
-        planned = plan_requests(
+        plan, requests = plan_requests(
             self.target,
             self.draft_head,
             self.settings,
@@ -421,7 +435,9 @@ class LLM:
         if self._notice is not None:
             _log.warning(self._notice)
             self._notice = None
-        return planned
+        if self._small_trees is not None:
+            plan = self._small_trees.plan(plan, requests)
+        return plan, requests
 
 
 def kinds_to_compile(sampling_params: SamplingParams | None) -> list[SamplingParams]:

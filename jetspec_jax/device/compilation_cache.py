@@ -54,9 +54,7 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
         # and compiles anew (jax-ml/jax#38445), or worse, runs what the processor cannot.
         if chosen or jax.default_backend() == "cpu":
             return
-        import platformdirs
-
-        path = platformdirs.user_cache_path("jetspec_jax", appauthor=False) / "compiled"
+        path = _users_folder() / "compiled"
     else:
         path = Path(folder).expanduser().absolute()
     problem = _problem(path) if not together or is_first() else ""
@@ -71,6 +69,29 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
     jax.config.update(_MIN_SECONDS, MIN_COMPILE_SECONDS)
     # JAX opens the folder once, when it first compiles.
     compilation_cache.reset_cache()
+
+
+def notes_folder(folder: str | Path = "auto") -> Path | None:
+    """Where what is measured on this machine is kept for later processes: beside compiled programs.
+
+    Args:
+        folder: As for `enable_compilation_cache`, which has been called. "auto" is JAX's folder where it has
+            one, else the user's cache folder, on a CPU too; "off" is none.
+    """
+    if folder != "auto":
+        return None if folder == "off" else Path(folder).expanduser().absolute()
+    if not getattr(jax.config, _ENABLED):
+        return None
+    chosen = getattr(jax.config, _FOLDER)
+    if not chosen:
+        return _users_folder()
+    return None if "://" in chosen else Path(chosen)  # a bucket of a cloud is no folder
+
+
+def _users_folder() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("jetspec_jax", appauthor=False)
 
 
 def _problem(path: Path) -> str:

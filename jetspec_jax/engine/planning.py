@@ -12,6 +12,7 @@ from jetspec_jax.decode.proposer import Proposer
 from jetspec_jax.decode.settings import TreeSettings, make_decoder
 from jetspec_jax.engine.budget_policy import MAX_ROUNDS
 from jetspec_jax.engine.extras import NO_EXTRAS, Extras
+from jetspec_jax.engine.known_costs import CostKey
 from jetspec_jax.engine.pace import Slices
 from jetspec_jax.engine.size import (
     MOST_ROWS,
@@ -69,6 +70,11 @@ class EnginePlan:
             replace(self.decoder, bucket=bucket, algorithm=auto.shape, observes=buckets) for bucket in buckets
         )
         return (plain, *trees)
+
+    @property
+    def cost_key(self) -> CostKey:
+        """What decides how long its rounds take."""
+        return self.decoders, self.size, self.dtype
 
     def on(self, mesh: Mesh | None) -> "EnginePlan":
         """The same engine on other devices."""

@@ -17,8 +17,8 @@ Pair = tuple[int, int]
 
 #: Timed pairs of dispatches of each shape and context, whose median counts; and of all shapes, at most.
 REPEATS, ALL_REPEATS = 7, 60
-#: All timed dispatches together take about so many seconds at most; but each is repeated so often at least.
-TIMING_SECONDS, LEAST_REPEATS = 20.0, 3
+#: Timed dispatches of a shape take about so many seconds at most; but each is repeated so often at least.
+SHAPE_SECONDS, LEAST_REPEATS = 2.0, 3
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
 #: Shapes that are all timed; of more, plain ones and some trees, and the others lie on planes between them.
@@ -80,7 +80,7 @@ def measure_round_costs(
         turn_seconds += len(contexts) * (1 + turns[pair]) * one
     times: dict[tuple[Pair, int], list[float]] = {(own, at): [] for own in timed for at in contexts}
     beside: dict[Pair, list[float]] = {pair: [] for pair in timed}
-    affordable = max(int(TIMING_SECONDS / turn_seconds), LEAST_REPEATS)
+    affordable = max(int(SHAPE_SECONDS * len(timed) / turn_seconds), LEAST_REPEATS)
     repeats = min(REPEATS, ALL_REPEATS // len(timed), affordable)
     for _ in tqdm(range(repeats), desc="round costs", delay=2, disable=unseen(), leave=False):
         for (pair, context), own in times.items():

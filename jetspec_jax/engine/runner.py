@@ -21,6 +21,7 @@ from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
+from jetspec_jax.engine.known_costs import CostKey, known_costs, learn_costs
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
@@ -32,7 +33,6 @@ from jetspec_jax.sampling.grammar import Matcher
 #: Runs up to so many rounds, as `TreeDecoder.decode` does: weights, state (donated), rounds, and the live
 #: slots where they are not all.
 Decode = Callable[..., tuple[DecodeState, RoundRecord]]
-_COSTS: dict[tuple[object, ...], RoundCosts] = {}
 # More than any dispatch emits: no slot may stop while it is timed.
 _ENDLESS = 2**30
 
@@ -241,18 +241,20 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self) -> RoundCosts:
-        """What rounds of every shape cost here: measured once for each kind of engine in a process.
+    def round_costs(self, key: CostKey) -> RoundCosts:
+        """What rounds of every shape cost here: measured once for each kind of engine.
 
         Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
-        key = tuple(self.decoders.values()), self.size, self.dtype
-        if key not in _COSTS:
-            deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
-            low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
-            shapes = self.size.rounds(tuple(self.decoders))
-            _COSTS[key] = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        return _COSTS[key]
+        if (costs := known_costs(key)) is not None:
+            self.compile_rounds(Kind())
+            return costs
+        deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
+        low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
+        shapes = self.size.rounds(tuple(self.decoders))
+        costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
+        learn_costs(key, costs)
+        return costs
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
         """Seconds of a dispatch of greedy rounds after ``context`` tokens in every slot; the slots are free.

@@ -1,0 +1,113 @@
+"""Costs of rounds that this process has measured, and the file by which later processes know of them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jetspec_jax.checkpoint.files import write_json
+from jetspec_jax.decode.decoder import TreeDecoder
+from jetspec_jax.device.processes import spans
+from jetspec_jax.engine.round_costs import RoundCosts
+from jetspec_jax.engine.size import EngineSize
+from jetspec_jax.version import __version__
+
+#: The file, and the most engines in it: the oldest go first.
+FILE, MOST_KEYS = "round_costs.json", 64
+
+#: All that decides what a round costs on a device: decoders in rising order, size, and dtype of the weights.
+CostKey = tuple[tuple[TreeDecoder, ...], EngineSize, jnp.dtype]
+
+_known: dict[CostKey, RoundCosts] = {}
+_path: Path | None = None
+
+
+def keep_costs_in(folder: Path) -> None:
+    """Costs that this process measures from now on are kept in a folder, and those in it are known."""
+    global _path
+    _path = folder / FILE
+
+
+def known_costs(key: CostKey) -> RoundCosts | None:
+    """Costs that were measured for this kind of engine, in this process or in one that kept them."""
+    if key not in _known and _path is not None and not spans(_mesh(key)):
+        decoders, size, _ = key
+        shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
+        costs = _costs_of(_read(_path).get(_name(key)))
+        if costs is not None and set(costs.seconds) == set(shapes):
+            _known[key] = costs
+    return _known.get(key)
+
+
+def learn_costs(key: CostKey, costs: RoundCosts) -> None:
+    """Takes in what was measured; processes that share an engine must choose alike, so they keep nothing."""
+    _known[key] = costs
+    if _path is not None and not spans(_mesh(key)):
+        _write(_path, _name(key), costs)
+
+
+def _mesh(key: CostKey) -> Mesh | None:
+    return key[0][-1].mesh
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file holds, by names of keys; nothing if it is not to be had, or of another content."""
+    try:
+        kept = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _write(path: Path, name: str, costs: RoundCosts) -> None:
+    """Keeps costs; where the file cannot be written, later processes measure anew."""
+    newest = dict(list(_read(path).items())[1 - MOST_KEYS :])
+    try:
+        write_json(path, newest | {name: _as_json(costs)})
+    except OSError:
+        return
+
+
+def _name(key: CostKey) -> str:
+    """Names models, trees, size, machine and versions, but not where the models lie."""
+    decoders, size, dtype = key
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = jax.devices()[0].device_kind, cores, jax.__version__, __version__
+    return hashlib.sha256(repr((decoders, size, dtype.name, machine)).encode()).hexdigest()[:32]
+
+
+def _as_json(costs: RoundCosts) -> dict[str, Any]:
+    rows = [[*pair, *costs.seconds[pair], costs.dispatches[pair]] for pair in sorted(costs.seconds)]
+    return {"contexts": costs.contexts, "rounds": rows, "guessed": sorted(costs.guessed)}
+
+
+def _costs_of(kept: Any) -> RoundCosts | None:
+    """What `_as_json` gave; None of anything else."""
+    try:
+        low, high = map(int, kept["contexts"])
+        rows = [((int(live), int(bucket)), *_seconds(own)) for live, bucket, *own in kept["rounds"]]
+        seconds = {pair: (first, last) for pair, first, last, _ in rows}
+        guessed = frozenset((int(live), int(bucket)) for live, bucket in kept["guessed"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    if not 0 <= low < high or not rows or not guessed <= seconds.keys():
+        return None
+    return RoundCosts((low, high), seconds, {pair: beside for pair, *_, beside in rows}, guessed)
+
+
+def _seconds(values: Sequence[Any]) -> tuple[float, float, float]:
+    """Seconds at both contexts, and beside the rounds.
+
+    Raises:
+        ValueError: They are not three, or not what can be measured.
+    """
+    first, last, beside = map(float, values)
+    if not (0 < first < 1e6 and 0 < last < 1e6 and 0 <= beside < 1e6):
+        raise ValueError("no measured seconds")
+    return first, last, beside

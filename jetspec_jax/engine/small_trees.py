@@ -1,0 +1,65 @@
+"""Small trees on a CPU, where nobody names any: for a call of one greedy request, if they can pay.
+
+Each node is work on a CPU. A tree of 8 nodes pays where a plain round mostly waits for the weights and the
+head's drafts are likely: for greedy decoding of one prompt. Requests that decode together share each read of
+the weights already, and fewer drafts of sampled ones are accepted. Algorithm "auto" chooses between trees and
+plain rounds, dispatch by dispatch, by measured costs.
+"""
+
+from dataclasses import replace
+
+import jax
+
+from jetspec_jax.checkpoint.loading import Head, Target
+from jetspec_jax.decode.settings import TreeSettings
+from jetspec_jax.device.memory import array_bytes
+from jetspec_jax.engine.known_costs import known_costs
+from jetspec_jax.engine.planning import EnginePlan, plan_engine
+from jetspec_jax.engine.request import Request
+
+SMALL_TREES = TreeSettings(8, algorithm="auto")
+#: Bytes of a target for which they can pay: a processor's cache may hold a smaller one, whose plain rounds
+#: wait for nothing.
+LEAST_BYTES = 100_000_000
+#: Rounds of trees that take so many times as long as plain ones do not pay, whatever the text: the best draft
+#: heads have 4 tokens of 8 nodes committed.
+MOST_RATIO = 4.0
+
+
+class SmallTrees:
+    """Chooses between plain decoding and small trees, call by call."""
+
+    def __init__(self, target: Target, head: Head, implementation: str | None = None):
+        """Takes the models, on one device, and the implementation of tree attention."""
+        self._target, self._head, self._implementation = target, head, implementation
+
+    def plan(self, plan: EnginePlan, requests: list[Request]) -> EnginePlan:
+        """The engine for a call that was planned as plain decoding; its request gets the trees, if any."""
+        driver = self._target.keeper.driver
+        served = driver is not None and driver() is not None  # by the engine of other callers
+        if served or len(requests) != 1 or requests[0].params.temperature > 0:
+            return plan
+        trees = plan_engine(
+            self._target.config,
+            self._head.config,
+            SMALL_TREES,
+            plan.dtype,
+            capacity=plan.size.capacity,
+            implementation=self._implementation,
+        )
+        costs = known_costs(trees.cost_key)
+        if costs is not None:
+            plain, tree = (costs.at((1, bucket), costs.contexts[0], 1) for bucket in costs.buckets(1))
+            if tree > MOST_RATIO * plain:
+                return plan
+        requests[0].budget, requests[0].depth = SMALL_TREES.budget, trees.decoder.depth
+        return replace(trees, extras=plan.extras)
+
+
+def can_pay(target: Target) -> bool:
+    """Whether small trees are considered for a target."""
+    return (
+        jax.default_backend() == "cpu"
+        and target.meshes == (None,)
+        and array_bytes(target.weights) >= LEAST_BYTES
+    )
