@@ -106,8 +106,8 @@ class LLM:
 
         Where no setting of a tree is named, from the budget to the candidates, decoding is what is fastest
         on the device: the default tree on a GPU; on a CPU plain decoding, which the log says once, but for a
-        large target "auto" with trees of 8 nodes where a call asks for one greedy completion. See "On a CPU"
-        in docs/algorithms.md.
+        large target "auto" with trees of 8 nodes in later calls for one greedy completion each. See "On a
+        CPU" in docs/algorithms.md.
 
         Args:
             target: A folder, a GGUF file, a hub id, a loaded target, or the name of a pair: "demo" (the
@@ -379,6 +379,7 @@ class LLM:
         # The last token of a prompt is a round's, those before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
         if self._small_trees is not None:
+            self._small_trees.begin()
             kinds += [replace(params, temperature=1.0) for params in kinds]  # these are decoded plainly
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):
             for params in kinds:

@@ -24,6 +24,9 @@ LEAST_BYTES = 100_000_000
 #: Rounds of trees that take so many times as long as plain ones do not pay, whatever the text: the best draft
 #: heads have 4 tokens of 8 nodes committed.
 MOST_RATIO = 4.0
+#: Tokens of such calls that are decoded plainly before, which takes about as long as the trees' programs take
+#: to compile: who asks for no more does not wait for the compiler.
+PLAIN_TOKENS = 256
 
 
 class SmallTrees:
@@ -32,12 +35,24 @@ class SmallTrees:
     def __init__(self, target: Target, head: Head, implementation: str | None = None):
         """Takes the models, on one device, and the implementation of tree attention."""
         self._target, self._head, self._implementation = target, head, implementation
+        self._tokens = 0
+        # The last such call that was decoded plainly, whose tokens are not counted yet.
+        self._last: Request | None = None
+
+    def begin(self) -> None:
+        """Gives trees from the next call on."""
+        self._tokens = PLAIN_TOKENS
 
     def plan(self, plan: EnginePlan, requests: list[Request]) -> EnginePlan:
         """The engine for a call that was planned as plain decoding; its request gets the trees, if any."""
         driver = self._target.keeper.driver
         served = driver is not None and driver() is not None  # by the engine of other callers
         if served or len(requests) != 1 or requests[0].params.temperature > 0:
+            return plan
+        self._tokens += 0 if self._last is None else len(self._last.tokens)
+        self._last = None
+        if self._tokens < PLAIN_TOKENS:
+            [self._last] = requests
             return plan
         trees = plan_engine(
             self._target.config,

@@ -22,6 +22,7 @@ def on_a_cpu(tmp_path, monkeypatch):
     """The demo's target counts as large; a measurement is short; nothing is known of this machine."""
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr(small_trees, "LEAST_BYTES", 1)
+    monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 0)
     monkeypatch.setattr(round_costs, "REPEATS", 1)
     monkeypatch.setattr(round_costs, "DISPATCH_SECONDS", 0.0)
     monkeypatch.setattr(known_costs, "_known", {})
@@ -70,6 +71,22 @@ def test_rounds_that_take_too_long_are_not_tried(llm):
     assert planned(llm).decoder.bucket == 8
     ratio(llm, 4.1)
     assert planned(llm).decoder.bucket == 1
+
+
+def test_they_begin_after_some_tokens(llm, monkeypatch):
+    monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
+    for bucket in (1, 1, 8, 8):
+        plan, requests = llm._plan(["import os\n"], GREEDY, None)
+        assert plan.decoder.bucket == bucket
+        requests[0].tokens += [7] * 20
+
+
+def test_they_begin_at_once_after_a_warm_up(llm, monkeypatch):
+    monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
+    monkeypatch.setattr(llm, "generate", lambda *arguments, **settings: None)
+    monkeypatch.setattr(llm_module, "compile_chunks", lambda target: None)
+    llm.warm_up(1)
+    assert planned(llm).decoder.bucket == 8
 
 
 def answered(llm, wanted):
