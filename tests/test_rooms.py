@@ -27,7 +27,7 @@ ROOMS = {
         ("__main__",),
     ],
     "train": [
-        ("loss",),
+        ("loss", "trackers"),
         ("loop",),
         ("data",),
         ("head",),

@@ -40,7 +40,13 @@ class Writer:
         planned: All shards, finished or not.
     """
 
-    def __init__(self, folder: Path, settings: DocumentsSettings, held: Sequence[int] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        settings: DocumentsSettings,
+        held: Sequence[int] | None = None,
+        sources: Sequence[str] | None = None,
+    ):
         """Begins a folder, or resumes one that was begun with the same settings.
 
         Lost or damaged shards count as missing again, and a line is printed.
@@ -49,12 +55,13 @@ class Writer:
             folder: The folder.
             settings: The settings of its documents.
             held: Indices of the held-out documents; None for evenly spaced ones, where none are equal.
+            sources: The name of each document's source; None is one source for all, that of the settings.
 
         Raises:
             ValueError: It was begun with other settings, which are listed; its manifest is missing or
-                damaged; or ``held`` does not fit the settings.
+                damaged; or ``held`` or ``sources`` do not fit the settings.
         """
-        manifest = DocumentsManifest.of(settings, held)
+        manifest = DocumentsManifest.of(settings, held, sources)
         self.folder, self.settings, self.planned = folder, settings, manifest.planned()
         self._done: dict[str, Shard] = {}
         if (folder / MANIFEST).exists():
@@ -144,6 +151,7 @@ class Documents:
         settings: The settings that they were made with.
         split: "train" or "heldout".
         numbers: Index of each document among all documents of the folder.
+        sources: The name of each document's source.
         lengths: Tokens of each document.
         spans: The runs of tokens to be learnt, each as document, start, stop.
     """
@@ -154,6 +162,8 @@ class Documents:
         self._shards = [shard for shard in shards if shard.split == split]
         self._starts = np.cumsum([0, *(shard.documents for shard in self._shards)])
         self.numbers = manifest.split()[split]
+        names = manifest.source_names()
+        self.sources = [names[number] for number in self.numbers]
         self._index = [document for shard in self._shards for document in shard.index]
         self.lengths = np.array([length for length, _ in self._index], np.int64)
         spans = [(i, *span) for i, (_, own) in enumerate(self._index) for span in own]

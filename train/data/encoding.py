@@ -18,11 +18,23 @@ from train.data.rendering import Encoder
 T = TypeVar("T")
 
 
-class Rooted(NamedTuple):
-    """A document, and the root of its conversation."""
+class Origin(NamedTuple):
+    """Where a document or prompt comes from.
+
+    Attributes:
+        root: The root of its conversation.
+        source: The name of its source.
+    """
+
+    root: bytes
+    source: str
+
+
+class Found(NamedTuple):
+    """A document and its origin."""
 
     document: Document
-    root: bytes
+    origin: Origin
 
 
 def encode_prompts(
@@ -34,19 +46,19 @@ def encode_prompts(
     dropped: Dropped,
     *,
     every: bool,
-) -> tuple[Prompts, list[bytes], int]:
-    """The prompts with their sampling settings, their conversations' roots, and how many were too long."""
+) -> tuple[Prompts, list[Origin], int]:
+    """The prompts with their sampling settings, their origins, and how many were too long."""
 
-    def encode(entry: Entry) -> tuple[list[Int32[np.ndarray, "T"]], bytes]:
-        return encoder.prompts(entry, every=every), encoder.root(entry)
+    def encode(entry: Entry) -> tuple[list[Int32[np.ndarray, "T"]], Origin]:
+        return encoder.prompts(entry, every=every), Origin(encoder.root(entry), entry.source)
 
-    context, tokens, params, roots, skipped = config.max_position_embeddings, [], [], [], 0
-    for entry, (prompts, root) in _encoded(encode, entries, dropped):
+    context, tokens, params, origins, skipped = config.max_position_embeddings, [], [], [], 0
+    for entry, (prompts, origin) in _encoded(encode, entries, dropped):
         for ids in prompts:
             room = context - len(ids)
             if room > 0:
                 tokens.append(ids)
-                roots.append(root)
+                origins.append(origin)
                 params.append(replace(sampling, max_tokens=min(room, sampling.max_tokens or room)))
             elif skip:
                 skipped += 1
@@ -56,22 +68,22 @@ def encode_prompts(
                     f"{context}; shorten it to {context - 1} or fewer, or drop such prompts with "
                     "--skip-too-long"
                 )
-    return Prompts(tokens, params), roots, skipped
+    return Prompts(tokens, params), origins, skipped
 
 
 def encode_documents(
     encoder: Encoder, entries: list[Entry], config: ModelConfig, skip: bool, dropped: Dropped
-) -> tuple[list[Rooted], int]:
+) -> tuple[list[Found], int]:
     """The texts as they are, and how many were too long."""
 
-    def encode(entry: Entry) -> tuple[list[Document], bytes]:
-        return encoder.documents(entry), encoder.root(entry)
+    def encode(entry: Entry) -> tuple[list[Document], Origin]:
+        return encoder.documents(entry), Origin(encoder.root(entry), entry.source)
 
     context, found, skipped = config.max_position_embeddings, [], 0
-    for entry, (documents, root) in _encoded(encode, entries, dropped):
+    for entry, (documents, origin) in _encoded(encode, entries, dropped):
         for document in documents:
             if len(document.tokens) <= context:
-                found.append(Rooted(document, root))
+                found.append(Found(document, origin))
             elif skip:
                 skipped += 1
             else:

@@ -19,6 +19,7 @@ def write_given(
     vocab_size: int,
     source: str,
     held: Sequence[int],
+    sources: Sequence[str] | None = None,
     shard_documents: int,
     deadline: Deadline,
 ) -> bool:
@@ -31,6 +32,7 @@ def write_given(
         vocab_size: The target's vocabulary size.
         source: Their origin, for the manifest.
         held: Indices of the held-out documents, in order.
+        sources: The name of each document's source; None is ``source`` for all.
         shard_documents: Most documents of a shard.
         deadline: Checked before a shard is begun.
 
@@ -55,7 +57,7 @@ def write_given(
         heldout=len(held),
         shard_documents=shard_documents,
     )
-    writer = Writer(folder, settings, held)
+    writer = Writer(folder, settings, held, sources)
     missing = writer.missing
     done = settings.count - sum(len(planned.indices) for planned in missing)
     with Progress(

@@ -1,7 +1,7 @@
 """Makes a folder of documents from prompts or conversations, for ``python -m train data``."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from jetspec_jax.decode.settings import PLAIN, TreeSettings
 from jetspec_jax.demo import DEMO
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Writer
-from train.data.encoding import encode_documents, encode_prompts
+from train.data.encoding import Found, encode_documents, encode_prompts
 from train.data.given import write_given
 from train.data.holdout import default_heldout, hold_out
 from train.data.manifest import CORPUS, MODES, REGENERATE, DocumentsManifest, Shard
@@ -181,23 +181,33 @@ def make_data(
     encoder = _encoder(source, template_arguments or {})
     dropped = Dropped()
     sources = [prompts] if isinstance(prompts, str | Path) else list(prompts)
-    entries = mix([read_entries(own, limit, dropped=dropped) for own in sources], weights)
-    names = [Path(own).name if Path(own).is_file() else str(own) for own in sources]
+    names = source_names(sources)
+    entries = mix(
+        [
+            [replace(entry, source=name) for entry in read_entries(own, limit, dropped=dropped)]
+            for own, name in zip(sources, names, strict=True)
+        ],
+        weights,
+    )
     common = {"target": name_of(target), "vocab_size": config.vocab_size, "source": ", ".join(names)}
 
     if mode == CORPUS:
         found, skipped = encode_documents(encoder, entries, config, skip_too_long, dropped)
         repeats = len(found) - len({own.document.tokens.tobytes() for own in found})
         kept = zip(distinct_turns([own.document for own in found], deduplicate), found, strict=True)
-        pairs = [(document, own.root) for document, own in kept if document is not None]
-        held = _held([root for _, root in pairs], heldout, need_heldout)
-        documents = [document for document, _ in pairs]
+        taught = [Found(document, own.origin) for document, own in kept if document is not None]
         finished = not write_given(
-            out, documents, **common, held=held, shard_documents=shard_documents, deadline=deadline
+            out,
+            [own.document for own in taught],
+            **common,
+            held=_held([own.origin.root for own in taught], heldout, need_heldout),
+            sources=[own.origin.source for own in taught],
+            shard_documents=shard_documents,
+            deadline=deadline,
         )
         _report(out, dropped)
     else:
-        requests, roots, skipped = encode_prompts(
+        requests, origins, skipped = encode_prompts(
             encoder, entries, config, sampling, skip_too_long, dropped, every=turns == EVERY
         )
         keys = [np.asarray(tokens, np.int32).tobytes() for tokens in requests.tokens]
@@ -205,8 +215,8 @@ def make_data(
         if deduplicate != NONE:
             kept = distinct(keys)
             requests = Prompts([requests.tokens[i] for i in kept], [requests.params[i] for i in kept])
-            roots = [roots[i] for i in kept]
-        held = _held(roots, heldout, need_heldout)
+            origins = [origins[i] for i in kept]
+        held = _held([own.root for own in origins], heldout, need_heldout)
         settings = regeneration_settings(
             requests,
             **common,
@@ -215,7 +225,7 @@ def make_data(
             heldout=len(held),
             shard_documents=shard_documents,
         )
-        writer = Writer(out, settings, held)
+        writer = Writer(out, settings, held, [own.source for own in origins])
         _report(out, dropped)
         finished = not writer.missing
         if not finished:
@@ -242,6 +252,15 @@ def name_of(target: str | Path) -> str:
     """The target's name in a manifest: its hub id, or its folder's name."""
     folder = Path(target).expanduser()
     return folder.resolve().name if target != DEMO and folder.is_dir() else str(target)
+
+
+def source_names(sources: Sequence[str | Path]) -> list[str]:
+    """Names of the sources in a manifest: a file's without its folders, numbered where names recur."""
+    plain = [Path(own).name if Path(own).is_file() else str(own) for own in sources]
+    return [
+        name if name not in plain[:index] else f"{name} ({plain[:index].count(name) + 1})"
+        for index, name in enumerate(plain)
+    ]
 
 
 def _encoder(source: Source, template_arguments: Mapping[str, Any]) -> Encoder:

@@ -1,12 +1,13 @@
 """The manifest of a folder of documents: its settings, its held-out documents, and its shards.
 
-``documents.json`` holds the settings and the held-out documents. Each shard has a JSON file beside it, which
-is written after the shard: its presence says that the shard is finished.
+``documents.json`` holds the settings, the held-out documents and the sources. Each shard has a JSON file
+beside it, which is written after the shard: its presence says that the shard is finished.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,25 +142,43 @@ class DocumentsManifest:
     Attributes:
         settings: The settings of the documents.
         held: Indices of the held-out documents, in order.
+        sources: Runs of documents of one source, in order: the source's name and the number of documents. A
+            name may recur.
     """
 
     settings: DocumentsSettings
     held: tuple[int, ...]
+    sources: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
-        """Checks number, range and order of the held-out documents."""
+        """Checks number, range and order of the held-out documents, and that each document has a source."""
         held, settings = self.held, self.settings
         if len(held) != settings.heldout:
             raise ValueError(f"{len(held)} documents are listed as held out instead of {settings.heldout}")
         if list(held) != sorted({*held}) or (held and not 0 <= held[0] <= held[-1] < settings.count):
             raise ValueError(f"the held-out documents are not indices in 0..{settings.count - 1} in order")
+        if wrong := [name for name, count in self.sources if count < 1]:
+            raise ValueError(f"the source {wrong[0]!r} has no documents where it is listed")
+        if (known := sum(count for _, count in self.sources)) != settings.count:
+            raise ValueError(f"the sources have {known} documents instead of {settings.count}")
 
     @classmethod
-    def of(cls, settings: DocumentsSettings, held: Sequence[int] | None) -> "DocumentsManifest":
-        """The manifest of a new folder; None holds out evenly spaced documents."""
+    def of(
+        cls, settings: DocumentsSettings, held: Sequence[int] | None, sources: Sequence[str] | None = None
+    ) -> "DocumentsManifest":
+        """The manifest of a new folder.
+
+        Args:
+            settings: The settings of its documents.
+            held: As attribute; None holds out evenly spaced documents.
+            sources: The source of each document; None is the settings' one source for all.
+        """
         if held is None:
             held = evenly_spaced(settings.count, settings.heldout)
-        return cls(settings, tuple(held))
+        if sources is None:
+            return cls(settings, tuple(held), _undivided(settings))
+        runs = tuple((name, len(list(documents))) for name, documents in groupby(sources))
+        return cls(settings, tuple(held), runs)
 
     @classmethod
     def read(cls, folder: Path) -> "DocumentsManifest":
@@ -184,19 +203,27 @@ class DocumentsManifest:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in raw["settings"].items()
             }
-            return cls(DocumentsSettings(**settings), tuple(map(int, raw["held"])))
+            made_with = DocumentsSettings(**settings)
+            # Folders of version 0.2 have no sources.
+            runs = tuple((str(name), int(n)) for name, n in raw.get("sources", _undivided(made_with)))
+            return cls(made_with, tuple(map(int, raw["held"])), runs)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     def write(self, folder: Path) -> None:
         """Writes it into a folder."""
         head = {"format": FORMAT, "version": VERSION, "settings": self.settings.plain()}
-        write_text(folder / MANIFEST, json.dumps({**head, "held": self.held}) + "\n")
+        more = {"held": self.held, "sources": self.sources}
+        write_text(folder / MANIFEST, json.dumps({**head, **more}) + "\n")
 
     def split(self) -> dict[str, Int[np.ndarray, "n"]]:
         """The indices of the documents of each split."""
         held = np.array(self.held, np.int64)
         return {TRAIN: np.setdiff1d(np.arange(self.settings.count), held), HELDOUT: held}
+
+    def source_names(self) -> list[str]:
+        """The source of each document."""
+        return [name for name, count in self.sources for _ in range(count)]
 
     def planned(self) -> list[PlannedShard]:
         """All shards of the folder, in order."""
@@ -213,6 +240,14 @@ class DocumentsManifest:
         differing = [f"{n}: {theirs[n]} there, {ours[n]} here" for n in ours if ours[n] != theirs[n]]
         if not differing and self.held != mine.held:
             differing = ["other documents are held out"]
+        # A folder of an earlier version lists one source, and can be resumed.
+        if not differing and self.sources not in (mine.sources, _undivided(self.settings)):
+            differing = ["its documents come from other sources"]
         if differing:
             listed = "; ".join(differing)
             raise ValueError(f"{folder} was begun with other settings ({listed}); name another folder")
+
+
+def _undivided(settings: DocumentsSettings) -> tuple[tuple[str, int], ...]:
+    """All documents as those of one source."""
+    return ((settings.source, settings.count),)

@@ -58,6 +58,7 @@ class Entry:
         template_arguments: Arguments of the chat template that the conversation sets.
         answer: How a log continued a "prompt".
         cut: Whether the last answer ended because it was long enough, so that no end mark belongs to it.
+        source: The name of its source, by which a head is evaluated.
     """
 
     where: str
@@ -67,6 +68,7 @@ class Entry:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     answer: str | None = None
     cut: bool = False
+    source: str = ""
 
 
 @dataclass

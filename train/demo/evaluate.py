@@ -28,7 +28,8 @@ from train.demo.recipes import PairEvaluation, PairRecipe
 from train.demo.target import token_losses
 from train.demo.tokenizer import END_OF_TEXT, Tokenizer
 from train.demo.tokens import concatenate, encode_split, line_starts
-from train.head.evaluation import ALGORITHM, mean_tau
+from train.head.evaluation import ALGORITHM
+from train.head.tau import mean_tau
 from train.loop.stages import Deadline
 
 NGRAM_ORDER = 5

@@ -23,6 +23,7 @@ from train.head.training import train_head
 from train.head.verdict import read_verdict
 from train.loop.mesh import make_mesh
 from train.loop.stages import Deadline
+from train.trackers.opening import PROJECT, TRACKERS, Tracking
 
 #: The exit code of a finished run whose head is no better than the one that it began as, which is kept.
 NOT_IMPROVED = 3
@@ -67,6 +68,19 @@ def add_command(commands: Any) -> None:
         parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
         add_set_option(parser, "the")
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
+        parser.add_argument(
+            "--track",
+            action="append",
+            default=[],
+            choices=TRACKERS,
+            help="shows the run in a tracker beside TensorBoard; needs the extra of its name; may recur",
+        )
+        parser.add_argument(
+            "--track-project",
+            default=PROJECT,
+            metavar="NAME",
+            help=f"the project or experiment of trackers (default: {PROJECT})",
+        )
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -92,6 +106,7 @@ def _head(arguments: argparse.Namespace) -> int:
     and the exit code is 3.
     """
     recipe = read_head_recipe(arguments.recipe, arguments.set)
+    _tracking(arguments).check()
     return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
 
 
@@ -102,6 +117,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     and the exit code is 3.
     """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
+    _tracking(arguments).check()
     made = make_data(
         arguments.target,
         arguments.prompts,
@@ -119,13 +135,18 @@ def _finetune(arguments: argparse.Namespace) -> int:
     return _train(arguments, recipe, made.folder, arguments.work / "head", deadline)
 
 
+def _tracking(arguments: argparse.Namespace) -> Tracking:
+    return Tracking(tuple(arguments.track), arguments.track_project)
+
+
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
     checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
     begin = None if checkpoint is None else Source(draft_head_at(checkpoint), ignore_config_keys=ignored)
-    folder = train_head(work, recipe, target, data, deadline, checkpoint=begin)
+    tracking = _tracking(arguments)
+    folder = train_head(work, recipe, target, data, deadline, checkpoint=begin, tracking=tracking)
     result = read_verdict(work)
     if is_first():
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")

@@ -1,6 +1,5 @@
 """Evaluates a draft head on held-out documents while it is trained: its loss, and tau in decoding."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,13 +14,14 @@ from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.checkpoint.parts import place
 from jetspec_jax.config import DraftHeadConfig
 from jetspec_jax.device.sharding import on_one_device
-from jetspec_jax.engine.output import Completion
 from jetspec_jax.generation import generate_tree
 from jetspec_jax.models import Weights
 from jetspec_jax.sampling.params import SamplingParams
 from train.data.documents import Document, Documents
+from train.data.regenerate import document_seed
 from train.data.windows import Windows
 from train.head.recipe import HeadEvaluation, HeadRecipe
+from train.head.tau import Decoded, tau_record
 from train.loop.mesh import put_batch
 from train.loop.trainer import Evaluated, mean_of
 from train.loss.objectives import Loss
@@ -38,11 +38,13 @@ class HeldOut(NamedTuple):
         tokens: Windows for the validation loss.
         learn: Which of their tokens are to be learnt.
         prompts: Prompts for tau.
+        sources: The name of each prompt's source.
     """
 
     tokens: Int[np.ndarray, "N T"]
     learn: Bool[np.ndarray, "N T"]
     prompts: list[list[int]]
+    sources: list[str]
 
     @classmethod
     def of(cls, documents: Documents, recipe: HeadRecipe, limit: int) -> "HeldOut":
@@ -60,17 +62,19 @@ class HeldOut(NamedTuple):
         chosen = [windows[i] for i in _spread(len(windows), settings.windows)]
         room = limit - settings.new_tokens
         prompts = [prompt_of(documents[i], settings.prompt_tokens) for i in range(len(documents))]
-        fitting = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) <= room]
         if settings.prompts and not fitting:
             raise ValueError(
                 f"none of {len(prompts)} held-out prompts leaves room for evaluation.new_tokens "
                 f"{settings.new_tokens} in a context of {limit}; the shortest has {min(map(len, prompts))} "
                 "tokens. Ask for fewer new tokens, or set evaluation.prompts to 0 to measure the loss alone"
             )
+        decoded = [fitting[i] for i in _spread(len(fitting), settings.prompts)]
         return cls(
             np.stack([window["tokens"] for window in chosen]),
             np.stack([window["learn"] for window in chosen]),
-            [fitting[i] for i in _spread(len(fitting), settings.prompts)],
+            [prompts[i] for i in decoded],
+            [documents.sources[i] for i in decoded],
         )
 
 
@@ -103,12 +107,12 @@ class HeadEvaluator:
             batch: Windows at a time.
             dtype: Dtype of both forward passes.
             mesh: The devices.
-            seed: Seed of the anchors.
+            seed: Seed of the anchors and of sampled completions.
         """
         self.config, self.target, self.frozen = config, target, frozen
         self.settings, self.held = settings, held
         self.batch, self.dtype, self.mesh = batch, dtype, mesh
-        self.key = jax.random.key(seed)
+        self.key, self.seed = jax.random.key(seed), seed
 
         def rounded(weights: Weights, frozen: Weights, batch: Any, key: jax.Array) -> Any:
             return loss(as_shipped(weights, dtype), frozen, batch, key)
@@ -117,21 +121,25 @@ class HeadEvaluator:
         self._as_shipped = jax.jit(partial(as_shipped, dtype=dtype))
 
     def __call__(self, weights: Weights) -> Evaluated:
-        """Validation loss, and tau at every budget.
+        """Validation loss, and tau at every temperature and budget.
 
-        The score is tau at the largest budget, or without prompts the negative loss.
+        The score is tau at the first temperature and the largest budget; without prompts it is the negative
+        loss.
         """
         with jax.set_mesh(self.mesh):
             means = mean_of(self._loss, weights, self.frozen, self._batches())
         record = {f"validation_{name}": value for name, value in means.items()}
         if not self.held.prompts:
             return Evaluated(record, -means["loss"])
-        completions = self.decode(Head(self.config, on_one_device(self._as_shipped(weights))))
-        record["tau"] = {str(budget): mean_tau(own) for budget, own in completions.items()}
+        decoded = self.decode(Head(self.config, on_one_device(self._as_shipped(weights))))
+        record |= tau_record(decoded, self.held.sources)
         return Evaluated(record, record["tau"][str(max(self.settings.budgets))])
 
-    def decode(self, head: Head) -> dict[int, list[Completion]]:
-        """Greedy completions of the held-out prompts by the trees of every budget; none without prompts."""
+    def decode(self, head: Head) -> Decoded:
+        """Completions of the held-out prompts at every temperature and budget; none without prompts.
+
+        Each prompt has a seed of its own, the same in all evaluations.
+        """
         if not self.held.prompts:
             return {}
         # Always on the same devices, so that all evaluations share one program.
@@ -142,20 +150,32 @@ class HeadEvaluator:
             head = replace(head, weights=jax.device_put(head.weights, device))
         elif head.mesh is None:
             head = Head(head.config, place(head.weights, head.config, group), group)
-        params = SamplingParams(max_tokens=self.settings.new_tokens)
         return {
-            budget: generate_tree(
-                target,
-                head,
-                self.held.prompts,
-                params,
-                budget=budget,
-                width=self.settings.width,
-                algorithm=ALGORITHM,
-                max_slots=len(self.held.prompts),
-            )
-            for budget in self.settings.budgets
+            temperature: {
+                budget: generate_tree(
+                    target,
+                    head,
+                    self.held.prompts,
+                    self._sampling(temperature),
+                    budget=budget,
+                    width=self.settings.width,
+                    algorithm=ALGORITHM,
+                    max_slots=len(self.held.prompts),
+                )
+                for budget in self.settings.budgets
+            }
+            for temperature in self.settings.temperatures
         }
+
+    def _sampling(self, temperature: float) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                temperature=temperature,
+                seed=document_seed((self.seed,), index),
+                max_tokens=self.settings.new_tokens,
+            )
+            for index in range(len(self.held.prompts))
+        ]
 
     def _batches(self) -> Any:
         """Batches of one shape; the last is padded with windows that have nothing to learn."""
@@ -168,12 +188,6 @@ class HeadEvaluator:
                 own = np.split(part, processes)[jax.process_index()]
                 parts[name] = put_batch(own, self.mesh, axis=0)
             yield parts, jax.random.fold_in(self.key, i)
-
-
-def mean_tau(completions: Sequence[Completion]) -> float:
-    """Mean tokens committed per round, over all rounds of all completions."""
-    lengths = [length for completion in completions for length in completion.accept_lengths]
-    return round(float(np.mean(lengths)), 4) if lengths else 1.0
 
 
 def prompt_of(document: Document, prompt_tokens: int) -> list[int]:

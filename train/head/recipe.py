@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jetspec_jax.sampling.params import SamplingParams
 from train.loop.fit import Fit
 from train.loop.mesh import MeshSettings
 from train.loss.objectives import Objective
@@ -53,8 +54,10 @@ class HeadEvaluation:
         prompts: Most prompts that the current head decodes; with 0 there is no tau, and the validation loss
             decides which weights are best.
         prompt_tokens: Tokens of a prompt, where the document does not begin with one.
-        new_tokens: Tokens generated for each prompt, greedily.
-        budgets: Token-tree budgets; tau at the largest decides which weights are best.
+        new_tokens: Tokens generated for each prompt.
+        budgets: Token-tree budgets.
+        temperatures: Sampling temperatures; 0 is greedy. Each budget decodes at each of them. Tau at the
+            first temperature and the largest budget decides which weights are best.
         width: Children per node.
     """
 
@@ -63,7 +66,29 @@ class HeadEvaluation:
     prompt_tokens: int = 64
     new_tokens: int = 128
     budgets: tuple[int, ...] = (16, 64)
+    temperatures: tuple[float, ...] = (0.0,)
     width: int = 7
+
+    def check(self) -> list[str]:
+        """All settings out of their ranges, for an error."""
+        least = {"windows": 1, "prompts": 0, "prompt_tokens": 1, "new_tokens": 1}
+        wrong = [
+            f"evaluation.{name} must be at least {to}, not {getattr(self, name)}"
+            for name, to in least.items()
+            if getattr(self, name) < to
+        ]
+        if self.prompts and not self.budgets:
+            wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
+        if self.prompts and not self.temperatures:
+            wrong.append("evaluation.temperatures must name a temperature, or evaluation.prompts be 0")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            wrong.append(f"evaluation.temperatures must differ, not be {list(self.temperatures)}")
+        for temperature in self.temperatures:
+            try:
+                SamplingParams(temperature=temperature)
+            except ValueError as error:
+                wrong.append(f"evaluation.temperatures: {error}")
+        return wrong
 
 
 @dataclass(frozen=True)
@@ -95,18 +120,15 @@ class HeadRecipe:
 
     def check(self) -> None:
         """Raises ValueError naming all settings out of their ranges."""
-        objective, evaluation = self.objective, self.evaluation
+        objective = self.objective
         least = {
             "window": (self.window, 2),
             "objective.gamma": (objective.gamma, 0),
             "objective.anchors": (objective.anchors, 1),
             "objective.chunk": (objective.chunk, 1),
-            "evaluation.windows": (evaluation.windows, 1),
-            "evaluation.prompts": (evaluation.prompts, 0),
-            "evaluation.prompt_tokens": (evaluation.prompt_tokens, 1),
-            "evaluation.new_tokens": (evaluation.new_tokens, 1),
         }
-        wrong = self.fit.check() + [
+        wrong = self.fit.check() + self.evaluation.check()
+        wrong += [
             f"{name} must be at least {to}, not {value}" for name, (value, to) in least.items() if value < to
         ]
         if objective.temperature <= 0:
@@ -118,8 +140,6 @@ class HeadRecipe:
                 "objective.gamma must be 0 with the loss dpace, which has weights of its own, not "
                 f"{objective.gamma}"
             )
-        if evaluation.prompts and not evaluation.budgets:
-            wrong.append("evaluation.budgets must name a budget, or evaluation.prompts be 0")
         if self.dtype == "float16":
             wrong.append("dtype must be auto, float32 or bfloat16: float16 would lose small gradients")
         if not 0 <= self.seed < MOST_SEED:

@@ -31,15 +31,17 @@ from train.data.loader import batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
 from train.head.engines import published_json
-from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut, mean_tau
+from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
+from train.head.tau import by_budget, tau_record
 from train.loop.mesh import batch_parts, make_mesh, one_device
 from train.loop.plot import LivePicture, plot_training
-from train.loop.stages import Deadline, claim, fresh
+from train.loop.stages import Deadline, claim, dotted, fresh
 from train.loop.trainer import Trained, train
 from train.loss.distillation import distillation_loss
+from train.trackers.opening import UNTRACKED, Tracking
 
 
 def train_head(
@@ -51,6 +53,7 @@ def train_head(
     *,
     checkpoint: Source | None = None,
     label: str = "head",
+    tracking: Tracking = UNTRACKED,
 ) -> Path:
     """Trains a draft head, or resumes the run of the folder, and returns the finished head's folder.
 
@@ -63,17 +66,20 @@ def train_head(
         checkpoint: The head to begin with, for recipes that do. The trained head keeps
             its config, ignored keys too.
         label: For the progress bar.
+        tracking: Trackers beside TensorBoard. They get the recipe and the figures of the log.
 
     Raises:
         OutOfTime: The deadline passed; call again to resume.
         FileNotFoundError: There are no documents, or no such checkpoint.
-        ValueError: The folder was begun with other settings; or recipe, target, documents and devices do not
-            fit together.
+        ValueError: The folder was begun with other settings; recipe, target, documents and devices do not
+            fit together; or a tracker is unknown or not installed.
+        RuntimeError: A tracker refuses the run.
         NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
         TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
             some, and none is whole.
     """
     recipe.check()
+    tracking.check()
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
     mesh = make_mesh(recipe.mesh)
@@ -111,7 +117,7 @@ def train_head(
         return folder
     if is_first():
         print(f"{label}: {windows.contents}", flush=True)
-    trained = run.train(windows, deadline, label)
+    trained = run.train(windows, deadline, label, tracking)
     weights = on_one_device(trained.weights)
     with in_turn("a finished head") as first:
         if first:
@@ -200,7 +206,9 @@ class _HeadRun:
             seed=recipe.seed + 1,
         )
 
-    def train(self, windows: Windows | PackedWindows, deadline: Deadline, label: str) -> Trained:
+    def train(
+        self, windows: Windows | PackedWindows, deadline: Deadline, label: str, tracking: Tracking
+    ) -> Trained:
         recipe, processes = self.recipe, jax.process_count()
         if recipe.fit.batch % processes:
             raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")
@@ -230,24 +238,24 @@ class _HeadRun:
                 # A fine-tuned head must not become worse than it was.
                 evaluate_first=recipe.head.start != "random",
                 watch=LivePicture(self.work / "log.jsonl", self.work / "training.png", label),
+                trackers=lambda: tracking.open(self.work, dotted(asdict(recipe))),
             )
         finally:
             source.close()
 
     def final_evaluation(self, head: Head, trained: Trained) -> dict[str, Any]:
         """Tau of the saved head, loaded from its folder, on the held-out prompts."""
-        completions = self.evaluator.decode(head)
+        held, decoded = self.evaluator.held, self.evaluator.decode(head)
+        prompts = []
+        for i, (tokens, source) in enumerate(zip(held.prompts, held.sources, strict=True)):
+            tau = by_budget(decoded, [i])
+            first = next(iter(tau.values()))
+            prompts.append({"token_ids": tokens, "source": source, "tau": first, "tau_by_temperature": tau})
         return {
             "best_step": trained.step,
             "score": trained.score,
-            "tau": {str(budget): mean_tau(own) for budget, own in completions.items()},
+            **(tau_record(decoded, held.sources) if held.prompts else {"tau": {}}),
             "new_tokens": self.recipe.evaluation.new_tokens,
             "width": self.recipe.evaluation.width,
-            "prompts": [
-                {
-                    "token_ids": prompt,
-                    "tau": {str(budget): mean_tau([own[i]]) for budget, own in completions.items()},
-                }
-                for i, prompt in enumerate(self.evaluator.held.prompts)
-            ],
+            "prompts": prompts,
         }

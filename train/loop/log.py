@@ -1,4 +1,4 @@
-"""The training log: ``log.jsonl``, and TensorBoard's event files beside it.
+"""The training log: ``log.jsonl``, TensorBoard's event files beside it, and other trackers.
 
 The file holds a JSON object per optimiser step and per evaluation, each with its "step". Infinity and NaN
 become null, because JSON has neither.
@@ -9,26 +9,26 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import RecordWriter
-from tensorboardX.proto import event_pb2
 
 from jetspec_jax.checkpoint.files import replacing
+from train.loop.stages import OutOfTime
+from train.trackers.tensorboard import TensorBoard
+from train.trackers.tracker import Row, Tracker
 
 FILE = "log.jsonl"
 #: What the log adds to a step: its seconds, tokens per second, and the peak memory in GiB.
 MEASURED = ("seconds", "tokens_per_second", "memory_gib")
 #: Counts that a step may have, of which the log adds how many there are in a second.
 COUNTED = ("real_tokens", "learnable_tokens", "distinct_anchors")
-
-# Protobuf makes its message classes when it is imported, where no type checker sees them.
-_EVENTS: Any = event_pb2
+#: Its keys are names of sources, which may be those of files: trackers beside TensorBoard get their numbers.
+TAU_BY_SOURCE = "tau_by_source"
 
 Record = dict[str, Any]
 
@@ -51,18 +51,26 @@ class TrainingLog:
     A context manager: it writes pending steps on exit, unless an error is raised.
     """
 
-    def __init__(self, folder: Path, *, kept_steps: int, main: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kept_steps: int,
+        main: bool = True,
+        trackers: Callable[[], Sequence[Tracker]] = tuple,
+    ):
         """Opens a new log or an existing one.
 
         Args:
             folder: For ``log.jsonl`` and the folder ``tensorboard``; made if need be.
             kept_steps: The last step that is not repeated; records of later steps are dropped.
             main: Whether this process writes. The other processes only check the losses.
+            trackers: Opens trackers beside TensorBoard, which the log closes; only called where it writes.
 
         Raises:
             ValueError: A line is damaged; only the last one may be cut off.
         """
-        self._files = _Files(folder, kept_steps) if main else None
+        self._files = _Files(folder, kept_steps, trackers) if main else None
         self._pending: list[tuple[int, Record, int]] = []
         self._step, self._loss = kept_steps, math.nan
         self._since, self._pausing = time.perf_counter(), False
@@ -166,12 +174,16 @@ class TrainingLog:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Writes what is pending, unless there was an error, and closes the files."""
+        failed = error is not None and not isinstance(error, OutOfTime)
         try:
             if error is None:
                 self.flush()
+        except BaseException:
+            failed = True
+            raise
         finally:
             if self._files is not None:
-                self._files.close()
+                self._files.close(failed)
 
     def _write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
         if self._files is not None and rows:
@@ -189,40 +201,40 @@ def _failure(metrics: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 class _Files:
-    """The files of a log, open for appending."""
+    """The files of a log, open for appending, and its trackers."""
 
-    def __init__(self, folder: Path, kept_steps: int):
+    def __init__(self, folder: Path, kept_steps: int, trackers: Callable[[], Sequence[Tracker]]):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         if path.exists():
             kept = [line for line, record in _lines(path) if record["step"] <= kept_steps]
             with replacing(path) as partial, partial.open("wb") as file:
                 file.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
-        board = folder / "tensorboard"
-        board.mkdir(exist_ok=True)
         self.folder = folder
-        # TensorBoard reads the files of a folder in the order of their names.
-        self.board = RecordWriter(str(board / f"events.out.tfevents.{time.time_ns()}"))
         with self._named():
-            self._event(file_version="brain.Event:2")
-            # TensorBoard drops this step and later ones of earlier files.
-            self._event(step=kept_steps + 1, session_log={"status": "START"})
-            self.board.flush()
+            self.board = TensorBoard(folder, kept_steps)
         self.lines = path.open("ab")
+        self.trackers: Sequence[Tracker] = ()
+        try:
+            self.trackers = trackers()
+        except BaseException:
+            self.close(failed=True)
+            raise
 
     def write(self, rows: Sequence[tuple[str, int, Record]]) -> None:
         with self._named():
             for _, step, record in rows:
                 self.lines.write(json.dumps({"step": step, **record}, allow_nan=False).encode() + b"\n")
             self.lines.flush()
-            for kind, step, record in rows:
-                scalars = (pair for key, value in record.items() for pair in _scalars(_tag(kind, key), value))
-                values = [{"tag": tag, "simple_value": number} for tag, number in scalars]
-                self._event(step=step, summary={"value": values})
-            self.board.flush()
+            self.board.log([_row(*row) for row in rows])
+        for tracker in self.trackers:
+            tracker.log([_row(kind, step, _unnamed(record)) for kind, step, record in rows])
 
-    def close(self) -> None:
-        with self._named(), closing(self.board):
+    def close(self, failed: bool) -> None:
+        # Everything is closed, whatever fails.
+        with self._named(), ExitStack() as stack:
+            for tracker in (*self.trackers, self.board):
+                stack.callback(tracker.close, failed)
             self.lines.close()
 
     @contextmanager
@@ -234,9 +246,6 @@ class _Files:
             if error.filename is None:
                 error.filename = str(self.folder)
             raise
-
-    def _event(self, **fields: Any) -> None:
-        self.board.write(_EVENTS.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def read_log(path: Path) -> list[Record]:
@@ -298,6 +307,15 @@ def _plain(value: Any) -> Any:
         return value
     array = np.asarray(value)
     return _plain((array if array.dtype.kind in "biu" else array.astype(np.float64)).tolist())
+
+
+def _row(kind: str, step: int, record: Record) -> Row:
+    return Row(step, dict(pair for key, value in record.items() for pair in _scalars(_tag(kind, key), value)))
+
+
+def _unnamed(record: Record) -> Record:
+    """The record with its sources by their numbers."""
+    return {key: list(value.values()) if key == TAU_BY_SOURCE else value for key, value in record.items()}
 
 
 def _tag(kind: str, key: str) -> str:

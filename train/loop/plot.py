@@ -13,7 +13,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
 from jetspec_jax.checkpoint.files import replacing
-from train.loop.log import Record, read_log
+from train.loop.log import TAU_BY_SOURCE, Record, read_log
 
 DPI = 100
 INCHES = (16.0, 8.0)
@@ -25,6 +25,10 @@ SMOOTHED = 0.02  # share of a run's steps that a point of a smoothed curve avera
 TRAIN_ACCURACY, VALIDATION_ACCURACY = "accuracy_by_depth", "validation_accuracy_by_depth"
 ACCURACY = "drafts equal to the target's choice"
 LEGEND: dict[str, Any] = {"framealpha": 0.8, "edgecolor": "none", "fontsize": 9, "title_fontsize": 9}
+# Line styles of temperatures; they recur after the last one.
+STYLES = ("-", "--", ":", "-.")
+# Characters of a source's name in a legend.
+LONGEST_NAME = 24
 # A legend above the panel, where curves may leave no room inside.
 ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "handlelength": 1.2}
 
@@ -55,6 +59,8 @@ def plot_training(log: Path, picture: Path, title: str) -> None:
     chain = [_chain] if keys & {"accepted_length", "validation_accepted_length"} else []
     if lengths := chain + ([_trees] if "tau" in keys else []):
         columns.append(lengths)
+    if _compared(records):
+        columns.append([_sources])
     small = [[draw] for key, draw in SMALL.items() if key in keys]
     # Without pyplot there is no global state, and no window system is asked for.
     figure = Figure(figsize=INCHES, layout="constrained")
@@ -190,6 +196,41 @@ def _trees(axis: Axes, records: Sequence[Record]) -> None:
     axis.set_ylim(bottom=0)
     _step_axis(axis)
     axis.legend(**LEGEND)
+
+
+def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Pairs of a source and a temperature that have a τ, in the order of the log; none if there is one."""
+    pairs = {
+        (source, temperature): None
+        for record in records
+        for source, temperatures in record.get(TAU_BY_SOURCE, {}).items()
+        for temperature in temperatures
+    }
+    return list(pairs) if len(pairs) > 1 else []
+
+
+def _sources(axis: Axes, records: Sequence[Record]) -> None:
+    """τ of trees of the largest budget: a colour for each source, a line style for each temperature."""
+    measured, pairs = [record for record in records if TAU_BY_SOURCE in record], _compared(records)
+    sources = list(dict.fromkeys(source for source, _ in pairs))
+    temperatures = list(dict.fromkeys(temperature for _, temperature in pairs))
+    colours = dict(zip(sources, shades("turbo", 0.05, 0.95, len(sources)), strict=True))
+    largest = max((budget for record in measured for budget in record["tau"]), key=int)
+    for source, temperature in pairs:
+        own = [
+            (record["step"], record[TAU_BY_SOURCE].get(source, {}).get(temperature, {}).get(largest))
+            for record in measured
+        ]
+        name = source if len(source) <= LONGEST_NAME else f"{source[: LONGEST_NAME - 1]}…"
+        # Matplotlib reads "$" as the beginning of a formula, and leaves out labels that begin with "_".
+        label = f"T = {temperature}, {name}".replace("$", r"\$")
+        style = {"ls": STYLES[temperatures.index(temperature) % len(STYLES)], "color": colours[source]}
+        axis.plot(*np.array(own, float).T, marker="o", markersize=3, linewidth=1, label=label, **style)
+    axis.set_title(f"trees of {largest} by temperature and source", fontsize=10)
+    axis.set_ylabel("τ, tokens a round")
+    axis.set_ylim(bottom=0)
+    _step_axis(axis)
+    axis.legend(**{**LEGEND, "fontsize": 7})
 
 
 def _small(key: str, label: str, tick: str = "{x:g}", *, log: bool = False) -> Panel:

@@ -74,7 +74,13 @@ def run_stages(work: Path, stages: dict[str, Stage], deadline: Deadline) -> None
 
 
 #: Settings that recipes of earlier versions lack, and what runs of these then did.
-LATER = {"mesh.expert": 1, "mesh.tensor": 1, "packing": False, "objective.smoothing": 0.5}
+LATER = {
+    "mesh.expert": 1,
+    "mesh.tensor": 1,
+    "packing": False,
+    "objective.smoothing": 0.5,
+    "evaluation.temperatures": [0.0],
+}
 
 
 def claim(work: Path, settings: Mapping[str, Any]) -> None:
@@ -88,7 +94,7 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         write_json(path, mine)
         return
-    here, there = _flat(mine), _flat(read_json(path))
+    here, there = dotted(mine), dotted(read_json(path))
     for name in here.keys() - there.keys():
         parts = name.split(".")
         # A head's recipe may be part of a larger one.
@@ -103,14 +109,14 @@ def claim(work: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Leaves of nested objects by their dotted names; a list of objects counts as an object."""
     if isinstance(tree, list) and tree and all(isinstance(part, dict) for part in tree):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {
-        name: leaf for key, value in tree.items() for name, leaf in _flat(value, f"{prefix}{key}.").items()
+        name: leaf for key, value in tree.items() for name, leaf in dotted(value, f"{prefix}{key}.").items()
     }
 
 

@@ -5,7 +5,7 @@ A checkpoint holds the state and the position in the data, so a run that was sto
 the same results.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from train.loop.log import TrainingLog
 from train.loop.mesh import batch_parts, one_device, put_batch, replicated, spread
 from train.loop.stages import Deadline
 from train.loss.objectives import Count, Loss, Means
+from train.trackers.tracker import Tracker
 
 # The same bits again on the same GPU: reductions in a fixed order, and no choice of kernels by stopwatch.
 DETERMINISTIC: Mapping[str, bool | int] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
@@ -122,6 +123,7 @@ def train(
     tokens_per_step: int = 0,
     evaluate_first: bool = False,
     watch: Callable[[], None] = lambda: None,
+    trackers: Callable[[], Sequence[Tracker]] = tuple,
 ) -> Trained:
     """Trains, or resumes the run that the folder holds.
 
@@ -142,6 +144,7 @@ def train(
         tokens_per_step: Tokens of the windows, padding included, for the log.
         evaluate_first: Whether the initial weights are evaluated too and may stay the best.
         watch: Called by the first process once the log has steps and a new evaluation of their weights.
+        trackers: Opens trackers beside TensorBoard, in the first process.
 
     Raises:
         OutOfTime: The deadline passed; the same call resumes.
@@ -167,7 +170,7 @@ def train(
             total=fit.steps, initial=first, desc=label, unit=" steps", mininterval=2, disable=not main
         )
         # A run without a checkpoint begins anew, and so does its log, the evaluation of step 0 included.
-        with TrainingLog(folder, kept_steps=first or -1, main=main) as log, bar:
+        with TrainingLog(folder, kept_steps=first or -1, main=main, trackers=trackers) as log, bar:
 
             def evaluated(step: int, best: Best) -> Best:
                 """Evaluates the weights, and returns the best so far."""

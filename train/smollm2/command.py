@@ -164,7 +164,7 @@ class _Head:
     def written_stage(self) -> None:
         """What the target writes as a user."""
         prompts = to_write(self.target.tokenizer, self.recipe.writing)
-        self._regenerate("written", prompts, (self.recipe.seed,), held=())
+        self._regenerate("written", prompts, (self.recipe.seed,), held=(), sources=None)
 
     def prompts_stage(self) -> None:
         """GSM8K's questions and what was written, but for what is dropped, in a random order."""
@@ -197,7 +197,8 @@ class _Head:
             SamplingParams(temperature=row["temperature"], max_tokens=self.recipe.max_tokens) for row in rows
         ]
         held = hold_out([ids.tobytes() for ids in tokens], self.recipe.heldout)
-        self._regenerate("answers", Prompts(tokens, params), (self.recipe.seed, 2), held)
+        kinds = [row["kind"] for row in rows]
+        self._regenerate("answers", Prompts(tokens, params), (self.recipe.seed, 2), held, kinds)
 
     def head_stage(self) -> None:
         """The head's training."""
@@ -212,7 +213,14 @@ class _Head:
             "temperature": temperatures[place % len(temperatures)],
         }
 
-    def _regenerate(self, name: str, prompts: Prompts, seed: Sequence[int], held: Sequence[int]) -> None:
+    def _regenerate(
+        self,
+        name: str,
+        prompts: Prompts,
+        seed: Sequence[int],
+        held: Sequence[int],
+        sources: Sequence[str] | None,
+    ) -> None:
         settings = regeneration_settings(
             prompts,
             target=NAME,
@@ -223,7 +231,7 @@ class _Head:
             heldout=len(held),
             shard_documents=self.recipe.shard_documents,
         )
-        writer = Writer(self.work / name, settings, held)
+        writer = Writer(self.work / name, settings, held, sources)
         regenerate(writer, self.target, prompts, slots=self.recipe.slots, deadline=self.deadline)
 
 

@@ -124,6 +124,33 @@ def test_a_folder_keeps_what_is_held_out(tmp_path):
         Writer(tmp_path, settings(9, heldout=3), [1, 7, 8])
 
 
+def test_each_document_has_its_source(tmp_path):
+    written, names = texts(9), [*"aabba", *"bbbb"]
+    writer = Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], names)
+    for plan in writer.missing:
+        writer.write(plan, [written[i] for i in plan.indices], None)
+    raw = json.loads((tmp_path / MANIFEST).read_text())
+    assert raw["sources"] == [["a", 2], ["b", 2], ["a", 1], ["b", 4]]
+    for split, expected in ((HELDOUT, "aba"), (TRAIN, "abbbbb")):
+        assert "".join(Documents.open(tmp_path, split).sources) == expected
+    with pytest.raises(ValueError, match="its documents come from other sources"):
+        Writer(tmp_path, settings(9, heldout=3), [0, 3, 4], ["a"] * 9)
+    with pytest.raises(ValueError, match="the sources have 8 documents instead of 9"):
+        Writer(tmp_path / "other", settings(9, heldout=3), [0, 3, 4], names[:8])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_of_an_earlier_version_goes_on_with_one_source(tmp_path):
+    write(tmp_path, texts(9), shards=1)
+    raw = json.loads((tmp_path / MANIFEST).read_text())
+    del raw["sources"]
+    (tmp_path / MANIFEST).write_text(json.dumps(raw))
+    writer = Writer(tmp_path, settings(9), None, [*"aaaaabbbb"])
+    for plan in writer.missing:
+        writer.write(plan, [texts(9)[i] for i in plan.indices], None)
+    assert Documents.open(tmp_path).sources == ["prompts.jsonl"] * len(Documents.open(tmp_path))
+
+
 def test_what_was_written_is_read(tmp_path):
     written = texts(21)
     write(tmp_path / "d", written)
@@ -251,6 +278,8 @@ def test_token_ids_outside_the_vocabulary_are_not_read(tmp_path):
         ({"settings": {}}, "is damaged"),
         ({"held": [0, 1]}, "is damaged"),
         ({"held": None}, "is damaged"),
+        ({"sources": [["a", 10], ["b", -1]]}, "is damaged: ValueError: the source 'b' has no documents"),
+        ({"sources": ["a"]}, "is damaged"),
         ("[]", "is damaged"),
         ('{"format": "jetspec-documents"', "is damaged"),
         ('{"format": "jetspec-documents", "version": 1}', "is damaged"),

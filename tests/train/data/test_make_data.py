@@ -510,8 +510,21 @@ class TestTraffic:
         out = tmp_path / "out"
         made = make_data.make_data("demo", sources, out, mode="corpus", weights=[2, 1], heldout=0)
         assert made.documents == 9
-        settings = DocumentsManifest.read(out).settings
-        assert settings.source == "a.jsonl, b.jsonl"
+        manifest = DocumentsManifest.read(out)
+        assert manifest.settings.source == "a.jsonl, b.jsonl"
+        assert manifest.sources == (("a.jsonl", 6), ("b.jsonl", 3))
+
+    @pytest.mark.parametrize("deduplicate", ["none", "prompt"])
+    def test_each_prompt_has_its_source(self, log, tmp_path, monkeypatch, deduplicate):
+        asked = {}
+        monkeypatch.setattr(make_data, "read_target", lambda *_, **__: None)
+        monkeypatch.setattr(make_data, "regenerate", lambda *given, **_: asked.update(prompts=given[2]))
+        # The second file repeats the first one's conversations.
+        make_data.make_data("demo", [log, log], tmp_path / "out", deduplicate=deduplicate)
+        sources = DocumentsManifest.read(tmp_path / "out").sources
+        count = len(asked["prompts"].tokens)
+        both = ((log.name, count // 2), (f"{log.name} (2)", count // 2))
+        assert sources == (both if deduplicate == "none" else ((log.name, count),))
 
     @pytest.mark.parametrize(
         ("settings", "complaint"),

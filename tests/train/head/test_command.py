@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from train.data.documents import Documents
 from train.data.manifest import DocumentsManifest
 from train.head import command as head_command
 from train.head.command import NOT_IMPROVED
+from train.loop.log import read_log
 
 RECIPE = """
 window = 16
@@ -39,6 +41,7 @@ windows = 2
 prompts = 1
 new_tokens = 4
 budgets = [16]
+temperatures = [0, 0.7]
 width = 2
 """
 
@@ -88,7 +91,18 @@ def test_a_head_from_documents(trained, folder):
     config = load_draft_head(trained / "draft_head", dtype="float32", target=target).config
     assert (config.block_size, config.tap_layers, config.causal) == (4, (0, 1), True)
     assert config.mask_token_id == target.tokenizer.mask_token_id
-    assert set(json.loads((trained / "evaluation.json").read_text())["tau"]) == {"16"}
+    final = json.loads((trained / "evaluation.json").read_text())
+    looks = [record for record in read_log(trained / "log.jsonl") if "tau" in record]
+    assert [look["step"] for look in looks] == [1, 2]
+    # One source and one prompt, greedy and sampled.
+    for look in (final, *looks):
+        assert set(look["tau"]) == {"16"}
+        assert set(look["tau_by_temperature"]) == {"0.0", "0.7"}
+        assert look["tau_by_temperature"]["0.0"] == look["tau"]
+        assert look["tau_by_source"] == {"prompts.jsonl": look["tau_by_temperature"]}
+    [prompt] = final["prompts"]
+    assert (prompt["source"], prompt["tau"]) == ("prompts.jsonl", final["tau"])
+    assert prompt["tau_by_temperature"] == final["tau_by_temperature"]
     assert (trained / "training.png").is_file()
     assert list((trained / "tensorboard").iterdir())
 
@@ -203,6 +217,12 @@ def test_fine_tuning_on_the_answers_of_a_log_generates_nothing(folder, tmp_path,
     for mode, head in (("corpus", None), ("regenerate", "demo")):
         assert main([*given, "--prompts", "log.jsonl", "--mode", mode, "--turns", "every"]) == 2
         assert (asked["mode"], asked["draft_head"], asked["turns"]) == (mode, head, "every")
+
+
+def test_a_tracker_s_package_must_be_there_before_anything_is_loaded(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert head(folder, tmp_path / "nothing", tmp_path / "work", "--track", "wandb") == 2
+    assert 'the tracker wandb needs wandb: pip install "jetspec-jax[wandb]"' in capsys.readouterr().err
 
 
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):

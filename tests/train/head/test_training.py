@@ -189,6 +189,12 @@ def test_another_recipe_is_refused_and_all_that_differs_is_named(run, data, tmp_
         ({"objective": {"gamma": -1.0}}, "objective.gamma must be at least 0, not -1.0"),
         ({"evaluation": {"windows": 0}}, "evaluation.windows must be at least 1, not 0"),
         ({"evaluation": {"prompts": 1, "budgets": ()}}, "evaluation.budgets"),
+        ({"evaluation": {"prompts": 1, "temperatures": ()}}, "evaluation.temperatures must name a temp"),
+        (
+            {"evaluation": {"temperatures": (0.0, 0)}},
+            r"evaluation.temperatures must differ, not be \[0.0, 0\]",
+        ),
+        ({"evaluation": {"temperatures": (-1.0,)}}, "evaluation.temperatures: temperature must be"),
         ({"evaluation": {"prompts": 1, "budgets": (16, 300)}}, "budget must be in 1..256"),
     ],
 )

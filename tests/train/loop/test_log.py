@@ -19,6 +19,7 @@ from tensorboardX.record_writer import masked_crc32c
 import train.loop.log
 from tests.train.full_disk import files_of_at_most
 from train.loop.log import NonFiniteLoss, TrainingLog, peak_memory_gib, read_log
+from train.loop.stages import OutOfTime
 
 
 def metrics(loss, **others):
@@ -378,6 +379,68 @@ class TestTensorBoard:
         }
         assert measured <= scalars.keys()
         assert read_log(tmp_path / "log.jsonl")[1]["device"] == "cpu"
+
+
+class Remote:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self):
+        self.rows, self.failed = [], None
+
+    def log(self, rows):
+        self.rows += rows
+
+    def close(self, failed):
+        self.failed = failed
+
+
+class TestTrackers:
+    def test_they_get_what_tensorboard_shows_but_no_source_s_name(self, tmp_path):
+        remote = Remote()
+        by_source = {"mine.jsonl": {"0.0": {"16": 2.0}}, "o/n:train": {"0.0": {"16": 3.0}}}
+        with TrainingLog(tmp_path, kept_steps=0, trackers=lambda: [remote]) as log:
+            log.add(1, metrics(2.0, accuracy_by_depth=jnp.array([0.5, math.nan])), 8)
+            log.write("evaluation", 1, {"tau": {"16": 2.5}, "tau_by_source": by_source, "device": "x"})
+        merged = {}
+        for step, values in remote.rows:
+            assert step == 1
+            merged |= values
+        assert "train/accuracy_by_depth/2" not in merged
+        assert merged["evaluation/tau_by_source/1/0.0/16"] == 2.0
+        assert merged["evaluation/tau_by_source/2/0.0/16"] == 3.0
+        assert not any("mine" in tag or "o/n" in tag for tag in merged)
+        scalars = shown(tmp_path)
+        assert scalars["evaluation/tau_by_source/mine.jsonl/0.0/16"] == [(1, 2.0)]
+        same = {tag for tag in scalars if "by_source" not in tag}
+        assert same == {tag for tag in merged if "by_source" not in tag}
+        assert remote.failed is False
+
+    @pytest.mark.parametrize(("error", "failed"), [(OutOfTime("x"), False), (ValueError("x"), True)])
+    def test_they_hear_whether_the_run_failed(self, tmp_path, error, failed):
+        remote = Remote()
+        with pytest.raises(type(error)), TrainingLog(tmp_path, kept_steps=0, trackers=lambda: [remote]):
+            raise error
+        assert remote.failed is failed
+
+    def test_a_loss_that_is_not_finite_fails_the_run_at_its_end_too(self, tmp_path):
+        remote = Remote()
+        with (
+            pytest.raises(NonFiniteLoss),
+            TrainingLog(tmp_path, kept_steps=0, trackers=lambda: [remote]) as log,
+        ):
+            log.add(1, metrics(math.inf), 8)
+        assert remote.failed is True
+
+    def test_one_that_cannot_be_opened_leaves_no_file_open(self, tmp_path):
+        def refuse():
+            raise RuntimeError("wandb cannot begin a run")
+
+        with pytest.raises(RuntimeError, match="wandb cannot"):
+            TrainingLog(tmp_path, kept_steps=0, trackers=refuse)
+
+    def test_other_processes_open_none(self, tmp_path):
+        with TrainingLog(tmp_path, kept_steps=0, main=False, trackers=lambda: 1 / 0):
+            pass
 
 
 def test_what_cannot_be_a_record_is_refused(tmp_path):

@@ -107,6 +107,33 @@ class TestTraining:
         bars = [patch.get_height() for axis in figures[0].axes for patch in axis.patches]
         np.testing.assert_allclose(bars, validation[-1])
 
+    def test_sources_and_temperatures_have_a_panel_where_there_are_several(self, tmp_path, figures):
+        def with_sources(count, temperatures):
+            def change(record):
+                if "tau" in record:
+                    record["tau_by_source"] = {
+                        f"_a very long name of ${source}, a source": {
+                            temperature: {"16": 1.0, "64": source + float(temperature) + record["step"]}
+                            for temperature in temperatures
+                        }
+                        for source in range(count)
+                    }
+                return record
+
+            return change
+
+        plot_training(write_log(tmp_path / "log.jsonl", with_sources(1, ["0.0"])), tmp_path / "a.png", "t")
+        assert len(figures[-1].axes) == 9
+        log = write_log(tmp_path / "log.jsonl", with_sources(2, ["0.0", "0.7"]))
+        plot_training(log, tmp_path / "a.png", "title")
+        assert len(figures[-1].axes) == 10
+        [axis] = [axis for axis in figures[-1].axes if "trees of 64" in axis.get_title()]
+        steps = np.arange(20, STEPS + 1, 20)
+        pairs = [(source, temperature) for source in range(2) for temperature in (0.0, 0.7)]
+        for line, (source, temperature) in zip(axis.get_lines(), pairs, strict=True):
+            np.testing.assert_allclose(line.get_data(), (steps, source + temperature + steps))
+            assert line.get_label() == rf"T = {temperature}, _a very long name of \${source}…"
+
     def test_what_a_log_lacks_has_no_panel(self, tmp_path, figures):
         def count(*lacking):
             def without(record):

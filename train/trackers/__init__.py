@@ -1,0 +1,1 @@
+"""Where the figures of a training run are shown: TensorBoard, Weights & Biases, MLflow."""
