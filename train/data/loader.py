@@ -1,24 +1,38 @@
 """Batches of windows, shuffled again in every epoch."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
 from jaxtyping import Int
 
-from train.data.windows import PackedWindows, Window, Windows
+from train.data.windows import Window
 
-# Threads that read whole batches, and how many batches they read ahead.
+# Threads that read whole batches, and how many batches they read ahead unless told otherwise.
 THREADS, AHEAD = 4, 8
 
 
+@runtime_checkable
+class WindowSource(Protocol):
+    """Windows by their indices."""
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Window:
+        """A window."""
+        ...
+
+
 def batches(
-    windows: Windows | PackedWindows,
+    windows: WindowSource,
     batch: int,
     seed: int,
     *,
     process_index: int = 0,
     process_count: int = 1,
+    ahead: int = AHEAD,
 ) -> "grain.DatasetIterator[Window]":
     """Endless batches. An epoch uses every window once, in an order that depends on the seed alone.
 
@@ -32,6 +46,7 @@ def batches(
         seed: Seed of the order.
         process_index: The index of this process.
         process_count: How many processes read.
+        ahead: Batches that are read ahead; they change no batch.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -53,4 +68,5 @@ def batches(
     order = grain.MapDataset.range(len(windows)).shuffle(seed=seed).repeat()
     # The sequence is endless, so there is no remainder.
     dataset = order.batch(batch * process_count, drop_remainder=True).map(read)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)))
+    options = grain.ReadOptions(num_threads=min(THREADS, ahead), prefetch_buffer_size=ahead)
+    return iter(dataset.to_iter_dataset(options))

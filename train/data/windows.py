@@ -3,7 +3,7 @@
 from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int, Int32, Shaped
 
 from train.data.documents import Documents
 from train.data.packing import pack
@@ -18,12 +18,14 @@ class Window(TypedDict):
         real: How many of the tokens are real; padding follows them.
         starts: In packed windows, for each token the index of its document's first token. The padding is a
             document of its own.
+        states: Where they are kept, the target's last hidden states and its taps, side by side.
     """
 
     tokens: Int32[np.ndarray, "*B T"]
     learn: Bool[np.ndarray, "*B T"]
     real: Int32[np.ndarray, "*B"]
     starts: NotRequired[Int32[np.ndarray, "*B T"]]
+    states: NotRequired[Shaped[np.ndarray, "*B T X"]]
 
 
 class Contents(NamedTuple):

@@ -19,6 +19,7 @@ from train.head.export import export_best, export_head
 from train.head.frozen import decoding_mesh, mesh_to_load
 from train.head.recipe import HeadRecipe
 from train.head.recipe_file import CONFIGS, add_set_option, read_head_recipe
+from train.head.target_states import check_bound
 from train.head.training import train_head
 from train.head.verdict import read_verdict
 from train.loop.mesh import make_mesh
@@ -69,6 +70,13 @@ def add_command(commands: Any) -> None:
         add_set_option(parser, "the")
         parser.add_argument("--minutes", type=float, help="stop cleanly after this; run again to go on")
         parser.add_argument(
+            "--cache-target-states",
+            dest="states_gib",
+            type=float,
+            metavar="GIB",
+            help="computes the target's states once and keeps them in the work folder, at most so many GiB",
+        )
+        parser.add_argument(
             "--track",
             action="append",
             default=[],
@@ -106,7 +114,7 @@ def _head(arguments: argparse.Namespace) -> int:
     and the exit code is 3.
     """
     recipe = read_head_recipe(arguments.recipe, arguments.set)
-    _tracking(arguments).check()
+    _check(arguments)
     return _train(arguments, recipe, arguments.data, arguments.work, Deadline(arguments.minutes))
 
 
@@ -117,7 +125,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     and the exit code is 3.
     """
     recipe, deadline = read_head_recipe(arguments.recipe, arguments.set), Deadline(arguments.minutes)
-    _tracking(arguments).check()
+    _check(arguments)
     made = make_data(
         arguments.target,
         arguments.prompts,
@@ -139,14 +147,29 @@ def _tracking(arguments: argparse.Namespace) -> Tracking:
     return Tracking(tuple(arguments.track), arguments.track_project)
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses options before anything is loaded or made."""
+    _tracking(arguments).check()
+    if arguments.states_gib is not None:
+        check_bound(arguments.states_gib)
+
+
 def _train(
     arguments: argparse.Namespace, recipe: HeadRecipe, data: Path, work: Path, deadline: Deadline
 ) -> int:
     checkpoint, ignored = arguments.draft_head, arguments.ignore_config_key
     target = read_target(Source(arguments.target, recipe.dtype, ignored), mesh_to_load(recipe.mesh))
     begin = None if checkpoint is None else Source(draft_head_at(checkpoint), ignore_config_keys=ignored)
-    tracking = _tracking(arguments)
-    folder = train_head(work, recipe, target, data, deadline, checkpoint=begin, tracking=tracking)
+    folder = train_head(
+        work,
+        recipe,
+        target,
+        data,
+        deadline,
+        checkpoint=begin,
+        tracking=_tracking(arguments),
+        states_gib=arguments.states_gib,
+    )
     result = read_verdict(work)
     if is_first():
         print(f"the head is in {folder}, curves of its training in {work / 'training.png'}")

@@ -1,8 +1,8 @@
 """Trains a draft head from a recipe, a target and a folder of documents, and writes a checkpoint.
 
-The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``,
-``training.png``, which is drawn while the run goes on, and at the end ``draft_head/`` (Hugging Face layout)
-and ``evaluation.json``.
+The work folder holds ``recipe.json``, ``checkpoints/`` and ``best/``, ``log.jsonl`` and ``tensorboard/``, on
+demand ``target_states/`` and ``trackers.json``, ``training.png``, which is drawn while the run goes on, and
+at the end ``draft_head/`` (Hugging Face layout) and ``evaluation.json``.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from jetspec_jax.device.processes import in_turn, is_first
 from jetspec_jax.device.sharding import on_one_device, parameter_shardings
 from jetspec_jax.models import Weights
 from train.data.documents import Documents
-from train.data.loader import batches
+from train.data.loader import AHEAD, WindowSource, batches
 from train.data.manifest import HELDOUT, TRAIN
 from train.data.windows import PackedWindows, Windows, check_enough, make_windows
 from train.head.engines import published_json
@@ -35,13 +35,17 @@ from train.head.evaluation import ALGORITHM, HeadEvaluator, HeldOut
 from train.head.frozen import Frozen, freeze
 from train.head.recipe import HeadRecipe
 from train.head.start import Beginning, begin_head
+from train.head.target_states import TargetStates, check_bound
 from train.head.tau import by_budget, tau_record
-from train.loop.mesh import batch_parts, make_mesh, one_device
+from train.loop.mesh import batch_parts, make_mesh, one_device, put_batch
 from train.loop.plot import LivePicture, plot_training
 from train.loop.stages import Deadline, claim, dotted, fresh
-from train.loop.trainer import Trained, train
-from train.loss.distillation import distillation_loss
+from train.loop.trainer import Trained, compiler_options, train
+from train.loss.distillation import distillation_loss, target_states
 from train.trackers.opening import UNTRACKED, Tracking
+
+#: Batches that are read ahead with the target's states: each may take a GiB of host memory and more.
+STATES_AHEAD = 2
 
 
 def train_head(
@@ -54,6 +58,7 @@ def train_head(
     checkpoint: Source | None = None,
     label: str = "head",
     tracking: Tracking = UNTRACKED,
+    states_gib: float | None = None,
 ) -> Path:
     """Trains a draft head, or resumes the run of the folder, and returns the finished head's folder.
 
@@ -67,12 +72,15 @@ def train_head(
             its config, ignored keys too.
         label: For the progress bar.
         tracking: Trackers beside TensorBoard. They get the recipe and the figures of the log.
+        states_gib: Most GiB of the target's states, which are then computed once and kept in the work folder;
+            None computes them in every step.
 
     Raises:
         OutOfTime: The deadline passed; call again to resume.
         FileNotFoundError: There are no documents, or no such checkpoint.
         ValueError: The folder was begun with other settings; recipe, target, documents and devices do not
-            fit together; or a tracker is unknown or not installed.
+            fit together; a tracker is unknown or not installed; or the target's states are larger than their
+            bound or than the free disk.
         RuntimeError: A tracker refuses the run.
         NonFiniteLoss: The loss is not finite; the last checkpoint before it stays.
         TrainingCheckpointError: A checkpoint could not be written, and the one before it stays; or there are
@@ -80,6 +88,8 @@ def train_head(
     """
     recipe.check()
     tracking.check()
+    if states_gib is not None:
+        check_bound(states_gib)
     documents, held = Documents.open(data, TRAIN), Documents.open(data, HELDOUT)
     check_documents(documents, target)
     mesh = make_mesh(recipe.mesh)
@@ -99,6 +109,11 @@ def train_head(
     windows = make_windows(documents, recipe.window, recipe.seed, packing=recipe.packing)
     check_enough(windows, recipe.fit.batch)
     run = _HeadRun(work, recipe, frozen, mesh, beginning, held)
+    folder, mark = work / "draft_head", work / "evaluation.json"
+    finished, states = mark.exists() and folder.is_dir(), None
+    if states_gib is not None and not finished:
+        states = run.target_states(windows)
+        print(f"{label}: {states.check(states_gib)}", flush=True)
     # After all checks, because a claimed folder takes no other recipe.
     with in_turn("a work folder"):
         claim(
@@ -112,12 +127,13 @@ def train_head(
                 "target_weights": fingerprint(target.weights),
             },
         )
-    folder, mark = work / "draft_head", work / "evaluation.json"
-    if mark.exists() and folder.is_dir():
+    if finished:
         return folder
     if is_first():
         print(f"{label}: {windows.contents}", flush=True)
-    trained = run.train(windows, deadline, label, tracking)
+    if states is not None:
+        states.make(run.compute_states, run.evaluator.batch, deadline)
+    trained = run.train(windows if states is None else states, deadline, label, tracking)
     weights = on_one_device(trained.weights)
     with in_turn("a finished head") as first:
         if first:
@@ -193,6 +209,10 @@ class _HeadRun:
         self.loss = distillation_loss(
             beginning.config, target.config, recipe.objective, dtype, remat=recipe.remat
         )
+        self.states = jax.jit(
+            target_states(beginning.config, target.config, dtype),
+            compiler_options=compiler_options(recipe.deterministic),
+        )
         self.evaluator = HeadEvaluator(
             beginning.config,
             target,
@@ -206,9 +226,20 @@ class _HeadRun:
             seed=recipe.seed + 1,
         )
 
-    def train(
-        self, windows: Windows | PackedWindows, deadline: Deadline, label: str, tracking: Tracking
-    ) -> Trained:
+    def target_states(self, windows: Windows | PackedWindows) -> TargetStates:
+        """The states of all windows, of which nothing is computed yet."""
+        config, target = self.beginning.config, self.evaluator.target.config
+        width = target.hidden_size * (1 + len(config.tap_layers))
+        return TargetStates(self.work / "target_states", windows, width, np.dtype(self.evaluator.dtype))
+
+    def compute_states(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The states of a batch of windows."""
+        read = ("tokens", "starts")
+        with jax.set_mesh(self.mesh):
+            placed = {name: put_batch(x, self.mesh, axis=0) for name, x in batch.items() if name in read}
+            return np.asarray(self.states(self.frozen, placed))
+
+    def train(self, windows: WindowSource, deadline: Deadline, label: str, tracking: Tracking) -> Trained:
         recipe, processes = self.recipe, jax.process_count()
         if recipe.fit.batch % processes:
             raise ValueError(f"a batch of {recipe.fit.batch} does not divide over {processes} processes")
@@ -218,6 +249,7 @@ class _HeadRun:
             recipe.seed,
             process_index=jax.process_index(),
             process_count=processes,
+            ahead=STATES_AHEAD if isinstance(windows, TargetStates) else AHEAD,
         )
         try:
             return train(

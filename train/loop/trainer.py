@@ -215,6 +215,11 @@ def train(
         return Trained(weights, best.step, best.score)
 
 
+def compiler_options(deterministic: bool) -> dict[str, bool | int] | None:
+    """Options of XLA for a program that gives the same bits again if ``deterministic``; None is no option."""
+    return dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
+
+
 class Loop:
     """The jitted step of a run, and the placement of its state and batches on a mesh.
 
@@ -228,7 +233,7 @@ class Loop:
         """Compiles nothing yet; ValueError if the batch does not divide over the mesh."""
         self.fit, self.loss, self.mesh, self.parts = fit, loss, mesh, fit.parts(batch_parts(mesh))
         self.optimizer = make_optimizer(fit)
-        self.options = dict(DETERMINISTIC) if deterministic and jax.default_backend() == "gpu" else None
+        self.options = compiler_options(deterministic)
 
     def begin(self, weights: Weights, shardings: Any, seed: int) -> TrainState:
         """The state before the first step; the optimiser's moments have the weights' shardings.

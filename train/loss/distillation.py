@@ -1,9 +1,10 @@
 """Distillation of a draft head from its frozen target. Shapes as in `train.loss.attention`."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, Shaped
 
 from jetspec_jax.config import DraftHeadConfig, ModelConfig
 from jetspec_jax.models import Weights, bind
@@ -41,7 +42,7 @@ def distillation_loss(
     length of a greedy chain without the bonus token. A batch with ``real`` is counted, too.
 
     Sequences with ``starts`` are packed: neither target nor head sees another document, and each document
-    begins at position 0.
+    begins at position 0. A batch with ``states``, as `target_states` gives them, needs no run of the target.
 
     Args:
         head_config: The head.
@@ -60,17 +61,10 @@ def distillation_loss(
         # Whole on the devices that share the target, each of which computes the same: a head is small, and
         # need not divide as the target does. Only its rows' way through the target's table is shared.
         head = bind(head_config, whole(cast(weights, dtype)))
-        # Chosen here, as devices that run together cannot try anything out.
-        implementation = best_implementation(dtype, tokens.shape[1], packed=starts is not None)
-
-        def states(target: Transformer, tokens: Array, starts: Array | None = None) -> tuple[Array, Array]:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-            positions = positions if starts is None else positions - starts
-            attend = causal_attend(implementation, starts)
-            out = target(tokens, positions, attend, taps=head_config.tap_layers)
-            return out.hidden, out.taps
-
-        hidden, taps = teacher(states, tokens) if starts is None else teacher(states, tokens, starts)
+        if "states" in batch:
+            hidden, taps = jnp.split(batch["states"], [target_config.hidden_size], axis=-1)
+        else:
+            hidden, taps = _states(teacher, head_config, tokens, starts, dtype)
         student = draft_blocks(head, teacher, tokens, taps, anchors, starts=starts, remat=remat)[:, :, 1:]
         task = lessons(tokens, learn, anchors, slots)
         b, a, d = task.rows.shape
@@ -109,3 +103,39 @@ def distillation_loss(
         }
 
     return loss
+
+
+def target_states(
+    head_config: DraftHeadConfig, target_config: ModelConfig, dtype: jnp.dtype
+) -> Callable[[Weights, dict[str, Array]], Shaped[Array, "B T X"]]:
+    """What the loss reads of the target's run over a batch, for batches that keep it.
+
+    Returns:
+        A function of the frozen weights and a batch. It gives the last hidden states and the taps side by
+        side, in the dtype, ``[B, T, M + F]``.
+    """
+
+    def states(frozen: Weights, batch: dict[str, Array]) -> Shaped[Array, "B T X"]:
+        teacher = Teacher(target_config, cast(frozen, dtype))
+        return jnp.concatenate(
+            _states(teacher, head_config, batch["tokens"], batch.get("starts"), dtype), axis=-1
+        )
+
+    return states
+
+
+def _states(
+    teacher: Teacher, head_config: DraftHeadConfig, tokens: Array, starts: Array | None, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """The target's last hidden states and taps."""
+    # Chosen here, as devices that run together cannot try anything out.
+    implementation = best_implementation(dtype, tokens.shape[1], packed=starts is not None)
+
+    def states(target: Transformer, tokens: Array, starts: Array | None = None) -> tuple[Array, Array]:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+        positions = positions if starts is None else positions - starts
+        attend = causal_attend(implementation, starts)
+        out = target(tokens, positions, attend, taps=head_config.tap_layers)
+        return out.hidden, out.taps
+
+    return teacher(states, tokens) if starts is None else teacher(states, tokens, starts)

@@ -134,6 +134,12 @@ def test_the_seed_decides_the_order(documents, opened):
     assert first != other
 
 
+def test_reading_ahead_changes_no_batch(documents, opened):
+    near, far = (opened(documents, WINDOW, 3, seed=5, **given) for given in ({"ahead": 1}, {}))
+    for _ in range(20):
+        assert rows(next(near)) == rows(next(far))
+
+
 @pytest.mark.parametrize("taken", [0, 1, 7, 20])
 def test_a_position_is_left_and_taken_up(documents, opened, taken):
     iterator = opened(documents, WINDOW, 3, seed=5)

@@ -117,6 +117,26 @@ def test_it_says_where_the_head_is_and_how_to_use_it(trained, folder, capsys):
 
 
 @pytest.mark.wide
+def test_a_run_with_kept_target_states(trained, folder, tmp_path, capsys):
+    kept = ("--cache-target-states", "1", "--set", "evaluation.prompts=0")
+    assert head(folder, folder / "documents", tmp_path / "work", *kept, "--minutes", "0") == 0
+    out = capsys.readouterr().out
+    assert "head: the target's states of " in out
+    assert "target states: 0 of 1 shards are written" in out
+    assert head(folder, folder / "documents", tmp_path / "work", *kept) == 0
+    losses = [
+        [record["loss"] for record in read_log(work / "log.jsonl") if "loss" in record]
+        for work in (tmp_path / "work", trained)
+    ]
+    assert len(losses[0]) == 2
+    # Of sums in another order.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert head(folder, folder / "documents", tmp_path / "none", "--cache-target-states", "1e-9") == 2
+    assert "and --cache-target-states allows 1e-09 GiB" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.wide
 def test_fine_tuning_in_one_command(trained, folder, tmp_path, capsys):
     begun = shutil.copytree(trained / "draft_head", tmp_path / "begun")
     raw = json.loads((begun / "config.json").read_text())
@@ -223,6 +243,15 @@ def test_a_tracker_s_package_must_be_there_before_anything_is_loaded(folder, tmp
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert head(folder, tmp_path / "nothing", tmp_path / "work", "--track", "wandb") == 2
     assert 'the tracker wandb needs wandb: pip install "jetspec-jax[wandb]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["head", "finetune"])
+def test_a_cache_that_holds_nothing_is_refused_before_anything_is_made(folder, tmp_path, capsys, command):
+    source = {"head": "--data", "finetune": "--prompts"}[command]
+    asked = [command, "--recipe", str(folder / "tiny.toml"), "--target", "nothing", source, "nothing"]
+    assert main([*asked, "--work", str(tmp_path / "work"), "--cache-target-states", "nan"]) == 2
+    assert "--cache-target-states must be above 0 GiB, not nan" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
 
 
 def test_one_of_several_processes_must_know_which(folder, tmp_path, capsys):

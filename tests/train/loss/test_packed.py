@@ -13,7 +13,7 @@ from tests.mesh.tiny import DENSE, MIXTURES, VOCAB, config_of, head_config
 from train.loss import distillation
 from train.loss.attention import packed_bits
 from train.loss.blocks import count_anchors, learnable
-from train.loss.distillation import distillation_loss
+from train.loss.distillation import distillation_loss, target_states
 from train.loss.objectives import Objective
 
 # Longer and shorter than the windows of 8; padding follows them.
@@ -98,6 +98,21 @@ def test_losses_metrics_and_gradients_are_those_of_the_documents_alone(family):
     assert int(means["real_tokens"]) == sum(LENGTHS)
     assert int(means["learnable_tokens"]) == sum(LENGTHS) - 3
     assert int(means["distinct_anchors"]) == 10
+
+
+@pytest.mark.parametrize("layout", [packed, wide(alone)])
+def test_kept_states_of_the_target_give_the_same_losses_and_gradients(layout):
+    run, batch, anchors = program(DEFAULT), layout(documents(0)), SHIFTED if layout is packed else ANCHORS
+    config, (weights, frozen) = config_of(DEFAULT), run.args
+    states = jax.jit(target_states(head_config(config), config, jnp.dtype("float32")))(frozen, batch)
+    kept = batch | {"states": np.asarray(states)}
+    found = run(kept, anchors)
+    assert_close(found, run(batch, anchors))
+    # The target does not run again: its layers may hold anything.
+    spoilt = frozen | {"layers": jax.tree.map(lambda x: x * np.nan, frozen["layers"])}
+    jax.tree.map(np.testing.assert_array_equal, run.func(weights, spoilt, kept, anchors), found)
+    other = batch | {"states": 2 * kept["states"]}
+    assert float(run(other, anchors)[1]["loss"]) != float(found[1]["loss"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
