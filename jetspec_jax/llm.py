@@ -233,8 +233,7 @@ class LLM:
         if self._notice is not None and self.draft_head is not None and can_pay(self.target):
             self._small_trees = SmallTrees(self.target, self.draft_head, implementation)
             self._notice = None
-            if (notes := notes_folder(compilation_cache)) is not None:
-                keep_costs_in(notes)
+            keep_costs_in(notes_folder(compilation_cache))
 
     def __repr__(self) -> str:
         """The models, where they lie, and the trees."""
@@ -378,7 +377,8 @@ class LLM:
         limit = min(self.target.config.max_position_embeddings, self._capacity or DEFAULT_CAPACITY)
         # The last token of a prompt is a round's, those before it are prefilled.
         prompt, kinds = [0] * min(2, limit - 1), kinds_to_compile(sampling_params)
-        if self._small_trees is not None:
+        greedy = sampling_params is None or sampling_params.temperature == 0
+        if self._small_trees is not None and greedy and counts[-1] == 1:
             self._small_trees.begin()
             kinds += [replace(params, temperature=1.0) for params in kinds]  # these are decoded plainly
         for count in BAR(counts, desc="compiling", unit=" batch sizes"):

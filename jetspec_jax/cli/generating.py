@@ -81,10 +81,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     ids = [encode(llm, prompt, arguments) for prompt in prompts]
     hints = [routing_hints(arguments, prompt) for prompt in prompts]
     asked = list(_each(prompts, ids, params))
-    streamed = len(asked) == 1 and llm.target.tokenizer is not None and not arguments.json
+    alone = len(asked) == 1 and llm.target.tokenizer is not None
+    streamed = alone and not arguments.json
 
     def run(llm: LLM, *, timed: bool, shown: bool) -> _Run:
-        warm = timed and _warm_up(llm, ids, params, hints, alone=streamed)
+        warm = timed and _warm_up(llm, ids, params, hints, alone=alone)
         started = time.perf_counter()
         if streamed:
             completions = [_stream(llm, ids[0], params, hints[0], shown=shown)]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ _known: dict[CostKey, RoundCosts] = {}
 _path: Path | None = None
 
 
-def keep_costs_in(folder: Path) -> None:
-    """Costs that this process measures from now on are kept in a folder, and those in it are known."""
+def keep_costs_in(folder: Path | None) -> None:
+    """Keeps costs that this process measures in a folder, and knows those in it; None keeps them nowhere."""
     global _path
-    _path = folder / FILE
+    _path = None if folder is None else folder / FILE
 
 
 def known_costs(key: CostKey) -> RoundCosts | None:
@@ -78,8 +79,18 @@ def _name(key: CostKey) -> str:
     """Names models, trees, size, machine and versions, but not where the models lie."""
     decoders, size, dtype = key
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = jax.devices()[0].device_kind, cores, jax.__version__, __version__
+    machine = jax.devices()[0].device_kind, _processor(), cores, jax.__version__, __version__
     return hashlib.sha256(repr((decoders, size, dtype.name, machine)).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """The processor's model: JAX calls all of them "cpu"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _as_json(costs: RoundCosts) -> dict[str, Any]:

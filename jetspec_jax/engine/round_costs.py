@@ -17,8 +17,9 @@ Pair = tuple[int, int]
 
 #: Timed pairs of dispatches of each shape and context, whose median counts; and of all shapes, at most.
 REPEATS, ALL_REPEATS = 7, 60
-#: Timed dispatches of a shape take about so many seconds at most; but each is repeated so often at least.
-SHAPE_SECONDS, LEAST_REPEATS = 2.0, 3
+#: All timed dispatches together take about so many seconds for each shape at most, but each runs at least so
+#: often: the longer a round is, the less noise weighs.
+SHAPE_SECONDS, LEAST_REPEATS = 2.0, 1
 #: A timed dispatch has fewer rounds than the engine's where those take longer than this.
 DISPATCH_SECONDS = 0.05
 #: Shapes that are all timed; of more, plain ones and some trees, and the others lie on planes between them.

@@ -6,14 +6,16 @@ the weights already, and fewer drafts of sampled ones are accepted. Algorithm "a
 plain rounds, dispatch by dispatch, by measured costs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 
 from jetspec_jax.checkpoint.loading import Head, Target
 from jetspec_jax.decode.settings import TreeSettings
-from jetspec_jax.device.memory import array_bytes
+from jetspec_jax.device.memory import array_bytes, fits
 from jetspec_jax.engine.known_costs import known_costs
+from jetspec_jax.engine.memory import engine_bytes
 from jetspec_jax.engine.planning import EnginePlan, plan_engine
 from jetspec_jax.engine.request import Request
 
@@ -24,8 +26,8 @@ LEAST_BYTES = 100_000_000
 #: Rounds of trees that take so many times as long as plain ones do not pay, whatever the text: the best draft
 #: heads have 4 tokens of 8 nodes committed.
 MOST_RATIO = 4.0
-#: Tokens of such calls that are decoded plainly before, which takes about as long as the trees' programs take
-#: to compile: who asks for no more does not wait for the compiler.
+#: Calls are decoded plainly until they have had so many tokens, which takes about as long as the trees'
+#: programs take to compile: who asks for no more does not wait for the compiler.
 PLAIN_TOKENS = 256
 
 
@@ -36,8 +38,8 @@ class SmallTrees:
         """Takes the models, on one device, and the implementation of tree attention."""
         self._target, self._head, self._implementation = target, head, implementation
         self._tokens = 0
-        # The last such call that was decoded plainly, whose tokens are not counted yet.
-        self._last: Request | None = None
+        # Tokens of the last such call that was decoded plainly; they are not counted yet.
+        self._last: Sequence[int] = ()
 
     def begin(self) -> None:
         """Gives trees from the next call on."""
@@ -49,10 +51,10 @@ class SmallTrees:
         served = driver is not None and driver() is not None  # by the engine of other callers
         if served or len(requests) != 1 or requests[0].params.temperature > 0:
             return plan
-        self._tokens += 0 if self._last is None else len(self._last.tokens)
-        self._last = None
+        last, self._last = self._last, ()
+        self._tokens += len(last)
         if self._tokens < PLAIN_TOKENS:
-            [self._last] = requests
+            self._last = requests[0].tokens
             return plan
         trees = plan_engine(
             self._target.config,
@@ -67,6 +69,9 @@ class SmallTrees:
             plain, tree = (costs.at((1, bucket), costs.contexts[0], 1) for bucket in costs.buckets(1))
             if tree > MOST_RATIO * plain:
                 return plan
+        kept = self._target.keeper.engine
+        if not (kept is not None and kept.plan.has_trees_of(trees)) and not fits(engine_bytes(trees)):
+            return plan
         requests[0].budget, requests[0].depth = SMALL_TREES.budget, trees.decoder.depth
         return replace(trees, extras=plan.extras)
 

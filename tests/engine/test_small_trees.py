@@ -81,12 +81,19 @@ def test_they_begin_after_some_tokens(llm, monkeypatch):
         requests[0].tokens += [7] * 20
 
 
-def test_they_begin_at_once_after_a_warm_up(llm, monkeypatch):
+@pytest.mark.parametrize(("params", "bucket"), [(None, 8), (GREEDY, 8), (SamplingParams(temperature=0.7), 1)])
+def test_they_begin_at_once_after_a_warm_up_for_greedy_requests(llm, monkeypatch, params, bucket):
     monkeypatch.setattr(small_trees, "PLAIN_TOKENS", 30)
     monkeypatch.setattr(llm, "generate", lambda *arguments, **settings: None)
     monkeypatch.setattr(llm_module, "compile_chunks", lambda target: None)
-    llm.warm_up(1)
-    assert planned(llm).decoder.bucket == 8
+    llm.warm_up(1, params)
+    assert planned(llm).decoder.bucket == bucket
+
+
+def test_where_memory_is_short_decoding_stays_plain(llm, monkeypatch):
+    monkeypatch.setattr(small_trees, "fits", lambda needs: False)
+    llm.target.keeper.engine = None
+    assert planned(llm).decoder.bucket == 1
 
 
 def answered(llm, wanted):
@@ -111,7 +118,9 @@ def test_trees_that_cost_little_are_grown(llm, demo):
     assert max(answered(llm, wanted)) == 8
 
 
-def test_nothing_is_kept_where_no_program_is(demo):
+def test_nothing_is_kept_where_no_program_is(demo, tmp_path):
+    LLM(demo.target, "demo")
+    assert known_costs._path == tmp_path / known_costs.FILE
     LLM(demo.target, "demo", compilation_cache="off")
     assert known_costs._path is None
 

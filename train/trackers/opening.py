@@ -61,15 +61,15 @@ class Tracking:
                     tracker = WandB(folder, self.project, recipe, runs.get(name))
                 else:
                     tracker = MLflow(self.project, recipe, runs.get(name))
+                opened.append(Lenient(name, tracker))
+                # At once, so that a later start continues this run even if the next tracker refuses.
+                write_json(folder / RUNS, {**runs, name: tracker.run_id})
             except Exception as error:  # each library has errors of its own
                 for earlier in opened:
                     earlier.close(failed=True)
                 begun = f"continue run {runs[name]} of {folder / RUNS}" if name in runs else "begin a run"
                 raise RuntimeError(f"{name} cannot {begun}: {type(error).__name__}: {error}") from error
-            opened.append(Lenient(name, tracker))
-            # At once, so that a later start continues this run even if the next tracker refuses.
             runs[name] = tracker.run_id
-            write_json(folder / RUNS, runs)
         return opened
 
 
