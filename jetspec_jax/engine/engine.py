@@ -218,7 +218,7 @@ class Engine:
     def _policy(self) -> BudgetPolicy:
         auto, slices = self.plan.auto, self.plan.slices
         # What rounds cost is measured only for those who ask for it.
-        costs = None if auto is None and slices is None else self.runner.round_costs(self.plan.cost_key)
+        costs = None if auto is None and slices is None else self.runner.round_costs()
         if auto is None or costs is None:
             policy = FixedBudget(self.plan.decoder.bucket, costs, slices, plain=len(self.runner.decoders) > 1)
         else:

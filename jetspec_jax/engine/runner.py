@@ -21,7 +21,7 @@ from jetspec_jax.device.mesh import on_all_devices
 from jetspec_jax.device.processes import agreed, spans, together
 from jetspec_jax.engine.budget_policy import USUAL_ROUNDS
 from jetspec_jax.engine.constrained import ConstrainedRounds
-from jetspec_jax.engine.known_costs import CostKey, known_costs, learn_costs
+from jetspec_jax.engine.known_costs import known_costs, learn_costs
 from jetspec_jax.engine.memory import empty_snapshots, empty_state
 from jetspec_jax.engine.planning import EnginePlan
 from jetspec_jax.engine.records import Batch, Chunk, DispatchRecord, Growth, SlotCopy
@@ -67,6 +67,7 @@ class Runner:
         self.decoders = {decoder.bucket: decoder for decoder in plan.decoders}
         self.decoder = plan.decoders[-1]
         self.weights, self.size, self.dtype = weights, plan.size, plan.dtype
+        self._cost_key = plan.cost_key
         # To free a free slot changes nothing; else the first that ends would wait for the compiler.
         self.state = self.decoder.release(empty_state(plan), np.int32(0))
         self._grow(())  # likewise
@@ -241,19 +242,19 @@ class Runner:
         for array in jax.tree.leaves((self.state, self.snapshots)):
             array.delete()
 
-    def round_costs(self, key: CostKey) -> RoundCosts:
+    def round_costs(self) -> RoundCosts:
         """What rounds of every shape cost here: measured once for each kind of engine.
 
         Compiles the programs of all shapes, so that a change of the bucket compiles nothing.
         """
-        if (costs := known_costs(key)) is not None:
+        if (costs := known_costs(self._cost_key)) is not None:
             self.compile_rounds(Kind())
             return costs
         deepest = 1 + max(decoder.depth for decoder in self.decoders.values())
         low, high, rounds = timed_contexts(self.size.capacity, USUAL_ROUNDS, deepest)
         shapes = self.size.rounds(tuple(self.decoders))
         costs = measure_round_costs(self.time_dispatch, shapes, (low, high), rounds)
-        learn_costs(key, costs)
+        learn_costs(self._cost_key, costs)
         return costs
 
     def time_dispatch(self, shape: Pair, context: int, rounds: int) -> float:
