@@ -67,9 +67,9 @@ def test_a_small_target_is_decoded_plainly(demo, monkeypatch):
 
 
 def test_rounds_that_take_too_long_are_not_tried(llm):
-    ratio(llm, 3.9)
+    ratio(llm, 2.7)
     assert planned(llm).decoder.bucket == 8
-    ratio(llm, 4.1)
+    ratio(llm, 2.8)
     assert planned(llm).decoder.bucket == 1
 
 
