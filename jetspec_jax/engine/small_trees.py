@@ -6,6 +6,7 @@ the weights already, and fewer drafts of sampled ones are accepted. Algorithm "a
 plain rounds, dispatch by dispatch, by measured costs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,9 +24,9 @@ SMALL_TREES = TreeSettings(8, algorithm="auto")
 #: Bytes of a target for which they can pay: a processor's cache may hold a smaller one, whose plain rounds
 #: wait for nothing.
 LEAST_BYTES = 100_000_000
-#: Rounds of trees that take more than so many times as long as plain ones do not pay: draft heads have about 3
-#: to 4 tokens of 8 nodes committed, and "auto" has costs of its own. SmolLM2 on two machines with two cores: at
-#: 2.5 times, trees were 1.1 to 1.7 times as fast as plain decoding; at 3.3 times, 0.8 times.
+#: Rounds of trees that take more than so many times as long as plain ones do not pay: draft heads have about
+#: 3 to 4 tokens of 8 nodes committed, and "auto" has costs of its own. SmolLM2 on two machines with two cores:
+#: at 2.5 times, trees were 1.1 to 1.7 times as fast as plain decoding; at 3.3 times, 0.8 times.
 MOST_RATIO = 2.75
 #: Calls are decoded plainly until they have had so many tokens, which takes about as long as the trees'
 #: programs take to compile: who asks for no more does not wait for the compiler.
@@ -67,7 +68,7 @@ class SmallTrees:
         )
         costs = known_costs(trees.cost_key)
         if costs is not None:
-            plain, tree = (costs.at((1, bucket), costs.contexts[0], 1) for bucket in costs.buckets(1))
+            plain, tree = (costs.at((1, bucket), costs.contexts[0], math.inf) for bucket in costs.buckets(1))
             if tree > MOST_RATIO * plain:
                 return plan
         kept = self._target.keeper.engine

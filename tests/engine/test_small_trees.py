@@ -43,7 +43,7 @@ def planned(llm, params=GREEDY, prompts=("import os\n",)):
 
 def ratio(llm, value):
     """Makes it known that rounds of trees take so many times as long as plain ones."""
-    costs = RoundCosts((64, 512), {(1, 1): (1.0, 1.0), (1, 8): (value, value)}, {(1, 1): 0.0, (1, 8): 0.0})
+    costs = RoundCosts((64, 512), {(1, 1): (1.0, 1.0), (1, 8): (value, value)}, {(1, 1): 5.0, (1, 8): 5.0})
     known_costs.learn_costs(planned(llm).cost_key, costs)
 
 
