@@ -72,7 +72,7 @@ def enable_compilation_cache(folder: str | Path = "auto", *, together: bool = Fa
 
 
 def notes_folder(folder: str | Path = "auto") -> Path | None:
-    """Where what is measured on this machine is kept for later processes: beside compiled programs.
+    """The folder that keeps measurements of this machine for later processes, beside compiled programs.
 
     Args:
         folder: As for `enable_compilation_cache`, which has been called. "auto" is JAX's folder where it has

@@ -1,4 +1,4 @@
-"""Costs of rounds that this process has measured, and the file by which later processes know of them."""
+"""Round costs that this process has measured, and the file that keeps them for later processes."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def keep_costs_in(folder: Path | None) -> None:
 
 
 def known_costs(key: CostKey) -> RoundCosts | None:
-    """Costs that were measured for this kind of engine, in this process or in one that kept them."""
+    """Round costs of an engine, measured in this process or read from the file; None if there are none."""
     if key not in _known and _path is not None and not spans(_mesh(key)):
         decoders, size, _ = key
         shapes = size.rounds(tuple(decoder.bucket for decoder in decoders))
@@ -47,7 +47,7 @@ def known_costs(key: CostKey) -> RoundCosts | None:
 
 
 def learn_costs(key: CostKey, costs: RoundCosts) -> None:
-    """Takes in what was measured; processes that share an engine must choose alike, so they keep nothing."""
+    """Keeps measured costs; not in the file for an engine of several processes, which must choose alike."""
     _known[key] = costs
     if _path is not None and not spans(_mesh(key)):
         _write(_path, _name(key), costs)
@@ -58,7 +58,7 @@ def _mesh(key: CostKey) -> Mesh | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a file holds, by names of keys; nothing if it is not to be had, or of another content."""
+    """Entries of the file by `_name`; none if the file is missing, unreadable or no JSON object."""
     try:
         kept = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -102,7 +102,7 @@ def _costs_of(kept: Any) -> RoundCosts | None:
     """What `_as_json` gave; None of anything else."""
     try:
         low, high = map(int, kept["contexts"])
-        rows = [((int(live), int(bucket)), *_seconds(own)) for live, bucket, *own in kept["rounds"]]
+        rows = [((int(live), int(bucket)), *_seconds(times)) for live, bucket, *times in kept["rounds"]]
         seconds = {pair: (first, last) for pair, first, last, _ in rows}
         guessed = frozenset((int(live), int(bucket)) for live, bucket in kept["guessed"])
     except (KeyError, TypeError, ValueError, OverflowError):

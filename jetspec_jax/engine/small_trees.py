@@ -25,7 +25,7 @@ SMALL_TREES = TreeSettings(8, algorithm="auto")
 #: wait for nothing.
 LEAST_BYTES = 100_000_000
 #: Rounds of trees that take more than so many times as long as plain ones do not pay: heads have about
-#: 3 to 4 tokens of 8 nodes committed, and "auto" has costs of its own. SmolLM2 on two pairs of cores:
+#: 3 to 4 tokens of 8 nodes committed, and "auto" spends time on the head. SmolLM2 on two pairs of cores:
 #: at 2.5 times, trees were 1.1 to 1.7 times as fast as plain decoding; at 3.3 times, 0.8 times.
 MOST_RATIO = 2.75
 #: Calls are decoded plainly until they have had so many tokens, which takes about as long as the trees'

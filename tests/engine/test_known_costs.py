@@ -1,4 +1,4 @@
-"""Costs that later processes know: what is kept, what is read back, and what is not believed."""
+"""The file of round costs: entries written, entries read back, and entries refused."""
 
 import json
 from dataclasses import replace
