@@ -6,7 +6,6 @@ A round on a mesh adds up the stream of all its nodes twice a layer. Here a loop
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +15,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from bench.common.options import check_least
-from bench.common.report import opening_of, show, write_report
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.timing import compile_seconds, median, seconds_of
-from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import MODELS
 from jetspec_jax.device.mesh import WHOLE, everywhere, make_mesh
@@ -42,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, default=512, help="sums of a dispatch (default: 512)")
     add("--repeats", type=int, default=7, help="timed dispatches (default: 7)")
     add("--dtype", default="auto")
-    add("--json", type=Path, default=Path("results/collectives.json"), help="where to")
+    add_report_arguments(parser, "collectives", picture=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON."""
     check_least(arguments, 1, "rows", "features", "turns", "repeats")
-    check_writable(arguments.json, make_folder=True)
+    check_report(arguments)
     mesh, dtype = make_mesh(arguments.tensor_parallel_size), resolve_dtype(arguments.dtype)
     say_apart((mesh,))
     rows = []
@@ -68,12 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype),
         "rows": rows,
     }
-    show(
-        f"one sum of {arguments.features} {dtype} numbers a row over {mesh.size} devices, in microseconds: "
-        f"{report['device']}, JAX {report['jax']}",
-        rows,
-    )
-    write_report(arguments.json, report)
+    heading = f"one sum of {arguments.features} numbers a row, in microseconds: {measured_on(report)}"
+    publish(arguments, report, [(heading, rows)])
     return 0
 
 

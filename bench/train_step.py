@@ -7,7 +7,6 @@ compute alike: the head, where they share a target.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,14 +16,13 @@ from jax.sharding import Mesh
 
 from bench.common.floors import measure_ceilings
 from bench.common.kernel_trace import summarise, trace_kernels
-from bench.common.options import add_program_arguments, check_least
-from bench.common.report import opening_of, show, write_report
+from bench.common.options import add_program_arguments, add_switch, check_least
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.scene import random_weights
 from bench.common.shapes import FEATURES, SHAPES, PairShape, find_pair_shape, parameters
 from bench.common.timing import compile_seconds, median, on_gpu, peak_bytes, seconds_of
 from bench.common.training_batch import make_batch
 from jetspec_jax import enable_compilation_cache
-from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import resolve_dtype
 from jetspec_jax.cli.options import Group, Option
 from jetspec_jax.device.mesh import describe_mesh
@@ -87,24 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean length of documents, a quarter of each its prompt (default: a window each, all learnt)",
     )
-    add(
-        "--packing",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="let documents share windows",
-    )
+    add_switch(parser, "--packing", "let documents share windows")
     add("--loss", default="forward_kl", choices=LOSSES)
     add("--chunk", type=int, default=1024, help="draft rows of a sequence whose logits exist at a time")
-    add(
-        "--remat",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compute the head's layers again in the backward pass",
-    )
+    add_switch(parser, "--remat", "compute the head's layers again in the backward pass")
     add("--steps", type=int, default=10, help="timed steps (default: 10)")
     MESH.add(parser)
     add_program_arguments(parser)
-    add("--json", type=Path, default=Path("results/train.json"), help="where to")
+    add_report_arguments(parser, "train", picture=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         document_tokens=arguments.document_tokens,
         packing=arguments.packing,
     )
-    check_writable(arguments.json, make_folder=True)
+    check_report(arguments)
     enable_compilation_cache(arguments.compilation_cache)
 
     given = MESH.given(arguments)
@@ -206,19 +194,23 @@ def run(arguments: argparse.Namespace) -> int:
         "peak_memory_bytes_of_devices": peaks,
         "profile": summarise(kernels, 1) if kernels else None,
     }
-    show(f"{_title(report)}, {describe_mesh(mesh)}", [_row(report)])
-    show("operations of a step", [{k: f"{v / 1e12:.1f} T" for k, v in work.items()}])
+    tables = [
+        (f"{_title(report)}, {describe_mesh(mesh)}", [_row(report)]),
+        ("operations of a step", [{k: f"{v / 1e12:.1f} T" for k, v in work.items()}]),
+    ]
     if kernels:
-        classes = report["profile"]["classes"]
-        show("one step's kernels", [{k: f"{v['us'] / 1e3:.1f} ms" for k, v in classes.items()}])
-        show(
-            "the longest",
-            [
-                {"kernel": k["kernel"][:60], "ms": k["us"] / 1e3, "launches": k["launches"]}
-                for k in report["profile"]["top"][:12]
-            ],
-        )
-    write_report(arguments.json, report)
+        classes, longest = report["profile"]["classes"], report["profile"]["top"][:12]
+        tables += [
+            ("one step's kernels", [{k: f"{v['us'] / 1e3:.1f} ms" for k, v in classes.items()}]),
+            (
+                "the longest",
+                [
+                    {"kernel": k["kernel"][:60], "ms": k["us"] / 1e3, "launches": k["launches"]}
+                    for k in longest
+                ],
+            ),
+        ]
+    publish(arguments, report, tables)
     return 0
 
 
@@ -273,8 +265,7 @@ def _title(report: dict[str, Any]) -> str:
     return (
         f"training step of the head of {report['shape']}: {report['batch']} x {report['window']} tokens"
         f"{documents}, "
-        f"{report['anchors']} anchors, {report['dtype']}, {report['loss']}, {report['device']}, "
-        f"JAX {report['jax']}"
+        f"{report['anchors']} anchors, {report['loss']}, {measured_on(report)}"
     )
 
 

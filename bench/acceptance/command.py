@@ -23,7 +23,7 @@ from bench.common.pair import (
     load_pair,
     read_prompts,
 )
-from bench.common.report import add_report_arguments, check_report, opening_of, publish
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.workload import make_workloads
 from jetspec_jax import enable_compilation_cache
 from jetspec_jax.decode.settings import TreeSettings
@@ -80,15 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         **describe_profile(arguments.profile),
         "rows": rows,
     }
-    title = (
-        f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {report['dtype']}, "
-        f"{report['device']}, JAX {report['jax']}"
-    )
-    publish(arguments.json, report, _tables(rows, title), profile_notes(report))
+    title = f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, {measured_on(report)}"
     from bench.acceptance.plot import draw_acceptance
-    from bench.common.picture import write_picture
 
-    write_picture(arguments.plot, draw_acceptance(report))
+    publish(arguments, report, _tables(rows, title), profile_notes(report), draw_acceptance)
     return 0
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from bench.acceptance.counts import Counts, Followed, count_accepted, follow, table_of, taken
 from bench.acceptance.rounds import add_shared_arguments, begin
 from bench.common.pair import describe_pair
-from bench.common.report import add_report_arguments, opening_of, publish
+from bench.common.report import add_report_arguments, measured_on, opening_of, publish
 from jetspec_jax.decode.settings import TreeSettings
 
 # A branch is called faithful within so many nats.
@@ -74,20 +74,18 @@ def run(arguments: argparse.Namespace) -> int:
     notes = _notes(report, {"chain": chains, name: trees})
     title = (
         f"{len(work.prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, "
-        f"{report['dtype']}, {report['device']}, JAX {report['jax']}"
+        f"{measured_on(report)}"
     )
     heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
     share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
     from bench.acceptance.plot import draw_diagnosis
-    from bench.common.picture import write_picture
 
     tables = [
         (heading, [{"depth": row["depth"], **_shown(row)} for row in report["faithfulness"]]),
         (f"Share of rounds ({name}) that accept a node of a depth, by its rank", share),
     ]
-    publish(arguments.json, report, tables, notes)
-    write_picture(arguments.plot, draw_diagnosis(report))
+    publish(arguments, report, tables, notes, draw_diagnosis)
     return 0
 
 

@@ -17,9 +17,9 @@ from bench.common.picture import (
     grid_of,
     grouped,
     legend_below,
-    measured_on,
     without_frame,
 )
+from bench.common.report import measured_on
 
 LIGHT = "#999999"
 

@@ -20,7 +20,7 @@ from bench.acceptance.counts import Followed, count_reached, count_tree, follow,
 from bench.acceptance.rounds import add_shared_arguments, begin
 from bench.common.options import check_least
 from bench.common.pair import describe_pair
-from bench.common.report import add_report_arguments, opening_of, show, write_report
+from bench.common.report import add_report_arguments, measured_on, opening_of, show, write_report
 from jetspec_jax.tree import Candidates, Profile, Routing
 from jetspec_jax.tree.profiles import VERSION
 from jetspec_jax.tree.published import TaskRouter
@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     meta = profile["meta"]
     title = (
         f"{meta['rounds']} rounds of {meta['prompts']} prompts x {arguments.max_tokens} tokens, "
-        f"{arguments.algorithm} {arguments.budget}, T = {arguments.temperature:g}, {meta['dtype']}, "
-        f"{meta['device']}, JAX {meta['jax']}"
+        f"{arguments.algorithm} {arguments.budget}, T = {arguments.temperature:g}, {measured_on(meta)}"
     )
     counts = COUNTS[arguments.nodes](rounds)
     classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())

@@ -1,12 +1,16 @@
 """Whether kernels compute what their references compute: nothing is timed before that is certain."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from bench.common.floors import Ceilings
 from bench.common.programs import UNCOMPILABLE, Job, compile_together
+from bench.common.report import opening_of
+from bench.common.timing import on_gpu
 from jetspec_jax.progress import Progress
 
 # Of a row, relative to the reference in float32. In bfloat16 the weights and the output are rounded to
@@ -93,6 +97,35 @@ def all_right(verdicts: Sequence[tuple[Any, str | None]], name: str, seed: int, 
         failed = f"{len(wrong)} of {len(verdicts)} comparisons failed, with --seed {seed}"
         print(f"bench: {failed}; {consequence}", file=sys.stderr)
     return not wrong
+
+
+def report_of(
+    arguments: argparse.Namespace,
+    benchmark: str,
+    ceilings: Ceilings,
+    checks: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The report of a kernel that was compared and then timed.
+
+    Args:
+        arguments: The command line of ``python -m bench kernel``, with its seed.
+        benchmark: The report's kind.
+        ceilings: Of the device.
+        checks: The comparisons.
+        rows: The timed cases.
+    """
+    return {
+        **opening_of("kernel", arguments),
+        "benchmark": benchmark,
+        "dtype": arguments.dtypes[0],
+        "implementation": arguments.implementation,
+        "clock": "GPU" if on_gpu() else "host",
+        "seed": arguments.seed,
+        "ceilings": ceilings.entry(),
+        "checks": checks,
+        "rows": rows,
+    }
 
 
 def _first(where: np.ndarray) -> str:

@@ -6,16 +6,18 @@ from collections.abc import Collection, Iterable
 from jetspec_jax.cli.options import MODELS
 
 
+def add_switch(
+    parser: argparse.ArgumentParser, option: str, text: str, *, default: bool | None = False
+) -> None:
+    """Adds ``--option`` and ``--no-option``."""
+    parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
+
+
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the type of random weights, and how programs on them are compiled and recorded."""
     add = parser.add_argument
     MODELS.add(parser, ["dtype"], dtype="auto")
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also record a GPU's kernels, by class",
-    )
+    add_switch(parser, "--profile", "also record a GPU's kernels, by class")
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 

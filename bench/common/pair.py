@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bench.common.methods import check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_breadth_arguments, check_least
+from bench.common.options import add_breadth_arguments, add_switch, check_least
 from bench.common.prompts import Prompt, load_prompts
 from bench.common.workload import TASK_OF_SET, Workload
 from jetspec_jax import Head, SamplingParams, Target
@@ -71,10 +71,11 @@ def add_pair_arguments(
     parser.set_defaults(usual_prompts=prompts)
     add("--num-prompts", type=int, help=f"how many (default: {prompts}, or fewer if there are no more)")
     add("--skip-prompts", type=int, default=0, metavar="N", help="leave out the first N (default: 0)")
-    add(
+    add_switch(
+        parser,
         "--enable-thinking",
-        action=argparse.BooleanOptionalAction,
-        help="for chat templates that know it (default: no, as in published evaluations)",
+        "for chat templates that know it (default: no, as in published evaluations)",
+        default=None,
     )
     add(
         "--task",

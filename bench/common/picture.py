@@ -79,14 +79,6 @@ def _lines(figure: Figure, text: str, points: float) -> list[str]:
     return textwrap.wrap(text, int((figure.get_figwidth() - 0.2) * _POINTS / (0.55 * points)))
 
 
-def measured_on(report: Report) -> str:
-    """Type, device and version of a report, for the line below a title."""
-    dtype = report["dtype"]
-    types = dtype if isinstance(dtype, str) else " and ".join(dtype)
-    count = report.get("devices", 1)
-    return f"{types}, {'' if count == 1 else f'{count} x '}{report['device']}, JAX {report['jax']}"
-
-
 def shape_name(report: Report) -> str:
     """The models of a report: a published shape, or the pair's names."""
     return report.get("shape") or " + ".join(

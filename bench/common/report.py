@@ -1,13 +1,13 @@
-"""What every report shares: where it goes, settings, machine, tables on the screen, and JSON."""
+"""Reports of all commands: command-line options, settings, machine, tables, JSON and picture."""
 
 import argparse
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax
 import jax
@@ -18,6 +18,9 @@ from rich.table import Table
 import jetspec_jax
 from jetspec_jax.checkpoint.files import check_writable, write_json
 
+if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
+    from matplotlib.figure import Figure
+
 # Arguments that change where things lie and what is shown, and not what is measured; and the default that a
 # number of prompts is filled in from.
 _PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
@@ -25,30 +28,37 @@ _PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot"
 _RECURRING = ("algorithm_option", "ignore_config_key")
 
 
-def add_report_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds where the report and its picture go."""
-    parser.add_argument("--json", type=Path, default=Path(f"results/{name}.json"), help="where to")
-    parser.add_argument(
-        "--plot", type=Path, help="PNG, where to, with an SVG beside it (default: beside the JSON)"
-    )
+def add_report_arguments(parser: argparse.ArgumentParser, name: str, *, picture: bool = True) -> None:
+    """Adds the paths of the report and, if the command draws one, of its picture."""
+    path = Path(f"results/{name}.json")
+    parser.add_argument("--json", type=Path, default=path, help=f"path of the report (default: {path})")
+    if picture:
+        parser.add_argument(
+            "--plot",
+            type=Path,
+            help="path of the picture: a PNG, with an SVG beside it (default: beside the report)",
+        )
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Finds out, before anything is measured, whether reports can be written; says where the picture goes.
+    """Checks, before anything is measured, that the report and its picture can be written.
 
     Args:
-        arguments: With those of `add_report_arguments`; ``plot`` is filled in.
+        arguments: The command line, with `add_report_arguments`; a default ``plot`` is filled in.
 
     Raises:
-        ValueError: The picture's name is not that of a PNG.
-        OSError: One cannot be written.
+        ValueError: The picture's name does not end in .png, or is the report's.
+        OSError: A file cannot be written.
     """
-    arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
-    if arguments.plot.suffix != ".png":
-        raise ValueError(f"--plot writes a PNG, whose name ends in .png, not {arguments.plot}")
-    if arguments.plot == arguments.json:
-        raise ValueError(f"--json and --plot are one file: {arguments.plot}")
-    for path in (arguments.json, arguments.plot):
+    paths = [arguments.json]
+    if "plot" in arguments:
+        arguments.plot = arguments.plot or arguments.json.with_suffix(".png")
+        paths.append(arguments.plot)
+        if arguments.plot.suffix != ".png":
+            raise ValueError(f"--plot writes a PNG, whose name ends in .png, not {arguments.plot}")
+        if arguments.plot == arguments.json:
+            raise ValueError(f"--json and --plot are one file: {arguments.plot}")
+    for path in paths:
         check_writable(path, make_folder=True)
 
 
@@ -127,17 +137,42 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
 
 
 def publish(
-    path: Path,
+    arguments: argparse.Namespace,
     report: Mapping[str, Any],
     tables: Iterable[tuple[str, Sequence[Mapping[str, Any]]]],
-    notes: Sequence[str],
+    notes: Sequence[str] = (),
+    draw: "Callable[[Mapping[str, Any]], Figure] | None" = None,
+    *,
+    title: str = "",
 ) -> None:
-    """Prints titled tables, with the notes below the last, and writes the report with its notes."""
+    """Prints the tables, writes the report with its notes, and draws its picture.
+
+    Args:
+        arguments: The command line, checked by `check_report`.
+        report: The report.
+        tables: At least one, each a title and rows; the notes are printed below the last.
+        notes: What a reader of the figures must know.
+        draw: Draws the report.
+        title: Printed above the tables.
+    """
+    if title:
+        print(f"\n{title}")
     *others, (heading, rows) = tables
     for other in others:
         show(*other)
     show(heading, rows, notes)
-    write_report(path, {**report, "notes": notes})
+    write_report(arguments.json, {**report, "notes": notes})
+    if draw is not None:
+        from bench.common.picture import write_picture
+
+        write_picture(arguments.plot, draw(report))
+
+
+def measured_on(report: Mapping[str, Any]) -> str:
+    """Type of the weights, devices and version of JAX, for a title."""
+    dtype, count = report["dtype"], report.get("devices", 1)
+    types = dtype if isinstance(dtype, str) else " and ".join(dtype)
+    return f"{types}, {'' if count == 1 else f'{count} x '}{report['device']}, JAX {report['jax']}"
 
 
 def _texts(values: Sequence[Any]) -> list[str]:

@@ -7,12 +7,13 @@ whenever all of a group have had a run, and ``--resume`` measures the methods th
 """
 
 import argparse
+import functools
 import itertools
 from typing import Any
 
 from bench.common.given_profile import describe_profile
 from bench.common.methods import PLAIN_METHOD, choose_algorithms, choose_methods
-from bench.common.options import add_breadth_arguments
+from bench.common.options import add_breadth_arguments, add_switch
 from bench.common.pair import (
     add_pair_arguments,
     add_trees_arguments,
@@ -22,7 +23,7 @@ from bench.common.pair import (
     load_pair,
     read_prompts,
 )
-from bench.common.report import add_report_arguments, check_report, show, shown
+from bench.common.report import add_report_arguments, check_report, measured_on, publish, shown
 from bench.common.workload import make_workloads
 from bench.decode.measure import Bench
 from bench.decode.record import begin_report, finish_report, finished_methods, with_measured
@@ -40,11 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_breadth_arguments(parser)
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
-    add(
-        "--together",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="all methods take turns of a few prompts, with the stores of all on the device",
+    add_switch(
+        parser, "--together", "all methods take turns of a few prompts, with the stores of all on the device"
     )
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_report_arguments(parser, "decode")
@@ -111,15 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
                 finish_report(report)
                 write_json(arguments.json, report)
             done.update(method.name for method in group)
-    if groups:
-        print(f"wrote {arguments.json}")
     finish_report(report)
-    _show(report, arguments)
+    _publish(report, arguments)
     return 0
 
 
-def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from bench.common.picture import write_picture
+def _publish(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     from bench.decode.plot import draw_decode
 
     rows = report["rows"]
@@ -127,11 +122,7 @@ def _show(report: dict[str, Any], arguments: argparse.Namespace) -> None:
     given = report["arguments"]
     title = (
         f"{given['target']}: {given['num_prompts']} prompts of {given['prompts']} x {given['max_tokens']} "
-        f"tokens, batch {given['batch']}, {report['dtype']}, {report['device']}, JAX {report['jax']}"
+        f"tokens, batch {given['batch']}, {measured_on(report)}"
     )
-    *tables, (heading, last) = tables_of(rows, budget)
-    print(f"\n{title}")
-    for table in tables:
-        show(*table)
-    show(heading, last, report["notes"])
-    write_picture(arguments.plot, draw_decode(report, budget))
+    draw = functools.partial(draw_decode, budget=budget)
+    publish(arguments, report, tables_of(rows, budget), report["notes"], draw, title=title)

@@ -14,9 +14,9 @@ from bench.common.picture import (
     Row,
     empty_figure,
     label_lines,
-    measured_on,
     without_frame,
 )
+from bench.common.report import measured_on
 from bench.common.timing import median
 from bench.decode.report import at_budget, temperatures_of
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.common.given_profile import describe_profile, profile_notes
 from bench.common.methods import choose_algorithms
-from bench.common.options import add_breadth_arguments
+from bench.common.options import add_breadth_arguments, add_switch
 from bench.common.pair import (
     Pair,
     add_pair_arguments,
@@ -29,7 +29,7 @@ from bench.common.pair import (
     read_prompts,
 )
 from bench.common.prompts import Prompt
-from bench.common.report import add_report_arguments, check_report, opening_of, publish
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.workload import Workload, make_workloads
 from bench.exactness.decoding import Agreement, decode
 from bench.exactness.ledger import agreement_notes, divergences_of, notes_of, tables_of, total
@@ -55,11 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_weights = "of weights (default: the first two)"
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=of_weights)
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
-    add(
+    add_switch(
+        parser,
         "--one-device",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compare plain decoding on several devices with that on one, too, which must hold the models",
+        "compare plain decoding on several devices with that on one, too, which must hold the models",
     )
     SAMPLING.add(parser, FILTERS)
     add_report_arguments(parser, "exactness")
@@ -100,14 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
     }
     title = (
         f"{arguments.num_prompts} prompts x {arguments.max_tokens} tokens, batch {arguments.batch}, "
-        f"attention {arguments.implementation}, {report['device']}, JAX {report['jax']}"
+        f"attention {arguments.implementation}, {measured_on(report)}"
     )
     notes = [*notes_of(rows), *agreement_notes(report["agreement"]), *profile_notes(report)]
-    publish(arguments.json, report, tables_of(title, rows, entries), notes)
-    from bench.common.picture import write_picture
     from bench.exactness.plot import draw_ledger
 
-    write_picture(arguments.plot, draw_ledger(report))
+    publish(arguments, report, tables_of(title, rows, entries), notes, draw_ledger)
     return 1 if agreement.unequal or any(row["mistakes"] for row in rows) else 0
 
 

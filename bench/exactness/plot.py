@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.common.picture import COLOURS, Report, empty_figure, legend_below, measured_on, without_frame
+from bench.common.picture import COLOURS, Report, empty_figure, legend_below, without_frame
+from bench.common.report import measured_on
 from jetspec_jax.inspect.exactness import TIE_GAP
 
 # Gaps below this are drawn in the first bin: a logarithmic axis has no place for exact ties.

@@ -11,11 +11,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from bench.common.comparison import TOLERANCES, all_right
+from bench.common.comparison import TOLERANCES, all_right, report_of
 from bench.common.floors import Ceilings, measure_ceilings
 from bench.common.options import check_known, check_least
 from bench.common.report import check_report, opening_of, publish
-from bench.common.timing import on_gpu
 from bench.experts.cases import GROUPED, ExpertWeights, experts_by, random_layer
 from bench.experts.check import check_choices, check_experts
 from bench.experts.report import notes_of, tables_of, title_of
@@ -60,24 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         rows += time_shape(shape, layer, counts, names, arguments.repeats, ceilings)
         del layer
     assert ceilings is not None
-    report = {
-        **opening_of("kernel", arguments),
-        "benchmark": "experts",
-        "dtype": dtype,
-        "implementation": arguments.implementation,
-        "clock": "GPU" if on_gpu() else "host",
-        "seed": seed,
-        "ceilings": ceilings.entry(),
-        "checks": [check._asdict() for check in checks],
-        "rows": rows,
-    }
-    from bench.common.picture import write_picture
+    report = report_of(arguments, "experts", ceilings, [check._asdict() for check in checks], rows)
     from bench.experts.plot import draw_experts
 
-    title = title_of(report)
-    print(f"\n{title}")
-    publish(arguments.json, report, tables_of(rows), notes_of(report))
-    write_picture(arguments.plot, draw_experts(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), draw_experts, title=title_of(report))
     return 0
 
 

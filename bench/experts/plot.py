@@ -16,9 +16,9 @@ from bench.common.picture import (
     grid_of,
     grouped,
     legend_below,
-    measured_on,
     without_frame,
 )
+from bench.common.report import measured_on
 
 # How lines are drawn, by what they show; what is measured comes first.
 _STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), (VERMILION, "v"))

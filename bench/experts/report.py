@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.common.report import measured_on
+
 
 def title_of(report: Mapping[str, Any]) -> str:
     """What was measured, and where."""
-    names = f"{report['implementation']}, {report['dtype']}"
-    return f"experts of a layer by {names}, {report['device']}, JAX {report['jax']}"
+    return f"experts of a layer by {report['implementation']}, {measured_on(report)}"
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

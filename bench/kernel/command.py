@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common.comparison import TOLERANCES, all_right
+from bench.common.comparison import TOLERANCES, all_right, report_of
 from bench.common.floors import measure_ceilings
-from bench.common.options import check_known, check_least
+from bench.common.options import add_switch, check_known, check_least
 from bench.common.report import check_report, opening_of, publish
 from bench.experts import command as experts
 from bench.kernel.cases import attend_by, ragged_call
@@ -56,19 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
     add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
     add("--plot", type=Path, help="PNG, where to, with an SVG beside it (default: beside the JSON)")
-    add(
-        "--tune",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="search for the best configurations instead, on a GPU",
-    )
+    add_switch(parser, "--tune", "search for the best configurations instead, on a GPU")
     add("--limit-seconds", type=float, default=480, help="of --tune: stop then, keep what is found")
-    add(
-        "--again",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="with --tune: also what has an entry already",
-    )
+    add_switch(parser, "--again", "with --tune: also what has an entry already")
     add("--table", type=Path, default=TUNED, help="of --tune: the entries (default: the package's)")
 
 
@@ -110,23 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
         for case in cases:
             own, reference = times[case, names[0]], times.get((case, "xla")) if len(names) > 1 else None
             rows.append(row_of(case, names[0], own, reference, ceilings))
-    report = {
-        **opening_of("kernel", arguments),
-        "dtype": dtype,
-        "implementation": arguments.implementation,
-        "clock": "GPU" if rows[0]["kernels"] else "host",
-        "seed": seed,
-        "ceilings": ceilings.entry(),
-        "checks": [check_row(outcome) for outcome in outcomes],
-        "rows": rows,
-    }
-    from bench.common.picture import write_picture
+    report = report_of(arguments, "kernel", ceilings, [check_row(outcome) for outcome in outcomes], rows)
     from bench.kernel.plot import draw_kernels
 
-    title = title_of(report)
-    print(f"\n{title}")
-    publish(arguments.json, report, tables_of(rows), notes_of(report))
-    write_picture(arguments.plot, draw_kernels(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), draw_kernels, title=title_of(report))
     return 0
 
 

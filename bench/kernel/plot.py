@@ -7,7 +7,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.common.picture import Report, Row, grid_of, grouped, label_lines, measured_on, without_frame
+from bench.common.picture import Report, Row, grid_of, grouped, label_lines, without_frame
+from bench.common.report import measured_on
 
 INCHES = 3.4
 

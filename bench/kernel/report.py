@@ -9,6 +9,7 @@ import jax
 from bench.common.comparison import TOLERANCES
 from bench.common.floors import Ceilings
 from bench.common.programs import LayerTime
+from bench.common.report import measured_on
 from bench.kernel.check import Outcome
 from bench.kernel.speed import AttentionCase, num_layers, work_of
 from pallas_kernels.tree_attention.config import config_for
@@ -72,8 +73,7 @@ def check_row(outcome: Outcome) -> dict[str, Any]:
 def title_of(report: Mapping[str, Any]) -> str:
     """What was measured, and where."""
     batch = report["arguments"]["batch"]
-    names = f"{report['implementation']}, {report['dtype']}, batch {batch}"
-    return f"tree attention by {names}, {report['device']}, JAX {report['jax']}"
+    return f"tree attention by {report['implementation']}, batch {batch}, {measured_on(report)}"
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

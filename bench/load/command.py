@@ -31,7 +31,7 @@ from bench.common.methods import AUTO, PLAIN_METHOD, Method
 from bench.common.options import check_known, check_least
 from bench.common.pair import Pair, shapes_of
 from bench.common.prompts import encode_prompts, load_prompts
-from bench.common.report import add_report_arguments, check_report, opening_of, show
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.scene import random_weights
 from bench.common.shapes import SHAPES, find_pair_shape
 from bench.load import traffic, waits
@@ -153,17 +153,10 @@ def run(arguments: argparse.Namespace) -> int:
             report["notes"] = notes_of(report["parts"])
             write_json(arguments.json, report)
             bar.update()
-    print(f"wrote {arguments.json}")
-    title = f"{arguments.shape}, {report['dtype']}, {report['device']}, JAX {report['jax']}"
-    print(f"\n{title}")
-    for table in tables_of(report["parts"]):
-        show(*table)
-    for note in report["notes"]:
-        print(note)
-    from bench.common.picture import write_picture
     from bench.load.plot import draw_load
 
-    write_picture(arguments.plot, draw_load(report))
+    title = f"{arguments.shape}, {measured_on(report)}"
+    publish(arguments, report, tables_of(report["parts"]), report["notes"], draw_load, title=title)
     return 0
 
 

@@ -4,7 +4,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from bench.common.picture import COLOURS, GREY, Report, empty_figure, measured_on, without_frame
+from bench.common.picture import COLOURS, GREY, Report, empty_figure, without_frame
+from bench.common.report import measured_on
 
 # Lines that are no method: what they are, of a projection's row.
 _OTHER = ("task", "concurrency", "auto_over_best", "sglang_chain_b200")

@@ -19,11 +19,10 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from bench.common.options import check_known
-from bench.common.report import opening_of, publish
+from bench.common.options import add_switch, check_known
+from bench.common.report import add_report_arguments, check_report, measured_on, opening_of, publish
 from bench.common.shapes import CONFIGS
 from bench.loading.measure import Job, in_fresh_process, read_plainly
-from jetspec_jax.checkpoint.files import check_writable
 from jetspec_jax.checkpoint.source import Source
 from jetspec_jax.checkpoint.unread import Unread
 from jetspec_jax.checkpoint.writing import save_checkpoint
@@ -39,30 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", help=f"what is written: {', '.join(CONFIGS)} (default: qwen3-0.6b)")
     add("--work", type=Path, help="folder to write it into (default: a new one for temporary files)")
-    add("--keep", action=argparse.BooleanOptionalAction, default=False, help="do not delete it at the end")
+    add_switch(parser, "--keep", "do not delete it at the end")
     MODELS.add(
         parser, ["target", "dtype", "ignore_config_keys", *PARALLEL[:-1]], dtype="auto", ignore_config_keys=[]
     )
-    add(
-        "--cold",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="ask the system to forget the files before they are read",
-    )
-    add(
-        "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="also list the functions that take longest, which slows them down",
-    )
-    add("--json", type=Path, default=Path("results/loading.json"), help="where to")
+    add_switch(parser, "--cold", "ask the system to forget the files before they are read")
+    add_switch(parser, "--profile", "also list the functions that take longest, which slows them down")
+    add_report_arguments(parser, "loading", picture=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes, reads, prints the table, and writes the JSON."""
     if arguments.target is not None and (arguments.shape or arguments.work or arguments.keep):
         raise ValueError("--model is read as it is: it goes with neither --shape, --work nor --keep")
-    check_writable(arguments.json, make_folder=True)
+    check_report(arguments)
     if arguments.target is not None:
         return _report(arguments, Source(arguments.target).folder, {})
     arguments.shape = arguments.shape or "qwen3-0.6b"
@@ -139,14 +128,13 @@ def _report(arguments: argparse.Namespace, folder: Path, written: dict[str, Any]
     tables = [(_title(report), [_row(report)])]
     if found["profile"]:
         tables.insert(0, ("functions by their own time, slowed down by the profiler", found["profile"]))
-    publish(arguments.json, report, tables, _notes(report))
+    publish(arguments, report, tables, _notes(report))
     return 0
 
 
 def _title(report: Mapping[str, Any]) -> str:
     name = report["arguments"]["shape"] or report["arguments"]["target"]
-    where = f"{report['devices']} x {report['device']}"
-    return f"loading {name} ({report['files']} files, {report['dtype']}) onto {where}, JAX {report['jax']}"
+    return f"loading {name} ({report['files']} files), {measured_on(report)}"
 
 
 def _row(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from bench.common.floors import measure_ceilings
 from bench.common.methods import CHAIN, check_fixed_budgets, fixed_budget_names
-from bench.common.options import add_breadth_arguments, add_program_arguments, check_least
+from bench.common.options import add_breadth_arguments, add_program_arguments, add_switch, check_least
 from bench.common.pair import load_pair, shapes_of
 from bench.common.report import add_report_arguments, check_report, opening_of, publish, settings_of
 from bench.common.scene import Scene, random_weights
@@ -70,10 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=USUAL_ROUNDS, help="of a dispatch (default: as the engine's)")
     add("--repeats", type=int, default=7, help="timed dispatches, interleaved (default: 7)")
     MODELS.add(parser, PARALLEL[:-1])
-    add(
-        "--phases",
-        action=argparse.BooleanOptionalAction,
-        help="also time each phase alone (default: yes, but on one device only)",
+    add_switch(
+        parser, "--phases", "also time each phase alone (default: yes, but on one device only)", default=None
     )
     add_program_arguments(parser)
     add_report_arguments(parser, "round")
@@ -126,16 +124,13 @@ def run(arguments: argparse.Namespace) -> int:
         "ceilings": ceilings.entry(),
         "rows": rows,
     }
-    from bench.common.picture import write_picture
     from bench.round.plot import draw_rounds
 
     title = (
         f"{' + '.join(names.values())}, {report['dtype']}, T = {arguments.temperature:g}, attention "
         f"{report['implementation']}, {report['device']}, {describe_mesh(setup.mesh)}, JAX {report['jax']}"
     )
-    print(f"\n{title}")
-    publish(arguments.json, report, tables_of(rows), notes_of(report))
-    write_picture(arguments.plot, draw_rounds(report))
+    publish(arguments, report, tables_of(rows), notes_of(report), draw_rounds, title=title)
     return 0
 
 

@@ -12,10 +12,10 @@ from bench.common.picture import (
     grid_of,
     grouped,
     legend_below,
-    measured_on,
     shape_name,
     without_frame,
 )
+from bench.common.report import measured_on
 
 UNDIVIDED = "#bbbbbb"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.options import check_known, check_least
-from bench.common.report import add_report_arguments, check_report, opening_of, show
+from bench.common.options import add_switch, check_known, check_least
+from bench.common.report import add_report_arguments, check_report, opening_of, publish
 from bench.load.arrivals import Lengths
 from bench.serve.clients import Clients
 from bench.serve.figures import notes_of, parse_bounds, summed_up, tables_of
@@ -51,15 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shared-tokens", type=int, default=256, help="words of shared beginnings (default: 256)")
     add("--output-tokens", default="uniform:32:96", help="of answers, likewise")
     add("--temperature", type=float, default=0.0, help="conversation i has seed i (default: 0)")
-    add(
+    add_switch(
+        parser,
         "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
+        "answers end at their length alone; not for servers without this field",
         default=True,
-        help="answers end at their length alone; not for servers without this field",
     )
     add("--goodput", nargs="+", metavar="NAME:MS", help="bounds of a good answer, as ttft:500")
     add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    add("--replay", action=argparse.BooleanOptionalAction, default=False, help="compute nothing")
+    add_switch(parser, "--replay", "compute nothing")
     add_replay_arguments(parser)
     add_report_arguments(parser, "serve")
 
@@ -95,14 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
                     server.close()
             report["notes"] = notes_of(rows, replays=arguments.replay)
             write_json(arguments.json, report)
-    print(f"wrote {arguments.json}")
-    (heading, answered), (also, times) = tables_of(rows)
-    show(heading, answered)
-    show(also, times, report["notes"])
-    from bench.common.picture import write_picture
     from bench.serve.plot import draw_serve
 
-    write_picture(arguments.plot, draw_serve(report))
+    publish(arguments, report, tables_of(rows), report["notes"], draw_serve)
     return 0
 
 

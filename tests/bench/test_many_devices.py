@@ -8,7 +8,7 @@ import pytest
 from bench.acceptance.replay import Text, draft_along
 from bench.common.methods import PLAIN_METHOD
 from bench.common.pair import add_pair_arguments, describe_pair, load_pair
-from bench.common.picture import measured_on
+from bench.common.report import measured_on
 from bench.common.workload import Workload
 from bench.decode.measure import Bench
 from jetspec_jax import SamplingParams, generate_tree
