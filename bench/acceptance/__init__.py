@@ -1,1 +1,1 @@
-"""``python -m bench acceptance``, ``profile``, ``diagnose``: what of the head's drafts the target takes."""
+"""``python -m bench acceptance``, ``profile``, ``diagnose``: which drafts the target accepts."""

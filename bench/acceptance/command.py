@@ -1,7 +1,7 @@
 """``python -m bench acceptance``: tokens per round by tree algorithm, candidates and budget.
 
-Nothing is timed. The prompts are decoded once, plainly, and rounds are replayed along these texts: exactly
-those that decoding with such trees would have had, but for near-ties (see `bench.acceptance.replay`). All
+Nothing is timed. The prompts are decoded once by plain decoding, and rounds are replayed along these texts.
+Except for near-ties they are the rounds of decoding with these trees (see `bench.acceptance.replay`). All
 candidates may be children of one node.
 """
 
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[16, 32, 64, 128, 256])
     add = parser.add_argument
     usual = [7, 16, 32]
-    add("--candidates", type=int, nargs="+", default=usual, help="of a draft row (default: 7 16 32)")
+    add(
+        "--candidates", type=int, nargs="+", default=usual, help="candidates per draft row (default: 7 16 32)"
+    )
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16")
     add_report_arguments(parser, "acceptance")
@@ -88,26 +90,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(drafts: Drafts, settings: TreeSettings, budgets: list[int]) -> list[dict[str, Any]]:
-    """One tree's tokens per round, over all rounds of all texts, for each budget."""
+    """Tokens per round over all rounds of all texts: a row per budget."""
     algorithm, count = algorithm_of(settings.algorithm), settings.breadth.candidates
     accepted = accepted_along(drafts, algorithm, count, budgets)
     rows = []
-    for budget, own in zip(budgets, accepted.T, strict=True):
-        lengths = np.asarray(list(itertools.chain(*rounds_along(own, drafts.counts))))
+    for budget, column in zip(budgets, accepted.T, strict=True):
+        lengths = np.asarray(list(itertools.chain(*rounds_along(column, drafts.counts))))
         rows.append({"budget": budget, "tau": float(lengths.mean()), "rounds": len(lengths)})
     return rows
 
 
 def _tables(rows: list[dict[str, Any]], title: str) -> list[tuple[str, list[dict[str, Any]]]]:
-    """For each temperature a line for each algorithm and number of candidates, a column for each budget."""
+    """A table per temperature: a row per algorithm and number of candidates, a column per budget."""
     tables = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        lines: dict[tuple[str, int], dict[str, Any]] = {}
+        cells: dict[tuple[str, int], dict[str, Any]] = {}
         for row in rows:
             if row["temperature"] == temperature:
                 key = row["algorithm"], row["candidates"]
-                line = lines.setdefault(key, {"algorithm": key[0], "candidates": key[1]})
-                line[str(row["budget"])] = row["tau"]
+                shown = cells.setdefault(key, {"algorithm": key[0], "candidates": key[1]})
+                shown[str(row["budget"])] = row["tau"]
         heading = f"{title}\nT = {temperature:g}: tokens per round, by budget"
-        tables.append((heading, list(lines.values())))
+        tables.append((heading, list(cells.values())))
     return tables

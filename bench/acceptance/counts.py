@@ -1,9 +1,9 @@
-"""Rounds of real decoding, traced, and what of their drafts the target took. Shapes: D depth, K candidates.
+"""Traces rounds of real decoding, and counts which candidates the target chose. D depth, K candidates.
 
-A draft row does not depend on the path taken to its depth, so the target's tokens after an anchor give the
-rank of its choice in every row, whatever tree was grown: a node of depth d is *reached* if the first d of
-those tokens were all among the K candidates of their rows, as they would be in a tree without a budget. The
-tree of a measurement only says at which anchors rounds began.
+A draft row does not depend on the path to its depth. So the target's tokens after an anchor give the rank of
+its choice in every row, independent of the tree: a node of depth d is *reached* if the first d of these
+tokens were among the K candidates of their rows, as in a tree without a budget. The tree of a measurement
+decides only at which anchors rounds begin.
 """
 
 import itertools
@@ -20,18 +20,18 @@ from jetspec_jax.inspect.trace import RoundTrace, trace_rounds
 from jetspec_jax.progress import Progress
 from jetspec_jax.tree import Hints
 
-#: A target's choice that is none of a row's K candidates.
+#: The target's choice is not among a row's K candidates.
 NO_RANK = -1
 
 
-class Followed(NamedTuple):
-    """A round, and what its request went on with.
+class TracedRound(NamedTuple):
+    """A round, and the tokens with which its request continued.
 
     Attributes:
-        prompt: Index of the request's prompt.
-        routing: What is known of that prompt.
+        prompt: The index of the request's prompt.
+        routing: The prompt's routing hints.
         trace: The round.
-        tokens: The target's own tokens after the anchor, as many as there are rows or until the output ends.
+        tokens: The request's tokens after the anchor: one per draft row, fewer at the end of the output.
     """
 
     prompt: int
@@ -41,39 +41,39 @@ class Followed(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How often the target chose what.
+    """The target's choices by depth and rank.
 
     Attributes:
-        hits: Choices that were the candidate of a rank in the row of a depth.
-        nodes: Nodes of a depth at which a choice was looked at.
+        hits: Choices equal to the candidate of each rank in each depth's row.
+        nodes: Nodes of each depth whose choices were counted.
     """
 
     hits: Int[np.ndarray, "D K"]
     nodes: Int[np.ndarray, "D"]
 
     def shares(self, least_nodes: int = 1) -> list[list[float]]:
-        """Hits for each node, down to the first depth that has fewer nodes."""
+        """Hits per node, for all depths before the first with fewer than ``least_nodes`` nodes."""
         rows = zip(self.hits, self.nodes, strict=True)
         enough = itertools.takewhile(lambda row: row[1] >= least_nodes, rows)
         return [[float(hit) / int(count) for hit in row] for row, count in enough]
 
 
-def follow(
+def trace_requests(
     pair: Pair, work: Workload, settings: TreeSettings, *, implementation: str | None = None
-) -> list[Followed]:
-    """Decodes all prompts, one after the other, and keeps every round.
+) -> list[TracedRound]:
+    """Decodes the prompts one at a time, and keeps every round.
 
     Raises:
-        ValueError: A request cannot be served, or a setting is out of its range.
+        ValueError: A request cannot be served, or a setting is out of range.
     """
     found = []
     requests = list(zip(work.ids, work.params, work.routing, strict=True))
-    for i, (prompt, own, routing) in enumerate(Progress(requests, desc="trace", unit="prompt")):
+    for i, (prompt, params, routing) in enumerate(Progress(requests, desc="trace", unit="prompt")):
         trace = trace_rounds(
             pair.target,
             pair.head,
             prompt,
-            own,
+            params,
             settings,
             routing=routing,
             implementation=implementation,
@@ -81,16 +81,17 @@ def follow(
         rounds = list(trace)
         assert trace.completion is not None, "the request has ended"
         sequence = np.asarray([*prompt, *trace.completion.token_ids], np.int32)
-        for one in rounds:
-            after = one.start + 1
-            found.append(Followed(i, routing, one, sequence[after : after + len(one.candidate_tokens)]))
+        for round_trace in rounds:
+            after = round_trace.start + 1
+            tokens = sequence[after : after + len(round_trace.candidate_tokens)]
+            found.append(TracedRound(i, routing, round_trace, tokens))
     return found
 
 
-def ranks_of(one: Followed) -> Int[np.ndarray, "n"]:
-    """The rank of the target's choice in each row that was reached; `NO_RANK` ends them."""
+def ranks_of(traced: TracedRound) -> Int[np.ndarray, "n"]:
+    """The rank of the target's choice in each reached row; `NO_RANK` if the last row lacks the choice."""
     ranks = []
-    for token, row in zip(one.tokens, one.trace.candidate_tokens, strict=False):
+    for token, row in zip(traced.tokens, traced.trace.candidate_tokens, strict=False):
         places = np.flatnonzero(row == token)
         ranks.append(int(places[0]) if places.size else NO_RANK)
         if not places.size:
@@ -98,22 +99,22 @@ def ranks_of(one: Followed) -> Int[np.ndarray, "n"]:
     return np.asarray(ranks, np.int64)
 
 
-def count_reached(rounds: Sequence[Followed]) -> Counts:
-    """Choices at the nodes that the target's own tokens reach."""
+def count_reached(rounds: Sequence[TracedRound]) -> Counts:
+    """Counts choices at the nodes that the target's tokens reach."""
     counts = _none(rounds)
-    for one in rounds:
-        ranks = ranks_of(one)
+    for traced in rounds:
+        ranks = ranks_of(traced)
         counts.nodes[: len(ranks)] += 1
         depths = np.flatnonzero(ranks != NO_RANK)
         counts.hits[depths, ranks[depths]] += 1
     return counts
 
 
-def count_tree(rounds: Sequence[Followed]) -> Counts:
-    """Choices at all nodes of the trees, also off the target's path, as the reference counts."""
+def count_tree(rounds: Sequence[TracedRound]) -> Counts:
+    """Counts choices at all nodes of the trees, as the reference implementation does."""
     counts = _none(rounds)
-    for one in rounds:
-        trace = one.trace
+    for traced in rounds:
+        trace = traced.trace
         inner = trace.depths < len(trace.candidate_tokens)
         depths, choices = trace.depths[inner], trace.choices[inner]
         np.add.at(counts.nodes, depths, 1)
@@ -122,11 +123,11 @@ def count_tree(rounds: Sequence[Followed]) -> Counts:
     return counts
 
 
-def count_accepted(rounds: Sequence[Followed]) -> Counts:
-    """Accepted nodes by the row and rank that they were drafted from; for nodes, at any depth, the rounds."""
+def count_accepted(rounds: Sequence[TracedRound]) -> Counts:
+    """Counts accepted nodes by the row and rank of their drafts; ``nodes`` is the number of rounds."""
     counts = _none(rounds)
-    for one in rounds:
-        trace = one.trace
+    for traced in rounds:
+        trace = traced.trace
         counts.nodes[:] += 1
         for node in trace.path[1:]:
             row = trace.depths[node] - 1
@@ -136,12 +137,12 @@ def count_accepted(rounds: Sequence[Followed]) -> Counts:
 
 
 def table_of(counts: Counts, *, depth: int = 0, nodes: str = "nodes") -> list[dict[str, Any]]:
-    """A row of shares for each depth that has a node, for the screen.
+    """A table to print, with a row of shares for each depth that has a node.
 
     Args:
-        counts: What was counted.
+        counts: The counts.
         depth: The first row's depth.
-        nodes: What a node is called.
+        nodes: The heading of the column of nodes.
     """
     return [
         {
@@ -154,11 +155,11 @@ def table_of(counts: Counts, *, depth: int = 0, nodes: str = "nodes") -> list[di
     ]
 
 
-def taken(rounds: Sequence[Followed]) -> Float[np.ndarray, "n"]:
-    """Tokens that each round committed."""
-    return np.asarray([len(one.trace.committed) for one in rounds], float)
+def committed_tokens(rounds: Sequence[TracedRound]) -> Float[np.ndarray, "n"]:
+    """The number of tokens committed by each round."""
+    return np.asarray([len(traced.trace.committed) for traced in rounds], float)
 
 
-def _none(rounds: Sequence[Followed]) -> Counts:
+def _none(rounds: Sequence[TracedRound]) -> Counts:
     shape = rounds[0].trace.candidate_tokens.shape
     return Counts(np.zeros(shape, np.int64), np.zeros(shape[0], np.int64))

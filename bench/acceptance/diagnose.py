@@ -1,10 +1,10 @@
-"""``python -m bench diagnose``: how a draft head drafts, beyond its acceptance length.
+"""``python -m bench diagnose``: the quality of a head's drafts beyond its acceptance length.
 
-*Faithfulness* of the rank-1 branch (appendix A of the JetSpec paper): of the head's own argmax path of full
-depth, the sum of the head's log-probabilities against the sum of those that the target gives the same tokens
-one after the other. All nodes of a row share the head's distribution, so this is the one branch that the head
-can score as it was conditioned; a difference of many nats says that it does not. Beside it: how many tokens
-rounds committed, with chains and with trees, and of which rank the accepted ones were at which depth.
+*Faithfulness* of the rank-1 branch (appendix A of the JetSpec paper): on the head's argmax path of full
+depth, the sum of the head's log-probabilities is compared with the sum of the target's for the same tokens.
+All nodes of a row share the head's distribution, so this is the only branch whose score is conditioned on its
+own tokens. A difference of many nats means that the head's scores are wrong even there. The report also has
+the tokens committed per round, with chains and with trees, and the ranks of accepted nodes by depth.
 """
 
 import argparse
@@ -14,13 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from bench.acceptance.counts import Counts, Followed, count_accepted, follow, table_of, taken
+from bench.acceptance.counts import (
+    Counts,
+    TracedRound,
+    committed_tokens,
+    count_accepted,
+    table_of,
+    trace_requests,
+)
 from bench.acceptance.rounds import add_shared_arguments, begin
 from bench.common.pair import describe_pair
 from bench.common.report import add_report_arguments, measured_on, opening_of, publish
 from jetspec_jax.decode.settings import TreeSettings
 
-# A branch is called faithful within so many nats.
+# A branch is faithful if its two sums differ by at most this many nats.
 FAITHFUL = 5.0
 QUANTILES = (5, 25, 50, 75, 95)
 
@@ -30,7 +37,7 @@ class Branches(NamedTuple):
 
     Attributes:
         draft: Sums of the head's log-probabilities.
-        target: Sums of the target's for the same tokens, at temperature 1 and without a filter.
+        target: Sums of the target's log-probabilities, at temperature 1 and without filters.
     """
 
     draft: Float[np.ndarray, "R D"]
@@ -38,7 +45,7 @@ class Branches(NamedTuple):
 
     @property
     def differences(self) -> Float[np.ndarray, "R D"]:
-        """In nats; above 0 the head is surer than the target."""
+        """Draft minus target in nats; positive where the head is more confident than the target."""
         return self.draft - self.target
 
 
@@ -51,11 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot."""
     pair, work, tree = begin(arguments)
-    # As many nodes as the head has slots: the anchor and one for each row.
+    # One node per slot of the head: the anchor and one for each draft row.
     nodes = pair.head.config.block_size
     chain = TreeSettings(nodes, arguments.width, None, "chain", arguments.candidates)
     chains, trees = (
-        follow(pair, work, own, implementation=arguments.implementation) for own in (chain, tree)
+        trace_requests(pair, work, settings, implementation=arguments.implementation)
+        for settings in (chain, tree)
     )
     branches, accepted = branches_of(chains), count_accepted(trees)
     name = f"{arguments.algorithm} {arguments.budget}"
@@ -63,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         **opening_of("diagnose", arguments),
         **describe_pair(pair, [work]),
         "faithfulness": faithfulness(branches),
-        # Of every round, down to the full depth.
+        # The sums of every round at full depth.
         "branches": {"draft": branches.draft[:, -1].tolist(), "target": branches.target[:, -1].tolist()},
         "committed_per_round": {
-            "chain": np.bincount(taken(chains).astype(int)).tolist(),
-            name: np.bincount(taken(trees).astype(int)).tolist(),
+            "chain": np.bincount(committed_tokens(chains).astype(int)).tolist(),
+            name: np.bincount(committed_tokens(trees).astype(int)).tolist(),
         },
         "accepted_by_depth_and_rank": {"rounds": len(trees), "nodes": accepted.hits.tolist()},
     }
@@ -76,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(work.prompts)} prompts x {arguments.max_tokens} tokens, T = {arguments.temperature:g}, "
         f"{measured_on(report)}"
     )
-    heading = f"{title}\nRank-1 branches: head's less target's log-probability in nats, quantiles"
+    heading = f"{title}\nRank-1 branches: head's minus target's log-probability in nats, quantiles"
     deepest = int(np.flatnonzero(accepted.hits.any(axis=1)).max(initial=0)) + 1
-    share = table_of(Counts(*(own[:deepest] for own in accepted)), depth=1, nodes="rounds")
+    share = table_of(Counts(*(array[:deepest] for array in accepted)), depth=1, nodes="rounds")
     from bench.acceptance.plot import draw_diagnosis
 
     tables = [
@@ -89,31 +97,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def branches_of(chains: Sequence[Followed]) -> Branches:
-    """The sums along chains of full depth.
-
-    Raises:
-        ValueError: A round's tree is no such chain.
-    """
+def branches_of(chains: Sequence[TracedRound]) -> Branches:
+    """The sums of log-probabilities along chains of full depth; raises ValueError for another tree."""
     rows = len(chains[0].trace.candidate_tokens)
     wanted = np.arange(-1, rows)
-    if any(not np.array_equal(one.trace.parents, wanted) for one in chains):
-        raise ValueError(f"rank-1 branches are read off chains of {rows} nodes below the anchor")
+    if any(not np.array_equal(traced.trace.parents, wanted) for traced in chains):
+        raise ValueError(f"rank-1 branches need chains of {rows} nodes below the anchor")
     return Branches(
-        np.stack([one.trace.scores[1:] for one in chains]).astype(np.float64),
-        np.cumsum([one.trace.target_log_probs[1:] for one in chains], axis=1, dtype=np.float64),
+        np.stack([traced.trace.scores[1:] for traced in chains]).astype(np.float64),
+        np.cumsum([traced.trace.target_log_probs[1:] for traced in chains], axis=1, dtype=np.float64),
     )
 
 
 def faithfulness(branches: Branches) -> list[dict[str, Any]]:
-    """For every depth the quantiles of the differences in nats, and the share of faithful branches."""
+    """Quantiles of the differences in nats and the share of faithful branches: a row per depth."""
     rows = []
-    for d, own in enumerate(branches.differences.T):
+    for d, column in enumerate(branches.differences.T):
         quantiles = {
-            f"{q} %": float(x) for q, x in zip(QUANTILES, np.percentile(own, QUANTILES), strict=True)
+            f"{q} %": float(x) for q, x in zip(QUANTILES, np.percentile(column, QUANTILES), strict=True)
         }
-        faithful = float(np.mean(np.abs(own) <= FAITHFUL))
-        rows.append({"depth": d + 1, "branches": len(own), **quantiles, "faithful": faithful})
+        faithful = float(np.mean(np.abs(column) <= FAITHFUL))
+        rows.append({"depth": d + 1, "branches": len(column), **quantiles, "faithful": faithful})
     return rows
 
 
@@ -122,9 +126,9 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     return {**cells, f"within {FAITHFUL:g}": f"{row['faithful']:.1%}"}
 
 
-def _notes(report: dict[str, Any], rounds: dict[str, list[Followed]]) -> list[str]:
+def _notes(report: dict[str, Any], rounds: dict[str, list[TracedRound]]) -> list[str]:
     last = report["faithfulness"][-1]
-    taus = ", ".join(f"{name} {taken(own).mean():.2f}" for name, own in rounds.items())
+    taus = ", ".join(f"{name} {committed_tokens(group).mean():.2f}" for name, group in rounds.items())
     return [
         f"{last['faithful']:.1%} of {last['branches']} rank-1 branches of depth {last['depth']} are faithful "
         f"to within {FAITHFUL:g} nats (the paper's head: 42 % causal, 6 % bidirectional, on MATH-500).",

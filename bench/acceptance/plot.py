@@ -1,4 +1,4 @@
-"""Pictures of what is accepted: tokens per round, a profile's tables, and a diagnosis of a draft head."""
+"""Pictures of acceptance: tokens per round, a profile's tables, and a diagnosis of a draft head."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,17 +40,17 @@ def draw_acceptance(report: Report) -> Figure:
         sharey="row",
     )
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for axis, own in zip(axes, panels.values(), strict=True):
+    for axis, panel in zip(axes, panels.values(), strict=True):
         for i, name in enumerate(names):
-            points = sorted((row["budget"], row["tau"]) for row in own if row["algorithm"] == name)
+            points = sorted((row["budget"], row["tau"]) for row in panel if row["algorithm"] == name)
             style = {"color": COLOURS[i % len(COLOURS)], "marker": "o", "markersize": 3.5}
             axis.plot(*zip(*points, strict=True), label=name, **style)
-        budgets = sorted({row["budget"] for row in own})
+        budgets = sorted({row["budget"] for row in panel})
         axis.set_xscale("log", base=2)
         axis.set_xticks(budgets, [str(budget) for budget in budgets])
         axis.set_xlabel("nodes of a tree")
         axis.set_ylabel("tokens per round")
-        temperature = own[0]["temperature"]
+        temperature = panel[0]["temperature"]
         axis.set_ylim(0, 1.05 * max(row["tau"] for row in rows if row["temperature"] == temperature))
     legend_below(figure, axes[0])
     without_frame(*axes)
@@ -58,7 +58,7 @@ def draw_acceptance(report: Report) -> Figure:
 
 
 def draw_profile(profile: Report) -> Figure:
-    """A table of shares for all rounds and for each class, of a profile with its `meta`."""
+    """A profile's tables of shares: for all rounds and for each class."""
     meta = profile["meta"]
     given = meta["arguments"]
     panels = {f"all {meta['rounds']:,} rounds": profile["depth_rank_accept"]}
@@ -67,10 +67,10 @@ def draw_profile(profile: Report) -> Figure:
     figure = empty_figure(
         1 + 3.6 * len(panels),
         6,
-        "How often the target takes which draft, by depth and rank",
+        "How often the target chooses a candidate, by depth and rank",
         f"{meta['prompts']} prompts, {given['max_tokens']} tokens each, trees of {given['budget']} by "
         f"{given['algorithm']}, temperature {given['temperature']:g}, {measured_on(meta)}",
-        "Shares of the nodes counted, in per cent; shades follow their square roots.",
+        "Shares of the counted nodes in per cent; the shade is the square root of the share.",
     )
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (name, table) in zip(axes, panels.items(), strict=True):
@@ -81,12 +81,12 @@ def draw_profile(profile: Report) -> Figure:
 
 
 def draw_diagnosis(report: Report) -> Figure:
-    """A scatter of branches, faithfulness by depth, committed tokens, and accepted ranks, of ``diagnose``."""
+    """The report of ``diagnose``: branches, faithfulness by depth, committed tokens and accepted ranks."""
     given = report["arguments"]
     figure = empty_figure(
         11.5,
         9.6,
-        "Is the draft head as sure as the target, and what is accepted?",
+        "Confidence of the draft head and of the target, and accepted nodes",
         f"{given['num_prompts']} prompts, {given['max_tokens']} tokens each, temperature "
         f"{given['temperature']:g}, {measured_on(report)}",
     )
@@ -104,9 +104,9 @@ def draw_diagnosis(report: Report) -> Figure:
 
 
 def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int) -> None:
-    """Shares by depth (downwards) and rank, with their figures in per cent."""
+    """Shares by depth (downwards) and rank, with figures in per cent."""
     table = np.asarray(shares, float)
-    # Small shares decide about caps: the root spreads them.
+    # Small shares decide about caps, and the square root makes them visible.
     axis.imshow(np.sqrt(table), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for (depth, rank), share in np.ndenumerate(table):
         if share > 0:
@@ -121,9 +121,11 @@ def _heat_map(axis: Axes, shares: Sequence[Sequence[float]], *, first_depth: int
 def _scatter(axis: Axes, branches: Mapping[str, Sequence[float]]) -> None:
     draft, target = np.asarray(branches["draft"]), np.asarray(branches["target"])
     low = float(min(draft.min(), target.min()))
-    line = np.array([low, 0.0])
-    axis.fill_between(line, line - FAITHFUL, line + FAITHFUL, color=LIGHT, alpha=0.25, linewidth=0)
-    axis.plot(line, line, color="black", linewidth=0.8)
+    diagonal = np.array([low, 0.0])
+    axis.fill_between(
+        diagonal, diagonal - FAITHFUL, diagonal + FAITHFUL, color=LIGHT, alpha=0.25, linewidth=0
+    )
+    axis.plot(diagonal, diagonal, color="black", linewidth=0.8)
     axis.scatter(draft, target, s=8, alpha=0.4, color=BLUE, linewidths=0)
     axis.set_ylim(1.02 * float(target.min()) - 1, 1)
     axis.set_xlim(1.02 * float(draft.min()) - 1, 1)
@@ -138,7 +140,7 @@ def _by_depth(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.plot(depths, [100 * row["faithful"] for row in rows], color=BLUE, marker="o", markersize=4)
     axis.set_ylim(0, 104)
     axis.set_xticks(depths)
-    axis.set_xlabel("depth down to which the branch is scored")
+    axis.set_xlabel("depth of the branch")
     axis.set_ylabel(f"branches within {FAITHFUL:g} nats, %")
     axis.set_title("faithfulness by depth", fontsize=10)
 

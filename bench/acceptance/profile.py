@@ -1,12 +1,12 @@
-"""``python -m bench profile``: how often the target takes which of the head's candidates, by depth and rank.
+"""``python -m bench profile``: how often the target chooses the head's candidates, by depth and rank.
 
-The file that it writes is the profile of `depth_rank_histogram` and `class_histogram`
-(`jetspec_jax.tree.Profile`). A share is the probability that the target's choice after a node of a depth is
-the head's candidate of a rank. Counted are the nodes that the target's own tokens reach, because the children
-of others are never accepted; ``--nodes tree`` counts all nodes of the trees, as the reference implementation
-does. A class's table has the rounds that `TaskRouter` would put into it, and its caps are the last ranks with
-a share: those below ``--least-share`` are written as 0 there. Below the last row of its table
-`depth_rank_histogram` takes the full width, and `class_histogram` goes on with its last cap.
+The report is the profile of `depth_rank_histogram` and `class_histogram` (`jetspec_jax.tree.Profile`). A
+share is the probability that the target's choice at a node of a depth is the head's candidate of a rank. By
+default only the nodes reached by the target's tokens count, because children of other nodes are never
+accepted; ``--nodes tree`` counts all nodes of the trees, like the reference implementation. A class's table
+has the rounds that `TaskRouter` assigns to the class. Its caps are the last ranks with a share, so shares
+below ``--least-share`` are written as 0 there. Below the last row of its table `depth_rank_histogram` uses
+the full width, and `class_histogram` its last cap.
 """
 
 import argparse
@@ -16,7 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from bench.acceptance.counts import Followed, count_reached, count_tree, follow, table_of, taken
+from bench.acceptance.counts import (
+    TracedRound,
+    committed_tokens,
+    count_reached,
+    count_tree,
+    table_of,
+    trace_requests,
+)
 from bench.acceptance.rounds import add_shared_arguments, begin
 from bench.common.options import check_least
 from bench.common.pair import describe_pair
@@ -33,9 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add_shared_arguments(parser)
     add = parser.add_argument
-    add("--nodes", choices=tuple(COUNTS), default="reached", help="which are counted (default: reached)")
-    add("--least-nodes", type=int, default=20, help="a table ends where a depth has fewer (default: 20)")
-    add("--least-share", type=float, default=0.02, help="in the classes' tables (default: 0.02)")
+    add("--nodes", choices=tuple(COUNTS), default="reached", help="nodes that are counted (default: reached)")
+    add(
+        "--least-nodes",
+        type=int,
+        default=20,
+        help="a table ends at the first depth with fewer nodes (default: 20)",
+    )
+    add(
+        "--least-share",
+        type=float,
+        default=0.02,
+        help="smaller shares are 0 in the tables of classes (default: 0.02)",
+    )
     add_report_arguments(parser, "profile")
 
 
@@ -45,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.least_share <= 1:
         raise ValueError(f"--least-share must lie in 0..1, not {arguments.least_share}")
     pair, work, settings = begin(arguments)
-    rounds = follow(pair, work, settings, implementation=arguments.implementation)
+    rounds = trace_requests(pair, work, settings, implementation=arguments.implementation)
     found = tables(
         rounds,
         nodes=arguments.nodes,
@@ -65,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             **describe_pair(pair, [work]),
             "prompts": len(work.prompts),
             "rounds": len(rounds),
-            "tau": float(taken(rounds).mean()),
+            "tau": float(committed_tokens(rounds).mean()),
             "nodes": COUNTS[arguments.nodes](rounds).nodes.tolist(),
             "rounds_by_class": {name: int(np.sum(classes_of(rounds) == i)) for i, name in enumerate(CLASSES)},
         },
@@ -80,7 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     classes = ", ".join(f"{name} {count}" for name, count in meta["rounds_by_class"].items())
     notes = [f"Rounds by class: {classes}."]
     if np.any(counts.nodes[depths:]):
-        notes.append(f"The file's table ends with depth {depths - 1}: below, fewer nodes were seen.")
+        notes.append(
+            f"The profile's table ends with depth {depths - 1}: deeper rows have less than "
+            f"{arguments.least_nodes} nodes."
+        )
     show(title, table_of(counts), notes)
     write_report(arguments.json, profile)
     from bench.acceptance.plot import draw_profile
@@ -91,21 +111,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tables(
-    rounds: Sequence[Followed], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
+    rounds: Sequence[TracedRound], *, nodes: str = "reached", least_nodes: int = 1, least_share: float = 0.0
 ) -> dict[str, Any]:
-    """The tables of a profile: of all rounds, and of each class that has enough of them.
+    """The tables of a profile: for all rounds, and for each class with enough rounds.
 
     Args:
-        rounds: What was decoded.
-        nodes: Which are counted, a key of `COUNTS`.
+        rounds: The rounds.
+        nodes: The nodes that are counted, a key of `COUNTS`.
         least_nodes: A table ends at the first depth with fewer nodes.
-        least_share: Smaller shares are 0 in the classes' tables.
+        least_share: Smaller shares are 0 in the tables of classes.
     """
     count, classes = COUNTS[nodes], classes_of(rounds)
     histograms = {}
     for i, name in enumerate(CLASSES):
-        own = [one for one, kind in zip(rounds, classes, strict=True) if kind == i]
-        if own and (shares := count(own).shares(least_nodes)):
+        members = [traced for traced, kind in zip(rounds, classes, strict=True) if kind == i]
+        if members and (shares := count(members).shares(least_nodes)):
             histograms[name] = [[x if x >= least_share else 0.0 for x in row] for row in shares]
     return {
         "version": VERSION,
@@ -114,12 +134,12 @@ def tables(
     }
 
 
-def classes_of(rounds: Sequence[Followed]) -> np.ndarray:
-    """The class of each round, an index into `CLASSES`: what is said of its prompt, or felt."""
-    tokens = np.stack([one.trace.candidate_tokens for one in rounds])
-    log_probs = np.stack([one.trace.candidate_log_probs for one in rounds])
+def classes_of(rounds: Sequence[TracedRound]) -> np.ndarray:
+    """The class of each round, an index into `CLASSES`, by its prompt's hint or by its draft's confidence."""
+    tokens = np.stack([traced.trace.candidate_tokens for traced in rounds])
+    log_probs = np.stack([traced.trace.candidate_log_probs for traced in rounds])
     candidates = Candidates(
         jnp.asarray(tokens), jnp.asarray(log_probs), jnp.zeros(tokens.shape[:2], jnp.float32)
     )
-    routing = Routing.of([one.routing for one in rounds], len(rounds))
+    routing = Routing.of([traced.routing for traced in rounds], len(rounds))
     return np.asarray(TaskRouter().classes(candidates, routing))

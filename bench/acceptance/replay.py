@@ -1,8 +1,8 @@
-"""Rounds replayed along texts that are known: what trees of any kind would have accepted, without decoding.
+"""Replays rounds along known texts: what any tree would have accepted, without decoding with it.
 
-Every token is plain decoding's, whatever the tree, and a draft depends on the tokens before its anchor alone.
-So one text and the drafts below each of its tokens tell the rounds of every algorithm, and the first nodes of
-a large tree those of every smaller budget.
+Every token is plain decoding's, whatever the tree, and a draft depends only on the tokens before its anchor.
+So one text and the drafts at each of its tokens determine the rounds of every algorithm. The first nodes of a
+large tree are the tree of every smaller budget.
 
 Shapes: A anchors, D draft depth, K candidates, C budgets, T tokens of a text.
 """
@@ -43,18 +43,18 @@ from jetspec_jax.tree import (
     top_candidates,
 )
 
-# Anchors that draft at the same time, and that grow trees at the same time.
+# Anchors that draft at once, and anchors that grow trees at once.
 DRAFTED, GROWN = 64, 512
 
 
 class Text(NamedTuple):
-    """A prompt and what plain decoding makes of it.
+    """A prompt and plain decoding's continuation.
 
     Attributes:
         prompt: Tokens of the prompt.
-        tokens: The target's own, beyond the request's end by the depth of a tree: a round may overshoot.
-        length: Of these, the request's.
-        routing: What is known of the prompt.
+        tokens: The target's tokens, beyond the request's end by the depth of a tree: a round may overshoot.
+        length: The request's tokens among ``tokens``.
+        routing: The prompt's routing hints.
     """
 
     prompt: list[int]
@@ -64,14 +64,14 @@ class Text(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts below each anchor of some texts, and what the target went on with.
+    """The drafts at each anchor of some texts, and the target's continuations.
 
     Attributes:
         candidates: The draft rows of every anchor, text after text.
-        following: The target's own tokens after each anchor.
-        routing: What is known of each anchor's prompt.
-        counts: Tokens of each request. As many anchors are its own: the prompt's last token, and all of these
-            but the last.
+        following: The target's tokens after each anchor.
+        routing: The routing hints of each anchor's prompt.
+        counts: Tokens of each request, which are also its anchors: the prompt's last token, and all tokens
+            except the last.
     """
 
     candidates: Candidates
@@ -81,30 +81,30 @@ class Drafts(NamedTuple):
 
 
 def write_texts(pair: Pair, work: Workload, *, batch: int, implementation: str | None) -> list[Text]:
-    """Decodes all prompts plainly.
+    """Decodes all prompts by plain decoding.
 
     Raises:
-        ValueError: A prompt leaves no room for its answer and the depth of a tree after it.
+        ValueError: A prompt, its answer and the depth of a tree do not fit into the context.
     """
     depth, ends = pair.head.config.depth, set(pair.target.eos_token_ids)
-    most = [own.max_tokens or 0 for own in work.params]
+    most = [params.max_tokens or 0 for params in work.params]
     longer = [
-        replace(own, max_tokens=count + depth, ignore_eos=True, stop_token_ids=None)
-        for own, count in zip(work.params, most, strict=True)
+        replace(params, max_tokens=count + depth, ignore_eos=True, stop_token_ids=None)
+        for params, count in zip(work.params, most, strict=True)
     ]
     completions = generate(pair.target, work.ids, longer, max_slots=batch, implementation=implementation)
     texts = []
     columns = work.ids, work.params, most, work.routing, completions
-    for ids, own, count, hints, completion in zip(*columns, strict=True):
+    for ids, params, count, hints, completion in zip(*columns, strict=True):
         tokens = list(completion.token_ids)
-        stops = {*(own.stop_token_ids or ()), *(() if own.ignore_eos else ends)}
+        stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else ends)}
         end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
         texts.append(Text(list(ids), tokens, min(end, count), hints))
     return texts
 
 
 def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation: str | None) -> Drafts:
-    """The best ``count`` draft tokens of every row, below every token that may be an anchor."""
+    """The ``count`` best draft tokens of every row, at every token that can be an anchor."""
     proposer = DraftHeadProposer(pair.head.config, implementation)
     depth, most = proposer.depth, max(text.length for text in texts)
     longest = max(len(text.prompt) + len(text.tokens) for text in texts)
@@ -124,54 +124,54 @@ def draft_along(pair: Pair, texts: Sequence[Text], count: int, *, implementation
             count=count,
             implementation=implementation,
         )
-        found.append(jax.tree.map(lambda rows, own=text.length: np.asarray(rows)[:own], drafts))
+        found.append(jax.tree.map(lambda rows, length=text.length: np.asarray(rows)[:length], drafts))
         places = len(text.prompt) + np.arange(text.length)[:, None] + np.arange(depth)[None, :]
         following.append(ids[places])
     counts = [text.length for text in texts]
     hints = [text.routing for text in texts for _ in range(text.length)]
-    candidates = jax.tree.map(lambda *own: np.concatenate(own), *found)
+    candidates = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
     return Drafts(candidates, np.concatenate(following), Routing.of(hints, len(hints)), counts)
 
 
 def accepted_along(
     drafts: Drafts, algorithm: Algorithm, candidates: int, budgets: Sequence[int]
 ) -> Int[np.ndarray, "A C"]:
-    """Drafted tokens that a round at each anchor has accepted with each budget.
+    """The number of drafted tokens that a round at each anchor accepts with each budget.
 
     Args:
         drafts: The drafts.
-        algorithm: How trees grow; all candidates may be children of one node.
-        candidates: Tokens of a row that are looked at.
+        algorithm: The tree algorithm; all candidates may be children of one node.
+        candidates: Candidates per draft row.
         budgets: Nodes of the trees, root included.
     """
     rows = len(drafts.following)
     found = []
     for at in range(0, rows, GROWN):
-        # The last part begins earlier: all are of one shape.
+        # The last part begins earlier, so that all parts have one shape.
         part = slice(max(min(at, rows - GROWN), 0), at + GROWN)
-        own = jax.tree.map(lambda array, part=part: array[part], drafts[:3])
-        accepted = _accepted(*own, algorithm=algorithm, count=candidates, budgets=tuple(budgets))
+        rows_of_part = jax.tree.map(lambda array, part=part: array[part], drafts[:3])
+        accepted = _accepted(*rows_of_part, algorithm=algorithm, count=candidates, budgets=tuple(budgets))
         found.append(np.asarray(accepted)[at - part.start :])
     return np.concatenate(found)
 
 
 def rounds_along(accepted: Int[np.ndarray, "A"], counts: Sequence[int]) -> list[list[int]]:
-    """Tokens that each round of each text commits, the last of which may overshoot its end.
+    """The number of tokens that each round of each text commits; the last round may overshoot the text's end.
 
-    Example: of a text of 6 tokens with 1, 0, 2, 0, 0, 0 accepted, the round at the prompt's last token
-    commits 2 tokens, the one at the second of them 3, and the one after these the last.
+    Example: a text has 6 tokens, and 1, 0, 2, 0, 0, 0 drafted tokens are accepted at its anchors. The round
+    at the prompt's last token commits 2 tokens, the next round 3, and the last round 1.
 
     Args:
-        accepted: Drafted tokens accepted at each anchor, text after text.
+        accepted: Accepted drafted tokens at each anchor, text after text.
         counts: Anchors of each text.
     """
     texts, first = [], 0
     for count in counts:
-        own, at = [], 0
+        rounds, at = [], 0
         while at < count:
-            own.append(1 + int(accepted[first + at]))
-            at += own[-1]
-        texts.append(own)
+            rounds.append(1 + int(accepted[first + at]))
+            at += rounds[-1]
+        texts.append(rounds)
         first += count
     return texts
 
@@ -190,7 +190,7 @@ def _drafts(
     count: int,
     implementation: str | None,
 ) -> Candidates:
-    """Candidates below so many tokens from ``first`` on: one forward shows the head the whole text."""
+    """Candidates at ``anchors`` tokens from ``first`` on; one forward fills the head's context."""
 
     def run(weights: Any, head_weights: Any, ids: Int[Array, "T"], first: Int[Array, ""]) -> Candidates:
         target, head = bind(config, weights), proposer.config
@@ -199,12 +199,12 @@ def _drafts(
         taps = target(block.tokens, block.depths, attend, taps=proposer.taps).taps
         pages = jnp.arange(ids.size // PAGE_SIZE, dtype=jnp.int32)[None, :]
         slots = Slots.of(pages, jnp.zeros(1, jnp.int32))
-        own = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
-        state = empty_stores(own, pages.size, PAGE_SIZE, target.embed_tokens[...].dtype)
+        local = own_part(head.layers, mesh if mesh and is_split(head, mesh) else None)
+        state = empty_stores(local, pages.size, PAGE_SIZE, target.embed_tokens[...].dtype)
         state = proposer.commit(head_weights, state, taps, slots, jnp.full(1, ids.size, jnp.int32))
 
         def draft(positions: Int[Array, "R"]) -> Candidates:
-            # All read the same pages, each the rows before its anchor alone.
+            # All slots read the same pages, each only the rows before its anchor.
             slots = Slots.of(jnp.broadcast_to(pages, (DRAFTED, pages.size)), positions)
             logits = proposer.propose(head_weights, state, target, ids[positions], slots)
             return top_candidates(logits, count)
@@ -231,17 +231,17 @@ def _accepted(
     budgets: tuple[int, ...],
 ) -> Int[Array, "A C"]:
     rows, depth = following.shape
-    looked_at = candidates.best(count)
+    best = candidates.best(count)
     tree = grow_tree(
-        looked_at,
+        best,
         jnp.zeros(rows, jnp.int32),
-        plan_of(algorithm, looked_at, routing),
+        plan_of(algorithm, best, routing),
         jnp.full(rows, max(budgets), jnp.int32),
         jnp.full(rows, depth, jnp.int32),
         num_nodes=bucket_for(max(budgets)),
         one_by_one=algorithm.one_by_one,
     )
-    # The choice at a node is the text's own token there; nobody asks where the path is another.
+    # On the text's path a node's choice is the text's next token. Choices elsewhere are never read.
     choices = jnp.take_along_axis(
         jnp.pad(following, ((0, 0), (0, 1)), constant_values=-1), tree.depths, axis=1
     )

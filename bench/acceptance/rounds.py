@@ -1,4 +1,4 @@
-"""What both measurements of acceptance begin with: arguments, a pair, and prompts at one temperature."""
+"""The shared start of ``profile`` and ``diagnose``: options, a pair, and prompts at one temperature."""
 
 import argparse
 
@@ -18,14 +18,14 @@ from jetspec_jax.decode.settings import TreeSettings
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds which pair decodes which prompts in which rounds."""
-    # Rounds are looked at one prompt after another.
+    """Adds the options of the pair, the prompts and the rounds."""
+    # Prompts are decoded one at a time, so copies of the pair have no use.
     add_pair_arguments(parser, prompts=16, max_tokens=128, copies=False)
     add_round_arguments(parser)
 
 
 def begin(arguments: argparse.Namespace) -> tuple[Pair, Workload, TreeSettings]:
-    """The pair, the prompts and the trees that the arguments name, checked before anything is loaded."""
+    """Checks the command line, and loads the pair, the requests and the tree settings."""
     check_numbers(arguments)
     check_round(arguments)
     check_report(arguments)

@@ -1,4 +1,4 @@
-"""Whether kernels compute what their references compute: nothing is timed before that is certain."""
+"""Compares kernels with their references. Commands time a kernel only after this comparison."""
 
 import argparse
 import sys
@@ -13,11 +13,11 @@ from bench.common.report import opening_of
 from bench.common.timing import on_gpu
 from jetspec_jax.progress import Progress
 
-# Of a row, relative to the reference in float32. In bfloat16 the weights and the output are rounded to
-# 8 bits, which is about 3e-3.
+# Largest relative error of a row against the float32 reference. bfloat16 rounds the weights and the output
+# to 8 bits, which is an error of about 3e-3.
 TOLERANCES = {"bfloat16": 2e-2, "float32": 1e-5}
 
-#: The largest relative error of a row, and what is wrong; None if nothing is.
+#: The largest relative error of a row, and a description of the fault or None.
 Verdict = tuple[float, str | None]
 
 
@@ -27,41 +27,42 @@ def compare_jobs(
     """Runs each job twice and its reference once, and compares their results.
 
     Args:
-        jobs: What is compared: [B, N, ...], or a matrix of rows.
-        references: What each result should be, in float32.
-        tolerances: Of each.
-        title: Of the progress bar.
+        jobs: Programs whose results are compared, each [B, N, ...] or a matrix of rows.
+        references: The float32 reference of each job.
+        tolerances: The largest relative error of each job.
+        title: The progress bar's title.
     """
     verdicts = []
     with Progress(total=3 * len(jobs), desc=title, unit="step") as bar:
         programs = compile_together([*jobs, *references], bar.update)
-        for (_, arguments), own, (_, given), right, tolerance in zip(
+        for (_, arguments), program, (_, reference_arguments), reference, tolerance in zip(
             jobs, programs[: len(jobs)], references, programs[len(jobs) :], tolerances, strict=True
         ):
             bar.update()
-            if isinstance(right, Exception):
-                raise right
+            if isinstance(reference, Exception):
+                raise reference
             try:
-                if isinstance(own, Exception):
-                    raise own
-                out, again = (np.asarray(own(*arguments)) for _ in range(2))
+                if isinstance(program, Exception):
+                    raise program
+                out, again = (np.asarray(program(*arguments)) for _ in range(2))
             except UNCOMPILABLE as error:
                 verdicts.append((float("inf"), f"does not run: {error}"))
                 continue
-            verdicts.append(compare_rows(out, again, np.asarray(right(*given)), tolerance))
+            expected = np.asarray(reference(*reference_arguments))
+            verdicts.append(compare_rows(out, again, expected, tolerance))
     return verdicts
 
 
 def compare_rows(out: np.ndarray, again: np.ndarray, expected: np.ndarray, tolerance: float) -> Verdict:
-    """The largest relative error of a row, and what is wrong with the output.
+    """Compares an output with its reference, row by row.
 
-    Row by row, because some rows may be large, and a mistake in small ones would vanish beside them.
+    Errors are relative to each row: a fault in a row of small values would vanish beside rows of large ones.
 
     Args:
-        out: [B, N, ...], or [N, M] of one sequence.
-        again: What a second call gave.
-        expected: What it should be, in float32; a row of zeros must be zero in `out`.
-        tolerance: The largest error that is none.
+        out: [B, N, ...], or [N, M] for one sequence.
+        again: The output of a second call, which must have the same bits.
+        expected: The float32 reference; where its row is zero, the row of `out` must be zero.
+        tolerance: The largest relative error allowed.
     """
     if out.ndim == 2:
         return compare_rows(out[None], again[None], expected[None], tolerance)
@@ -82,13 +83,13 @@ def compare_rows(out: np.ndarray, again: np.ndarray, expected: np.ndarray, toler
 
 
 def all_right(verdicts: Sequence[tuple[Any, str | None]], name: str, seed: int, consequence: str) -> bool:
-    """Whether nothing is wrong; says on stderr what is.
+    """Whether all comparisons passed; prints the failures to stderr.
 
     Args:
-        verdicts: What was compared, in words, and what is wrong with it; None if nothing is.
-        name: Of the implementation.
-        seed: Of the inputs.
-        consequence: What does not happen then.
+        verdicts: Each case and its fault, or None.
+        name: The implementation.
+        seed: The seed of the inputs.
+        consequence: Printed after a failure, as "nothing was timed".
     """
     wrong = [(case, problem) for case, problem in verdicts if problem is not None]
     for case, problem in wrong:

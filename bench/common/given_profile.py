@@ -1,4 +1,4 @@
-"""The profile that a benchmark is given: what it holds, and whether it was measured on prompts of the run."""
+"""Describes the acceptance profile of a run, and notes whether it was measured on the run's prompts."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from typing import Any
 
 from jetspec_jax.config import read_json
 
-# The settings that say which prompts were taken; the last had no option in older profiles.
+# The settings that select prompts. Older profiles lack the last one.
 _SET, _COUNT, _SKIPPED = "prompts", "num_prompts", "skip_prompts"
 
 
 def describe_profile(path: Path | None) -> dict[str, Any]:
-    """What a report says of a profile beside its name; None of each without one.
+    """A profile's SHA-256 and the prompts it was measured on, for a report; None for both without a profile.
 
-    Its SHA-256, for names stay where tables change, and the prompts that it says it was measured on.
+    The report has the hash because a file can keep its name while its tables change.
     """
     if path is None:
         return {"profile_sha256": None, "profile_prompts": None}
@@ -23,28 +23,28 @@ def describe_profile(path: Path | None) -> dict[str, Any]:
 
 
 def profile_notes(report: Mapping[str, Any]) -> list[str]:
-    """A note if the profile was measured on prompts of this run, which then look better than others would.
+    """A note if the profile was measured on prompts of this run: its algorithms then look too good.
 
     Args:
-        report: With what `describe_profile` says, and the arguments of the run.
+        report: The report, with the keys of `describe_profile` and the run's arguments.
     """
-    theirs, ours = report["profile_prompts"], report["arguments"]
-    # A file may lie elsewhere now: its name alone is compared, as in the ids of prompts.
-    if theirs is None or Path(theirs[_SET]).name != Path(ours[_SET]).name:
+    profiled, decoded = report["profile_prompts"], report["arguments"]
+    # Compared by file name, as prompt ids are: the file may have moved since.
+    if profiled is None or Path(profiled[_SET]).name != Path(decoded[_SET]).name:
         return []
-    first = max(own[_SKIPPED] for own in (theirs, ours))
-    both = min(own[_SKIPPED] + own[_COUNT] for own in (theirs, ours)) - first
-    if both <= 0:
+    first = max(prompts[_SKIPPED] for prompts in (profiled, decoded))
+    shared = min(prompts[_SKIPPED] + prompts[_COUNT] for prompts in (profiled, decoded)) - first
+    if shared <= 0:
         return []
     return [
-        f"The profile was measured on {theirs[_COUNT]} prompts of {theirs[_SET]}: of the {ours[_COUNT]} "
-        f"prompts of this run it knows {both}, on which algorithms that read it look better than on others. "
-        "--skip-prompts leaves prompts out, here or of `bench profile`."
+        f"The profile was measured on {profiled[_COUNT]} prompts of {profiled[_SET]}; "
+        f"this run decodes {shared} of them. Algorithms that read the profile look better on these than on "
+        "other prompts. Use --skip-prompts, here or in `bench profile`, to keep the prompts apart."
     ]
 
 
 def _measured_on(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of the run that wrote a profile; None if it says nothing of them, as it need not."""
+    """The prompt settings of the run that wrote a profile; None if the profile does not have them."""
     meta = raw.get("meta")
     given = meta.get("arguments") if isinstance(meta, Mapping) else None
     if not isinstance(given, Mapping):

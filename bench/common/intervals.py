@@ -1,10 +1,10 @@
-"""Intervals over prompts: how much a figure would vary with other prompts of the same kind."""
+"""Confidence intervals over prompts: how much a figure would vary with other prompts of the same kind."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-#: The share of resampled figures that lies inside, and how often prompts are drawn anew.
+#: The share of resampled figures inside an interval, and the number of resamples.
 LEVEL, DRAWS = 0.95, 2000
 
 
@@ -14,19 +14,19 @@ def ratio_interval(
     base_above: Sequence[float] | None = None,
     base_below: Sequence[float] | None = None,
 ) -> list[float]:
-    """The interval of ``sum(above) / sum(below)``, over that of a base if there is one, of all prompts.
+    """The interval of ``sum(above) / sum(below)``, divided by the base's ratio if a base is given.
 
     A percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13): prompts are
-    drawn with replacement, each with all that belongs to it. It says nothing of noise between runs.
+    drawn with replacement, each with all of its values. The interval does not cover noise between runs.
 
     Args:
-        above: Of each prompt.
-        below: Likewise.
-        base_above: What the ratio is compared with, of the same prompts.
-        base_below: Likewise.
+        above: The numerator of each prompt.
+        below: The denominator of each prompt.
+        base_above: The base's numerator of each prompt.
+        base_below: The base's denominator of each prompt.
 
     Returns:
-        The lower and the upper end.
+        The lower and the upper end of the interval.
     """
     drawn = np.random.default_rng(0).integers(len(above), size=(DRAWS, len(above)))
 

@@ -1,8 +1,8 @@
-"""What runs on a GPU during rounds: kernels by class, out of a trace of JAX's own profiler.
+"""The kernels that run on a GPU during rounds, by class, from a trace of JAX's profiler.
 
-A trace has a plane per device. A GPU's plane has a line per stream with the kernels and copies as they ran,
-and further lines that XLA derives from them ("XLA Ops", "XLA Modules", "Steps"), which would count everything
-twice. Other devices have no streams, and so no kernels here.
+A trace has a plane per device. A GPU's plane has a line per stream, with its kernels and copies, and further
+lines that XLA derives from them ("XLA Ops", "XLA Modules", "Steps"). Only streams are read: with the derived
+lines every kernel would count twice. Other devices have no streams, and therefore no kernels here.
 """
 
 import re
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-# The first that is found in a kernel's name, in lower case. XLA names a kernel after its HLO instruction,
-# libraries after their templates, Pallas after the `name` of the call.
+# The first pattern that matches a kernel's name, in lower case, decides. XLA names a kernel after its HLO
+# instruction, libraries after their templates, Pallas after the `name` of the call.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|all_?reduce|all_?gather|psum"),
     ("tree attention", r"attention|flash|fmha"),
@@ -50,9 +50,9 @@ def classify(name: str) -> str:
 
 
 def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
-    """What runs on the first GPU until what ``run`` returns is there; nothing where there is no GPU."""
+    """The kernels that ``run`` launches on the first GPU until its result is ready; empty without a GPU."""
     options = jax.profiler.ProfileOptions()
-    # Python's and the host's own events would make the trace large and the host slow.
+    # Events of Python and of the host would make the trace large and the host slow.
     options.python_tracer_level = 0
     options.host_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def kernels_of(data: Any) -> list[Kernel]:
-    """The kernels and copies on the streams of the first GPU: the others of a mesh do the same."""
+    """The kernels and copies on the streams of the first GPU; the other GPUs of a mesh run the same ones."""
     planes = sorted((p for p in data.planes if p.name.startswith("/device:GPU:")), key=lambda p: p.name)
     return [
         Kernel(event.name, event.start_ns, event.duration_ns)
@@ -78,7 +78,7 @@ def kernels_of(data: Any) -> list[Kernel]:
 
 
 def summarise(kernels: Sequence[Kernel], rounds: int) -> dict[str, Any]:
-    """Microseconds and launches per round by class, the time when nothing ran, and the longest kernels.
+    """Microseconds and launches per round by class, the idle time, and the longest kernels.
 
     Kernels on two streams may overlap, so the classes may sum to more than ``busy_us``.
     """

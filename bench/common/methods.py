@@ -1,4 +1,4 @@
-"""Which methods are compared: plain decoding, a chain, and algorithms with their options and budgets."""
+"""The methods that a benchmark compares: plain decoding, a chain, and algorithms with options and budgets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,9 +13,9 @@ from jetspec_jax.tree import DEFAULT_ALGORITHM, Algorithm, Profile, algorithm_na
 from jetspec_jax.tree.algorithms import check_algorithm
 
 ALL = "all"
-# The one algorithm that chooses budgets; its trees are another's.
+# The only algorithm that chooses budgets; another algorithm grows its trees.
 AUTO = "auto"
-# The one whose trees do not branch: what every tree is to be compared with.
+# The algorithm whose trees do not branch: the baseline of all trees.
 CHAIN = "chain"
 
 
@@ -24,9 +24,9 @@ class Method:
     """A way to decode.
 
     Attributes:
-        name: In reports.
+        name: The name in reports.
         algorithm: The name of the tree algorithm; None for plain decoding and the chain.
-        settings: Of its trees; a budget of 1 is plain decoding.
+        settings: The tree settings; a budget of 1 is plain decoding.
     """
 
     name: str
@@ -43,14 +43,14 @@ def choose_algorithms(
     """Algorithms by name, with their options.
 
     Args:
-        names: What they are called, or "all".
-        options: Each ``NAME=VALUE`` with a value in JSON, or ``ALGORITHM.NAME=VALUE`` where several
+        names: The names, or "all".
+        options: Each ``NAME=VALUE`` with a value in JSON, or ``ALGORITHM.NAME=VALUE`` if several
             algorithms are chosen.
         profile: A JSON table of measured acceptance, for the algorithms that take one.
 
     Raises:
         FileNotFoundError: There is no such profile.
-        ValueError: A name, an option, a value or the profile is not valid, or nothing uses it.
+        ValueError: A name, an option, a value or the profile is invalid or unused.
     """
     names = list(dict.fromkeys(algorithm_names() if ALL in names else names))
     for name in names:
@@ -74,29 +74,29 @@ def choose_algorithms(
     table = None if raw is None else Profile.parse(raw, where=str(profile))
     chosen: dict[str, str | Algorithm] = {}
     for name in names:
-        own_table = table if name in readers else None
-        # Also the one that stays a name is made: what it needs is known before models are loaded.
-        made = get_algorithm(name, given.get(name), own_table)
-        chosen[name] = made if name in given or own_table is not None else name
+        profile_table = table if name in readers else None
+        # Algorithms that stay names are made too: their errors must come before models are loaded.
+        made = get_algorithm(name, given.get(name), profile_table)
+        chosen[name] = made if name in given or profile_table is not None else name
     return chosen
 
 
 def fixed_budget_names() -> tuple[str, ...]:
-    """The algorithms whose rounds have the budget that they are given."""
+    """The algorithms that use the given budget in every round."""
     return tuple(name for name in algorithm_names() if name != AUTO)
 
 
 def check_fixed_budgets(option: str, names: Sequence[str]) -> None:
-    """Raises ValueError for the algorithm that chooses budgets, where each has the one that it is given."""
+    """Raises ValueError if the algorithm that chooses budgets is among those of a command with fixed ones."""
     if AUTO in names:
         raise ValueError(
-            f"{option} {AUTO}: it chooses budgets, and here they are given; name the algorithm of its trees, "
-            f"usually {DEFAULT_ALGORITHM}, or measure {AUTO} with `python -m bench decode`"
+            f"{option} {AUTO}: {AUTO} chooses budgets, and here they are fixed; name the algorithm of its "
+            f"trees, usually {DEFAULT_ALGORITHM}, or measure {AUTO} with `python -m bench decode`"
         )
 
 
 def takes_profile(name: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a known algorithm, or one that its options name, takes a table of measured acceptance."""
+    """Whether a known algorithm, or one named in its options, reads a table of measured acceptance."""
     if name not in algorithm_names():
         return False
     below = [value for value in (options or {}).values() if isinstance(value, str)]
@@ -111,12 +111,12 @@ def choose_methods(
     width: int | None = None,
     candidates: int | None = None,
 ) -> list[list[Method]]:
-    """All methods but plain decoding, a list for each budget, the smallest first; the chain heads them all.
+    """All methods except plain decoding: a list per budget, in ascending order, with the chain at the front.
 
     Raises:
-        ValueError: A setting is out of its range.
+        ValueError: A setting is out of range.
     """
-    # All that the head drafts, one node a depth.
+    # All drafts of the head, one node per depth.
     chain = Method(CHAIN, None, TreeSettings(head.config.block_size, 1))
     groups = [
         [

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and checks of what a command line says."""
+"""Command-line options that several commands have, and checks of their values."""
 
 import argparse
 from collections.abc import Collection, Iterable
@@ -14,27 +14,27 @@ def add_switch(
 
 
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the type of random weights, and how programs on them are compiled and recorded."""
+    """Adds the type of random weights, the profiler and the compilation cache."""
     add = parser.add_argument
     MODELS.add(parser, ["dtype"], dtype="auto")
-    add_switch(parser, "--profile", "also record a GPU's kernels, by class")
+    add_switch(parser, "--profile", "also record the GPU's kernels by class")
     add("--compilation-cache", default="off", help='folder, "auto" or "off" (default: off, to compile cold)')
 
 
 def add_breadth_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how broad trees are."""
+    """Adds the width and the candidates of trees."""
     MODELS.add(parser, ["width", "candidates"])
 
 
 def check_known(option: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises ValueError if a given name is none of the known ones."""
+    """Raises ValueError if a name is unknown."""
     for name in given:
         if name not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}, not {name!r}")
 
 
 def check_least(arguments: argparse.Namespace, smallest: int, *names: str) -> None:
-    """Raises ValueError if an argument, or one of a list, is smaller than that; None and no list pass."""
+    """Raises ValueError if a number, or one of a list, is smaller than ``smallest``; None is allowed."""
     for name in names:
         given = getattr(arguments, name)
         values = given if isinstance(given, list) else [] if given is None else [given]

@@ -1,4 +1,4 @@
-"""A target, its draft head and prompts: what the benchmarks that decode prompts have in common."""
+"""Options, checks and loading of a target, its draft head and prompts, for benchmarks that decode prompts."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,7 @@ from train.data.prompt_sets import FORMS, PROMPT_SETS, PUBLISHED, Part
 
 
 class Pair(NamedTuple):
-    """What decodes.
-
-    Attributes:
-        target: The target.
-        head: Its draft head.
-    """
+    """A target and its draft head."""
 
     target: Target
     head: Head
@@ -38,21 +33,21 @@ class Pair(NamedTuple):
 def add_pair_arguments(
     parser: argparse.ArgumentParser, *, prompts: int, max_tokens: int, copies: bool = True
 ) -> None:
-    """Adds the arguments that name a pair, its prompts and how they are decoded, with usual numbers.
+    """Adds the options of a pair, its prompts and how they are decoded.
 
     Args:
-        parser: Of the command.
-        prompts: How many, usually.
-        max_tokens: Of each, usually.
-        copies: Whether several copies of the pair can decode them.
+        parser: The command's parser.
+        prompts: The default number of prompts.
+        max_tokens: The default number of tokens per prompt.
+        copies: Whether several copies of the pair (data parallelism) can decode the prompts.
     """
-    # Named in every report, also where nobody chose one.
+    # A default by name, so that every report names its implementation.
     best = "xla" if gpu_problem() else "pallas_triton"
     usual = {"target": DEMO, "implementation": best, "compilation_cache": "auto"}
     fields = [*usual, "draft_head", "ignore_config_keys", *(PARALLEL if copies else PARALLEL[:-1])]
     MODELS.add(parser, fields, **usual, ignore_config_keys=[])
     add = parser.add_argument
-    add("--max-tokens", type=int, default=max_tokens, help=f"for each prompt (default: {max_tokens})")
+    add("--max-tokens", type=int, default=max_tokens, help=f"tokens per prompt (default: {max_tokens})")
     add(
         "--prompts",
         default=DEMO,
@@ -64,30 +59,30 @@ def add_pair_arguments(
         "--prompt-form",
         choices=FORMS,
         default=PUBLISHED,
-        help="how a set is asked: as in its published evaluation, or plainly: the question alone, a function "
-        f"to complete, the first of several turns (default: {PUBLISHED})",
+        help="how a set's questions are put: as in its published evaluation, or plain: the question alone, a "
+        f"function to complete, the first of several turns (default: {PUBLISHED})",
     )
-    # A set that has fewer is an error only where somebody asked for so many.
+    # Too few prompts in a set are an error only if --num-prompts was given.
     parser.set_defaults(usual_prompts=prompts)
-    add("--num-prompts", type=int, help=f"how many (default: {prompts}, or fewer if there are no more)")
-    add("--skip-prompts", type=int, default=0, metavar="N", help="leave out the first N (default: 0)")
+    add("--num-prompts", type=int, help=f"number of prompts (default: {prompts}, or all if there are fewer)")
+    add("--skip-prompts", type=int, default=0, metavar="N", help="skip the first N prompts (default: 0)")
     add_switch(
         parser,
         "--enable-thinking",
-        "for chat templates that know it (default: no, as in published evaluations)",
+        "for chat templates with this argument (default: no, as in published evaluations)",
         default=None,
     )
     add(
         "--task",
-        help="what algorithms that route are told of the prompts: math, code, chat, ..., or "
-        f'"{TASK_OF_SET}" for what the prompt set says of each (default: nothing)',
+        help="task of the prompts, for algorithms that route by task: math, code, chat, ..., or "
+        f'"{TASK_OF_SET}" for the task that the prompt set gives each prompt (default: none)',
     )
 
 
 def add_trees_arguments(
     parser: argparse.ArgumentParser, *, temperatures: Sequence[float], budgets: Sequence[int]
 ) -> None:
-    """Adds what is compared: temperatures, algorithms and budgets, with usual ones."""
+    """Adds the temperatures, algorithms and budgets that are compared."""
     add = parser.add_argument
     add(
         "--temperatures",
@@ -110,18 +105,24 @@ def add_trees_arguments(
         action="append",
         default=[],
         metavar="[ALGORITHM.]NAME=VALUE",
-        help="option of an algorithm, its value in JSON, as top2gap_fanout.beta=2.0; may recur",
+        help="option of an algorithm, its value in JSON, for example top2gap_fanout.beta=2.0; repeatable",
     )
     ALGORITHM.add(parser, ["profile"])
     usual = " ".join(map(str, budgets))
-    add("--budgets", type=int, nargs="+", default=list(budgets), help=f"of the trees (default: {usual})")
+    add(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=list(budgets),
+        help=f"nodes of the trees, root included (default: {usual})",
+    )
 
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds how the rounds of a measurement are run: one tree, one temperature, one type."""
+    """Adds the tree, the temperature and the type of a command that measures one kind of round."""
     names = ", ".join(fixed_budget_names())
     add = parser.add_argument
-    add("--budget", type=int, default=64, help="of the trees (default: 64)")
+    add("--budget", type=int, default=64, help="nodes of the trees, root included (default: 64)")
     usual = DEFAULT_ALGORITHM
     add("--algorithm", default=usual, metavar="NAME", help=f"{names} (default: {usual})")
     add_breadth_arguments(parser)
@@ -133,21 +134,21 @@ def check_numbers(arguments: argparse.Namespace, *numbers: str) -> None:
     """Checks numbers before anything is loaded.
 
     Args:
-        arguments: With those of `add_pair_arguments`.
-        numbers: Further arguments that must be at least 1.
+        arguments: The command line, with `add_pair_arguments`.
+        numbers: Further options whose values must be at least 1.
 
     Raises:
-        ValueError: A number is less than 1, or less than 0 prompts are skipped.
+        ValueError: A number is less than 1, or ``skip_prompts`` is negative.
     """
     check_least(arguments, 0, "skip_prompts")
     check_least(arguments, 1, "num_prompts", "max_tokens", *numbers)
 
 
 def check_trees(arguments: argparse.Namespace) -> None:
-    """Checks what `add_trees_arguments` added but for the algorithms, before anything is loaded.
+    """Checks budgets and temperatures of `add_trees_arguments`, before anything is loaded.
 
     Raises:
-        ValueError: A budget or a temperature is out of its range.
+        ValueError: A budget or a temperature is out of range.
     """
     for budget in arguments.budgets:
         bucket_for(budget)
@@ -156,12 +157,11 @@ def check_trees(arguments: argparse.Namespace) -> None:
 
 
 def check_round(arguments: argparse.Namespace) -> None:
-    """Checks what `add_round_arguments` added but for the type, before anything is loaded.
+    """Checks `add_round_arguments`, except the type, before anything is loaded.
 
     Raises:
         ValueError: The algorithm is unknown or chooses budgets, or the temperature, the budget, the width or
-            the number of candidates is out of its range. A tree of one node drafts nothing, so there is
-            nothing to measure.
+            the number of candidates is out of range. A budget of one node is too small: it drafts nothing.
     """
     check_least(arguments, 1, "width", "candidates")
     get_algorithm(arguments.algorithm)
@@ -174,17 +174,17 @@ def check_round(arguments: argparse.Namespace) -> None:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """The prompts that the arguments name; says how many they are where nobody asked for a number.
+    """Reads the prompts.
 
     Args:
-        arguments: With those of `add_pair_arguments`; ``num_prompts`` is filled in.
+        arguments: The command line, with `add_pair_arguments`; a default ``num_prompts`` is filled in.
 
     Raises:
-        FileNotFoundError: There is no such file, or a set cannot be loaded.
-        ValueError: A prompt is not what it should be, or there are fewer than were asked for.
+        FileNotFoundError: A file is missing, or a set cannot be loaded.
+        ValueError: A prompt is invalid, or there are fewer than ``num_prompts``.
     """
-    asked = arguments.num_prompts
-    part = Part(arguments.skip_prompts, asked or arguments.usual_prompts, fewer=asked is None)
+    count = arguments.num_prompts
+    part = Part(arguments.skip_prompts, count or arguments.usual_prompts, fewer=count is None)
     prompts = load_prompts(arguments.prompts, part, arguments.prompt_form)
     arguments.num_prompts = len(prompts)
     return prompts
@@ -200,15 +200,14 @@ def load_pair(
     """Loads the models.
 
     Args:
-        arguments: With ``target``, ``draft_head``, None for the demo's, and ``ignore_config_key``; how many
-            devices decode, one where they do not say.
-        dtype: Of the weights.
+        arguments: The command line, with `add_pair_arguments`.
+        dtype: The type of the weights.
         settings: Trees that the pair must be able to grow.
-        one_device: Whether one device decodes whatever the arguments say.
+        one_device: Whether to ignore the numbers of devices in ``arguments``.
 
     Raises:
-        FileNotFoundError: A checkpoint is not there.
-        ValueError: It is not what it should be, there is no head for the target, or a tree is out of range.
+        FileNotFoundError: A checkpoint is missing.
+        ValueError: A checkpoint is invalid, the target has no head, or a tree is out of range.
     """
     path = arguments.target
     head_path = arguments.draft_head or default_draft_head(path)
@@ -219,13 +218,13 @@ def load_pair(
     say_unused(meshes)
     target = read_target(source, *meshes)
     head = read_draft_head(Source(draft_head_at(head_path), dtype, arguments.ignore_config_key), target)
-    for own in settings:
-        own.check(target.config, head.config.depth)
+    for tree in settings:
+        tree.check(target.config, head.config.depth)
     return Pair(target, head)
 
 
 def describe_pair(pair: Pair, works: Iterable[Workload]) -> dict[str, Any]:
-    """Devices of all copies, shapes, type of the weights and lengths of the prompts, for a report."""
+    """Number of devices (of all copies), shapes, type of the weights and range of prompt lengths."""
     lengths = [len(ids) for work in works for ids in work.ids]
     return {
         "devices": sum(map(size_of, pair.target.meshes)),
@@ -236,7 +235,7 @@ def describe_pair(pair: Pair, works: Iterable[Workload]) -> dict[str, Any]:
 
 
 def shapes_of(target: ModelConfig, head: DraftHeadConfig) -> dict[str, Any]:
-    """What tells models apart that may have one name, for a report."""
+    """The sizes of a pair, for a report: models with the same name may differ in them."""
     return {
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,

@@ -1,6 +1,6 @@
-"""What all pictures share: titles, colours, panels, labels at lines, and files that are written whole.
+"""Parts that all pictures share: titles, colours, panels, labels of curves, and writing the files.
 
-Only pictures import this. A picture is drawn from its report alone, so that a kept report can be drawn again.
+A picture is drawn from its report alone, so that a kept report can be drawn again.
 """
 
 import textwrap
@@ -17,7 +17,8 @@ from jetspec_jax.checkpoint.files import replacing
 
 Row = Mapping[str, Any]
 Report = Mapping[str, Any]
-# Okabe and Ito's colours, which most kinds of colour vision tell apart, but for yellow: it is none on white.
+# The colours of Okabe and Ito, which remain distinct for colour-blind readers, without yellow: it is too pale
+# on white.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
     "#0072b2",
     "#d55e00",
@@ -28,23 +29,23 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = COLOURS = (
 )
 GREY = "#666666"
 DPI = 120
-# Points of the three types: a figure's title, what it is about, and its note.
+# Font sizes in points: a figure's title, its subtitle, and its note.
 TITLE, ABOUT, NOTE = 12, 9, 8
-_POINTS = 72  # of an inch
+_POINTS = 72  # per inch
 _EDGE = 6  # points above and below a text, together
 
 
 def empty_figure(width: float, height: float, title: str, about: str, note: str = "") -> Figure:
-    """A figure of so many inches, with room for its panels between the texts.
+    """A figure with its texts, and room for panels between them.
 
     Args:
-        width: Of the figure.
-        height: Likewise.
-        title: What is to be seen, in words.
-        about: What was measured, on what; below the title, in smaller type.
-        note: What the reader must know to read it right; below all panels.
+        width: The figure's width in inches.
+        height: The figure's height in inches.
+        title: What the figure shows.
+        about: What was measured, and on which device; a subtitle in smaller type.
+        note: What the reader must know to interpret the figure; below all panels.
     """
-    # Without pyplot there is no global state, and no window system is asked for.
+    # Not made by pyplot, which keeps global state and may open a window system.
     figure = Figure(figsize=(width, height))
     top = _write(figure, 1.0, title, TITLE, weight="bold")
     top = _write(figure, top, about, ABOUT)
@@ -55,7 +56,7 @@ def empty_figure(width: float, height: float, title: str, about: str, note: str 
 
 
 def _write(figure: Figure, top: float, text: str, points: float, **style: Any) -> float:
-    """Writes lines below a height of a figure, and returns the height below them."""
+    """Writes a text whose upper edge is ``top``, a share of the figure's height; returns its lower edge."""
     figure.text(
         0.1 / figure.get_figwidth(),
         top - _EDGE / 2 / (_POINTS * figure.get_figheight()),
@@ -69,25 +70,25 @@ def _write(figure: Figure, top: float, text: str, points: float, **style: Any) -
 
 
 def _height(figure: Figure, text: str, points: float) -> float:
-    """What the lines of a text take of a figure's height."""
+    """A text's height as a share of the figure's."""
     lines = len(_lines(figure, text, points))
     return (1.25 * points * lines + _EDGE * (lines > 0)) / (_POINTS * figure.get_figheight())
 
 
 def _lines(figure: Figure, text: str, points: float) -> list[str]:
-    # A character is about 0.55 of its height wide, on average.
+    # On average a character is 0.55 times as wide as high.
     return textwrap.wrap(text, int((figure.get_figwidth() - 0.2) * _POINTS / (0.55 * points)))
 
 
 def shape_name(report: Report) -> str:
-    """The models of a report: a published shape, or the pair's names."""
+    """A report's models: the name of a published shape, or the names of target and head."""
     return report.get("shape") or " + ".join(
         report[key] for key in ("target", "draft_head") if report.get(key)
     )
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """The rows of each panel, by its name, in the order of the rows."""
+    """The rows by their panel's name, in the order of the rows."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(key(row), []).append(row)
@@ -105,22 +106,22 @@ def grid_of(
     height: float,
     **shared: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a named panel for each key, in rows of at most so many.
+    """A figure with a grid of titled panels.
 
     Args:
-        names: The panels.
-        title: Of `empty_figure`.
-        about: Likewise.
-        note: Likewise.
-        columns: The most in a row.
-        width: Of a panel, in inches.
-        height: Likewise.
-        shared: What `Figure.subplots` is told of the axes.
+        names: The panels' titles.
+        title: See `empty_figure`.
+        about: See `empty_figure`.
+        note: See `empty_figure`.
+        columns: The most panels in a row.
+        width: A panel's width in inches.
+        height: A panel's height in inches.
+        shared: Passed to `Figure.subplots`.
     """
     columns = min(columns, len(names))
-    lines = -(-len(names) // columns)
-    figure = empty_figure(max(6.4, 1.2 + width * columns), 1.6 + height * lines, title, about, note)
-    axes = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
+    rows = -(-len(names) // columns)
+    figure = empty_figure(max(6.4, 1.2 + width * columns), 1.6 + height * rows, title, about, note)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for axis, name in zip(axes, names, strict=False):
         axis.set_title(name, fontsize=10)
     for axis in axes[len(names) :]:
@@ -129,14 +130,14 @@ def grid_of(
 
 
 def legend_below(figure: Figure, axis: Axes, columns: int = 6) -> None:
-    """One legend for all panels, below them, where no title is."""
+    """Adds one legend for all panels, below them."""
     handles, labels = axis.get_legend_handles_labels()
     columns = min(columns, len(labels))
     engine = figure.get_layout_engine()
-    assert engine is not None, "of empty_figure"
+    assert engine is not None, "empty_figure sets one"
     left, bottom, width, height = engine.get()["rect"]
-    taken = 1.7 * ABOUT * -(-len(labels) // columns) / (_POINTS * figure.get_figheight())
-    figure.set_layout_engine("constrained", rect=(left, bottom + taken, width, height - taken))
+    used = 1.7 * ABOUT * -(-len(labels) // columns) / (_POINTS * figure.get_figheight())
+    figure.set_layout_engine("constrained", rect=(left, bottom + used, width, height - used))
     figure.legend(
         handles,
         labels,
@@ -151,12 +152,12 @@ def legend_below(figure: Figure, axis: Axes, columns: int = 6) -> None:
 
 
 def label_lines(axis: Axes, ends: Sequence[tuple[float, float, str, Any]], height: float) -> None:
-    """Writes each line's name beside its end, right of the panel, in its colour; none covers another.
+    """Labels each curve at its end, right of the panel, in the curve's colour and without overlap.
 
     Args:
-        axis: The panel, whose limits stay as they are.
-        ends: Of every line its last point, its name and its colour.
-        height: Of the panel, in inches, about.
+        axis: The panel; its limits do not change.
+        ends: The x and y of each curve's last point, its name and its colour.
+        height: The panel's approximate height in inches.
     """
     transform = axis.transData + axis.transAxes.inverted()
     axis.set_ylim(axis.get_ylim())
@@ -185,7 +186,7 @@ def label_lines(axis: Axes, ends: Sequence[tuple[float, float, str, Any]], heigh
 
 
 def spread_out(wanted: Sequence[float], least: float) -> list[float]:
-    """Places at least so far apart and at most at 1, near the wanted ones and in their order, which rises."""
+    """Places near the wanted ones, which rise: at least ``least`` apart and at most at 1."""
     groups: list[list[float]] = []
     for place in wanted:
         groups.append([place])
@@ -202,16 +203,16 @@ def spread_out(wanted: Sequence[float], least: float) -> list[float]:
 
 
 def without_frame(*axes: Axes) -> None:
-    """Leaves out the lines above and to the right of panels."""
+    """Hides the upper and right edges of panels."""
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
 
 
 def write_picture(path: Path, figure: Figure) -> None:
-    """Writes a PNG, and an SVG of the same name beside it: each whole or not at all."""
+    """Writes a PNG, and an SVG of the same name beside it, each atomically."""
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=DPI, metadata={"Software": None})
-    # Texts stay texts: they can be searched, and files are small. Without the salt, names differ each time.
+    # Texts stay texts: they can be searched, and files are small. A fixed salt makes ids reproducible.
     with (
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jetspec-jax"}),
         replacing(path.with_suffix(".svg")) as partial,

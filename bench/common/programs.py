@@ -1,4 +1,4 @@
-"""Programs of many kernels: compiled side by side, run in bursts, timed by the GPU's own clock."""
+"""Compiles programs in parallel, runs them in bursts, and times their kernels with the GPU's clock."""
 
 import os
 import time
@@ -13,14 +13,14 @@ from bench.common.kernel_trace import Kernel, trace_kernels
 from bench.common.timing import median, on_gpu, seconds_of
 from jetspec_jax.progress import Progress
 
-# XLA does not hold Python's lock while it compiles.
+# XLA releases Python's lock while it compiles.
 WORKERS = max(2, min(16, os.cpu_count() or 2))
-# What a compiler says of a kernel that it cannot make: XLA the one, Pallas the others.
+# Errors for a kernel that cannot be compiled: the first is XLA's, the others are Pallas's.
 UNCOMPILABLE = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
-# A program is dispatched until this much work is under way: the device is awake, and the host does not show.
+# A burst is this much work: enough for the device to clock up, and for the host's launches to be hidden.
 BURST_SECONDS = 5e-3
 MOST_DISPATCHES = 64
-# Between two programs of one trace nothing runs for so long; inside a program something always runs earlier.
+# The pause between two programs of one trace. Gaps inside a program are always shorter.
 PAUSE_SECONDS = 10e-3
 GAP_NS = 0.5e9 * PAUSE_SECONDS
 
@@ -29,12 +29,12 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class LayerTime(NamedTuple):
-    """Of one layer, in microseconds.
+    """Microseconds of one layer.
 
     Attributes:
-        micros: By the GPU's clock, the sum over its kernels; where there is no GPU, as ``wall``.
-        wall: By the host's clock.
-        kernels: By kernel; empty where there is no GPU.
+        micros: The sum over its kernels by the GPU's clock; without a GPU equal to ``wall``.
+        wall: The time by the host's clock.
+        kernels: The time of each kernel; empty without a GPU.
     """
 
     micros: float
@@ -48,9 +48,9 @@ class Program:
 
     Attributes:
         call: The compiled program.
-        arguments: What it takes.
-        layers: How many layers a dispatch computes.
-        dispatches: Of a burst.
+        arguments: The program's arguments.
+        layers: Layers that a dispatch computes.
+        dispatches: Dispatches per burst.
     """
 
     call: Callable[..., Any]
@@ -59,33 +59,33 @@ class Program:
     dispatches: int = 1
 
     def warm_up(self) -> Any:
-        """Runs it, and finds out how long a burst must be; returns its result."""
+        """Runs the program, sets the number of dispatches per burst, and returns the result."""
         result = jax.block_until_ready(self.call(*self.arguments))
         seconds, _ = seconds_of(self.call, *self.arguments)
         self.dispatches = max(1, min(MOST_DISPATCHES, round(BURST_SECONDS / seconds)))
         return result
 
     def burst(self) -> Any:
-        """Dispatches it some times in a row; the last result."""
+        """Dispatches the program ``dispatches`` times; returns the last result."""
         result = None
         for _ in range(self.dispatches):
             result = self.call(*self.arguments)
         return result
 
     def wall_micros(self) -> float:
-        """Microseconds of a layer in a burst, by the host's clock: launches and gaps are in it."""
+        """Microseconds of a layer in a burst by the host's clock, with launches and gaps."""
         return 1e6 * seconds_of(self.burst)[0] / (self.dispatches * self.layers)
 
 
 def compile_together(jobs: Sequence[Job], step: Callable[[], object]) -> list[Any]:
-    """Compiles functions for their arguments, some at a time.
+    """Compiles functions for their arguments, in parallel.
 
     Args:
-        jobs: Functions, and the arguments that each is for.
-        step: Called after each.
+        jobs: Functions and their arguments.
+        step: Called after each program.
 
     Returns:
-        For each job its program, or the error if it could not be compiled.
+        The program of each job, or the error if it could not be compiled.
     """
 
     def compiled(job: Job) -> Any:
@@ -106,14 +106,14 @@ def compile_together(jobs: Sequence[Job], step: Callable[[], object]) -> list[An
 def time_together(
     jobs: Sequence[Job], layers: Sequence[int], counted: Sequence[str | None], repeats: int, title: str
 ) -> list[LayerTime]:
-    """Times chains of layers, in bursts that take turns.
+    """Times chains of layers in interleaved bursts.
 
     Args:
         jobs: The chains.
-        layers: Of each.
-        counted: Part of the names of the kernels that count in each; None if all do.
-        repeats: Bursts by the host's clock.
-        title: Of the progress bar.
+        layers: The number of layers in each.
+        counted: For each chain, a part of the names of the kernels that count; None counts all.
+        repeats: Bursts timed by the host's clock.
+        title: The progress bar's title.
     """
     with Progress(total=len(jobs) * (2 + repeats), desc=title, unit="step") as bar:
         programs = []
@@ -132,24 +132,23 @@ def time_together(
     kernels: list[dict[str, float]] = [{} for _ in programs]
     if on_gpu():
         for name in dict.fromkeys(counted):
-            own = [i for i, other in enumerate(counted) if other == name]
-            for i, micros in zip(own, kernel_micros([programs[i] for i in own], name), strict=True):
+            indices = [i for i, other in enumerate(counted) if other == name]
+            for i, micros in zip(indices, kernel_micros([programs[i] for i in indices], name), strict=True):
                 kernels[i] = micros
     return [
-        LayerTime(sum(own.values()) or median(wall), median(wall), own)
-        for wall, own in zip(walls, kernels, strict=True)
+        LayerTime(sum(micros.values()) or median(wall), median(wall), micros)
+        for wall, micros in zip(walls, kernels, strict=True)
     ]
 
 
 def kernel_micros(programs: Sequence[Program], name: str | None) -> list[dict[str, float]]:
-    """Microseconds of a layer by kernel, as the GPU timed them in one burst of each program.
+    """Microseconds of a layer by kernel, from the GPU's clock in one burst of each program.
 
-    A kernel's time is the median over its launches times their number, so that a slow first one does not
-    count.
+    A kernel's time is the median of its launches times their number, which excludes a slow first launch.
 
     Args:
         programs: The programs, warmed up.
-        name: Part of the names of the kernels that count; None if all do.
+        name: A part of the names of the kernels that count; None counts all.
 
     Raises:
         RuntimeError: A program launched no kernel of that name.
@@ -166,15 +165,15 @@ def kernel_micros(programs: Sequence[Program], name: str | None) -> list[dict[st
             names = ", ".join(sorted({kernel.name for kernel in kernels})) or "none at all"
             raise RuntimeError(f"no kernel in the trace is called {name!r}; there are: {names}")
         runs = program.dispatches * program.layers
-        found.append({key: 1e-3 * median(own) * len(own) / runs for key, own in durations.items()})
+        found.append({key: 1e-3 * median(times) * len(times) / runs for key, times in durations.items()})
     return found
 
 
 def trace_apart(runs: Sequence[Callable[[], Any]]) -> list[list[Kernel]]:
-    """What each of some runs launches on the GPU.
+    """The kernels that each run launches on the GPU.
 
-    One trace serves all of them, because to begin and end one takes longer than a run: pauses tell the runs
-    apart. If something else paused, each run gets a trace of its own.
+    All runs share a trace, because starting and stopping a trace takes longer than a run. Pauses separate the
+    runs. If the trace has other pauses too, every run is traced again alone.
     """
 
     def run_all() -> None:
@@ -189,7 +188,7 @@ def trace_apart(runs: Sequence[Callable[[], Any]]) -> list[list[Kernel]]:
 
 
 def split_at_pauses(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Kernels in groups, between which nothing ran for some milliseconds."""
+    """Groups of kernels, separated by gaps of at least `GAP_NS` in which no kernel ran."""
     groups: list[list[Kernel]] = []
     end = float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_ns):

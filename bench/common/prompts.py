@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks: the demo's own, a published set, or a JSONL file; and their token ids."""
+"""Prompts of the benchmarks, from the demo, a published set or a JSONL file, and their token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from train.data.prompts import MESSAGES, Entry, read_entries
 from train.data.rendering import Encoder
 
 ALL = Part()
-# The argument of chat templates that lets a target think before it answers.
+# The argument of chat templates that makes a target think before it answers.
 THINKING = "enable_thinking"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a target is asked.
+    """A prompt.
 
     Attributes:
-        id: Names it in reports, the same in every run.
-        entry: A conversation to answer or a text to continue, and where it was read.
-        task: "math", "code" or "chat", where its set says so; for algorithms that route.
-        later: What the user says once the target has answered; each turn follows the target's own answer.
+        id: The name in reports, the same in every run.
+        entry: A conversation to answer or a text to continue, and its place in the source.
+        task: "math", "code" or "chat", if the set has one; for algorithms that route.
+        later: The user's further turns, each sent after the target's answer to the turn before.
     """
 
     id: str
@@ -33,25 +33,25 @@ class Prompt:
     later: tuple[str, ...] = ()
 
     def answered(self, answer: str) -> "Prompt":
-        """The conversation with an answer and the user's next turn."""
+        """The conversation continued by an answer and the user's next turn."""
         turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]}]
         entry = Entry(self.entry.where, MESSAGES, [*self.entry.value, *turns])
         return Prompt(f"{self.id}, a turn later", entry, self.task, self.later[1:])
 
 
 def load_prompts(name: str, part: Part = ALL, form: str = PUBLISHED) -> list[Prompt]:
-    """Prompts of a set, each with the id that it has in the whole set.
+    """Prompts of a set; their ids do not depend on the part.
 
     Args:
-        name: "demo", one of `PROMPT_SETS`, one of them and the file that holds it ("gsm8k=test.jsonl"), or a
-            JSONL file of other prompts (see `train.data.prompts`).
-        part: Which of them, see `read_set`.
-        form: How a published set puts its questions, see `read_set`.
+        name: "demo", a name of `PROMPT_SETS`, such a name and the set's file ("gsm8k=test.jsonl"), or a JSONL
+            file of other prompts (see `train.data.prompts`).
+        part: The part of the set, see `read_set`.
+        form: The form of a published set's questions, see `read_set`.
 
     Raises:
-        FileNotFoundError: There is no such file, or a set cannot be loaded.
-        ValueError: A line is not what it should be (file and line number), there are too few prompts, or they
-            have no such form.
+        FileNotFoundError: A file is missing, or a set cannot be loaded.
+        ValueError: A line is invalid (with file and line number), there are too few prompts, or the set does
+            not have this form.
     """
     published, equals, file = name.partition("=")
     if published in PROMPT_SETS:
@@ -67,7 +67,7 @@ def load_prompts(name: str, part: Part = ALL, form: str = PUBLISHED) -> list[Pro
         )
     entries = read_entries(path, part.end)
     part.check(name, len(entries))
-    # Without the folder, so that reports of two machines say the same.
+    # Without the folder, so that ids are the same on every machine.
     stem = DEMO if name == DEMO else path.name
     numbered = [Prompt(f"{stem}:{number}", entry) for number, entry in enumerate(entries, start=1)]
     return numbered[part.skip :]
@@ -93,14 +93,14 @@ def _published(name: str, part: Part, file: str | None, form: str) -> list[Promp
 
 
 def template_arguments(target: Target, thinking: bool | None) -> dict[str, bool]:
-    """What the target's chat template is told.
+    """The arguments of the target's chat template.
 
     Args:
         target: The target.
-        thinking: Whether it may think before it answers; None is no, if its template asks at all.
+        thinking: Whether the target may think before it answers; None means no.
 
     Raises:
-        ValueError: The template does not ask, and somebody answers.
+        ValueError: ``thinking`` is set, and the template has no such argument.
     """
     if THINKING in (getattr(target.tokenizer, "chat_template", None) or ""):
         return {THINKING: bool(thinking)}
@@ -114,13 +114,13 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of prompts.
 
-    Conversations take the form of the target's chat template. Without one, the contents of their messages
-    stand below each other with an empty line between them, and the target continues that text.
+    Conversations are rendered by the target's chat template. Without a template, their messages are joined
+    with empty lines between them, and the target continues that text.
 
     Args:
         target: The target.
         prompts: The prompts.
-        arguments: Of the chat template.
+        arguments: Arguments of the chat template.
 
     Raises:
         ValueError: The target has no tokenizer, or its template refuses a conversation.
@@ -138,5 +138,5 @@ def _as_text(entry: Entry) -> Entry:
 
 
 def _text(content: str | Sequence[Mapping[str, str]] | None) -> str:
-    """A message's content as one text, a line for each part."""
+    """A message's content as one text, with a line per part."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())

@@ -21,10 +21,9 @@ from jetspec_jax.checkpoint.files import check_writable, write_json
 if TYPE_CHECKING:  # matplotlib is imported when a picture is drawn
     from matplotlib.figure import Figure
 
-# Arguments that change where things lie and what is shown, and not what is measured; and the default that a
-# number of prompts is filled in from.
+# Arguments without influence on what is measured: paths, what is shown, and the default number of prompts.
 _PLACES = ("usual_prompts", "run", "resume", "compilation_cache", "json", "plot", "plot_budget", "table")
-# Options that are given once for each value.
+# Options that are repeated for each value.
 _RECURRING = ("algorithm_option", "ignore_config_key")
 
 
@@ -63,44 +62,44 @@ def check_report(arguments: argparse.Namespace) -> None:
 
 
 def opening_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every report begins with: device and versions, and the command that makes it again.
+    """The first keys of every report: device, versions, settings, and the command that repeats the run.
 
     Args:
-        name: Of the command.
-        arguments: Of the command line.
+        name: The command's name.
+        arguments: The command line.
     """
     given = settings_of(arguments)
     return {"benchmark": name, **machine(), "command": command_of(name, given), "arguments": given}
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was measured by, of the command line, without folders of this machine."""
+    """The settings of a command line that influence what is measured, without this machine's folders."""
     return {key: _plain(value) for key, value in vars(arguments).items() if key not in _PLACES}
 
 
 def command_of(name: str, settings: Mapping[str, Any]) -> str:
-    """The command line that makes such a report again, all settings named."""
+    """The command line with all settings named."""
     words = ["python", "-m", "bench", name]
     for key, value in settings.items():
         option = key.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")
         elif key in _RECURRING:
-            words += [word for own in value for word in (f"--{option}", own)]
+            words += [word for setting in value for word in (f"--{option}", setting)]
         elif value is not None:
             words += [f"--{option}", *map(shown, value if isinstance(value, list) else [value])]
     return shlex.join(words)
 
 
 def shown(value: Any) -> str:
-    """A setting as a command line has it."""
+    """A setting as written on a command line."""
     if isinstance(value, list):
         return " ".join(map(shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    """A setting; of a path the way there from the working folder, its last part if it does not lie below."""
+    """A setting; a path relative to the working folder if it lies below, else its last part."""
     if isinstance(value, Path) or (isinstance(value, str) and Path(value).exists()):
         path = Path(os.path.abspath(value))
         return path.relative_to(Path.cwd()).as_posix() if Path.cwd() in path.parents else path.name
@@ -108,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Device and versions."""
+    """The first device and the versions of Python and the libraries."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -121,7 +120,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> None:
-    """Prints rows of equal keys as a table."""
+    """Prints rows with equal keys as a table, and the notes below it."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     columns = []
     for key, value in rows[0].items():
@@ -129,7 +128,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (
         columns.append(_texts([row[key] for row in rows]))
     for texts in zip(*columns, strict=True):
         table.add_row(*texts)
-    # Rich would fold columns at 80 where the output is no terminal. Cells may hold any text: none is markup.
+    # Without a terminal Rich would fold columns at 80 characters. Cells may hold any text, so markup is off.
     console = Console(width=None if sys.stdout.isatty() else 130, markup=False, emoji=False)
     console.print(table)
     for note in notes:
@@ -176,13 +175,13 @@ def measured_on(report: Mapping[str, Any]) -> str:
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """The values of a column; floats with two decimals, or three if one of them is below a tenth."""
+    """A column's cells; floats have two decimals, or three if one of them is below a tenth."""
     small = any(isinstance(value, float) and 0 < abs(value) < 0.1 for value in values)
     digits = 3 if small else 2
     return ["-" if v is None else f"{v:.{digits}f}" if isinstance(v, float) else str(v) for v in values]
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes a report, whole or not at all."""
+    """Writes a report atomically."""
     write_json(path, report)
     print(f"wrote {path}")

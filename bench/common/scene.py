@@ -1,6 +1,6 @@
-"""Random weights, and decoding states in the midst of a sequence, all made on the device.
+"""Random weights, and decoding states in the middle of a sequence, all made on the device.
 
-Time depends on shapes, not on what weights mean; but never time on zeros, which draw less power than data.
+Times depend on shapes, not on the weights' meaning. But nothing is timed on zeros: they draw less power.
 
 Shapes: B slots, S committed tokens, P pages, T pages per slot.
 """
@@ -25,7 +25,7 @@ from jetspec_jax.device.partition import parameter_specs, spread
 from jetspec_jax.engine.size import pages_for
 from jetspec_jax.models import Weights, abstract, weights_of
 
-# More than any run emits: no slot may stop while it is timed.
+# More tokens than any run emits: no slot may stop while rounds are timed.
 ENDLESS = 2**30
 
 
@@ -37,14 +37,14 @@ def random_weights(
     *,
     placed: Any = None,
 ) -> Weights:
-    """Parameters of a model: normal with deviation 0.02, norms and scales 1; each device makes its own part.
+    """Parameters of a model: normal with deviation 0.02, norms and scales 1; each device makes its shards.
 
     Args:
         config: The model.
-        dtype: Of all parameters.
-        seed: Of the values.
-        mesh: The devices that share the model as for decoding; None is one device.
-        placed: Without a mesh, the sharding of each parameter, which is neither spread nor padded then.
+        dtype: The type of all parameters.
+        seed: The seed of the values.
+        mesh: The devices that share the model as in decoding; None is one device.
+        placed: The sharding of each parameter if there is no mesh; parameters are then not padded for a mesh.
     """
     shapes = weights_of(abstract(spread(config, mesh), dtype))
     if mesh is not None:
@@ -52,7 +52,7 @@ def random_weights(
     normal = _random_like(shapes, seed, 0.02, placed)
 
     def ones(path: tuple[Any, ...], value: Array) -> Array:
-        # Biases of 1 would be most of every token's stream, and all tokens choose the same experts.
+        # Biases of 1 would dominate every token's activations, and all tokens would choose the same experts.
         name = jax.tree_util.keystr(path[-1:], simple=True)
         return jnp.ones_like(value) if value.ndim == 1 and not name.endswith(("bias", "sinks")) else value
 
@@ -61,12 +61,12 @@ def random_weights(
 
 @dataclass(frozen=True)
 class Scene:
-    """Slots that all hold the same number of tokens in scattered pages, with room for some more.
+    """Slots with the same number of tokens in scattered pages.
 
     Attributes:
         batch: B.
         context: S.
-        room: Tokens that fit after them.
+        room: Tokens that fit after the context.
     """
 
     batch: int
@@ -80,7 +80,7 @@ class Scene:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot's pages hold."""
+        """Tokens that fit into a slot's pages."""
         return self.pages_per_slot * PAGE_SIZE
 
     def num_bytes(self, decoder: TreeDecoder, dtype: jnp.dtype) -> int:
@@ -89,14 +89,14 @@ class Scene:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def stores(self, decoder: TreeDecoder, dtype: jnp.dtype) -> Stores:
-        """Stores full of normal values, also in pages that hold nothing."""
+        """Stores full of normal values, also in unused pages."""
         shapes = split(self._shapes(decoder, dtype))[0]
         return _random_like(shapes, 2, 1.0, self._where(decoder, dtype, stores=True))
 
     def slots(
         self, decoder: TreeDecoder, dtype: jnp.dtype, budget: int, params: SamplingParams
     ) -> DecodeState:
-        """A state without its stores: every slot decodes after ``context`` tokens and does not stop."""
+        """A state without stores: every slot decodes after ``context`` tokens and does not stop."""
         # Compiled, so that the stores of the empty state are never made.
         whole = replace(decoder, mesh=None)
         empty = jax.jit(lambda: split(self._empty(whole, dtype))[1])()
@@ -120,13 +120,13 @@ class Scene:
             room=jnp.full(self.batch, self.capacity, jnp.int32),
             anchors=jnp.asarray(rng.integers(0, decoder.target.vocab_size, self.batch, np.int32)),
             active=jnp.ones(self.batch, bool),
-            settings=jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *settings),
+            settings=jax.tree.map(lambda *values: jnp.asarray(np.stack(values)), *settings),
         )
         where = self._where(decoder, dtype, stores=False)
         return state if where is None else jax.device_put(state, where)
 
     def _where(self, decoder: TreeDecoder, dtype: jnp.dtype, *, stores: bool) -> Any:
-        """Shardings of the stores, or of all else; None on one device."""
+        """Shardings of the stores or of the rest of the state; None on one device."""
         if decoder.mesh is None:
             return None
         shapes = self._shapes(decoder, dtype)
@@ -148,26 +148,26 @@ class Scene:
 
 
 def _random_like(shapes: Any, seed: int, scale: float, placed: Any = None) -> Any:
-    """Normal values for every floating leaf, where their shardings say; other leaves stay zero.
+    """Normal values for every floating leaf, with the given shardings; other leaves are zero.
 
-    Leaf by leaf, so that a few small programs serve a whole model and no more than one leaf's random bits are
-    in memory.
+    Leaves are made one at a time: a few small programs serve a whole model, and memory holds the random bits
+    of one leaf only.
     """
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     where = [None] * len(leaves) if placed is None else jax.tree.leaves(placed)
     values = [
-        _normal(leaf.shape, leaf.dtype, own)(key, jnp.asarray(scale, leaf.dtype))
+        _normal(leaf.shape, leaf.dtype, sharding)(key, jnp.asarray(scale, leaf.dtype))
         if jnp.issubdtype(leaf.dtype, jnp.floating)
-        else jnp.zeros(leaf.shape, leaf.dtype, device=own)
-        for key, leaf, own in zip(keys, leaves, where, strict=True)
+        else jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+        for key, leaf, sharding in zip(keys, leaves, where, strict=True)
     ]
     return jax.tree.unflatten(tree, values)
 
 
 @functools.cache
 def _normal(shape: tuple[int, ...], dtype: jnp.dtype, where: Sharding | None) -> Any:
-    """A program that makes an array of normal values, on each device its own part."""
+    """A program that makes an array of normal values, each device its shard."""
 
     def make(key: Array, scale: Array) -> Array:
         return scale * jax.random.normal(key, shape, dtype)

@@ -1,4 +1,4 @@
-"""Shapes that people run, by name: a target and a draft head whose weights need not exist."""
+"""Published model shapes by name: a target and a draft head, without weights."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from jetspec_jax.config import (
 )
 from jetspec_jax.models import abstract, weights_of
 
-# Parameters of a draft head that make features of taps: a proposal does without them.
+# Parameters of a draft head that turn taps into context features; a proposal does not use them.
 FEATURES = frozenset({"fc", "hidden_norm"})
 # The parameters of routed experts, without their router.
 EXPERTS = frozenset({"experts"})
@@ -54,19 +54,19 @@ def _dense(
 
 
 def _qwen3(raw: dict[str, Any], layers: int = 5, **head: Any) -> PairShape:
-    """A dense Qwen3, with a head of some of its layers, by default as the published heads have them."""
+    """A dense Qwen3, and a head of ``layers`` such layers; the defaults are the published heads'."""
     target = parse_model_config(raw)
-    own = replace(target, layers=target.layers[:1] * layers, tie_word_embeddings=False)
-    # The mask token is one of the ids that Qwen3's tokenizer leaves free.
+    stack = replace(target, layers=target.layers[:1] * layers, tie_word_embeddings=False)
+    # The mask token is an id that Qwen3's tokenizer does not use.
     return PairShape(
-        target, _head(own, target.num_layers, **{"block_size": 16, "mask_token_id": 151669, **head})
+        target, _head(stack, target.num_layers, **{"block_size": 16, "mask_token_id": 151669, **head})
     )
 
 
 def _published(raw: dict[str, Any], *, layers: int = 5, **head: Any) -> PairShape:
-    """A target by its published config, with a head of some Qwen3-style layers."""
+    """A target with its published config, and a head of ``layers`` Qwen3 layers."""
     target = parse_model_config(raw)
-    own = ModelConfig.uniform(
+    stack = ModelConfig.uniform(
         "qwen3",
         layers,
         vocab_size=target.vocab_size,
@@ -75,24 +75,29 @@ def _published(raw: dict[str, Any], *, layers: int = 5, **head: Any) -> PairShap
         max_position_embeddings=target.max_position_embeddings,
         **{"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope": Rope(1e6, 128), **head},
     )
-    head_config = _head(own, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1, taps=5)
+    head_config = _head(stack, target.num_layers, block_size=16, mask_token_id=target.vocab_size - 1, taps=5)
     return PairShape(target, head_config)
 
 
 def _head(
-    own: ModelConfig, num_target_layers: int, *, block_size: int, mask_token_id: int, taps: int | None = None
+    stack: ModelConfig,
+    num_target_layers: int,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    taps: int | None = None,
 ) -> DraftHeadConfig:
     return DraftHeadConfig(
-        layers=own,
+        layers=stack,
         block_size=block_size,
         num_target_layers=num_target_layers,
-        tap_layers=tuple(default_tap_layers(taps or own.num_layers, num_target_layers)),
+        tap_layers=tuple(default_tap_layers(taps or stack.num_layers, num_target_layers)),
         mask_token_id=mask_token_id,
         causal=True,
     )
 
 
-# As published, less what no forward pass depends on.
+# The published configs, without keys that no forward pass depends on.
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "decoder_sparse_step": 1,
@@ -203,9 +208,9 @@ QWEN3_6_35B_A3B = {
     "vocab_size": 248320,
 }
 
-#: The targets' configs by name, as ``config.json`` has them.
+#: The targets' configs by name, in the form of ``config.json``.
 CONFIGS = {
-    # Seconds on a CPU: it shows that a benchmark runs, not how fast anything is.
+    # Takes seconds on a CPU: it shows that a benchmark works, not how fast anything is.
     "tiny": {
         **_dense(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2),
         "head_dim": 16,
@@ -237,17 +242,13 @@ SHAPES = {
 
 
 def find_pair_shape(name: str) -> PairShape:
-    """The shape of a name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The shape with a name; raises ValueError if there is none."""
     check_known("shape", [name], SHAPES)
     return SHAPES[name]
 
 
 def parameters(config: ModelConfig | DraftHeadConfig, names: frozenset[str] | None = None) -> int:
-    """Number of a model's parameters, or of those below any of the given names."""
+    """The number of a model's parameters, or of those with one of ``names`` in their path."""
     return sum(size for path, size in _sizes(config).items() if names is None or not names.isdisjoint(path))
 
 

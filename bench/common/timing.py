@@ -1,4 +1,4 @@
-"""Seconds of a call and of a compilation, and the most memory that was in use."""
+"""Seconds of a call and of a compilation, and peak memory."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import jax
 
 
 def seconds_of(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Seconds until all that a call returns is there, and what it returns."""
+    """Seconds until the whole result of a call is ready, and the result."""
     jax.block_until_ready(arguments)
     started = time.perf_counter()
     result = jax.block_until_ready(call(*arguments))
@@ -17,26 +17,22 @@ def seconds_of(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 
 def compile_seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
-    """Seconds to trace and compile a jitted function for its arguments, and the program."""
+    """Seconds to trace and compile a jitted function for some arguments, and the program."""
     started = time.perf_counter()
     program = function.lower(*arguments).compile()
     return time.perf_counter() - started, program
 
 
 def median(values: Sequence[float]) -> float:
-    """The median as a plain float."""
+    """The median as a Python float."""
     return float(statistics.median(values))
 
 
 def on_gpu() -> bool:
-    """Whether the device is a GPU, whose clock tells kernels apart."""
+    """Whether the default device is a GPU, whose profiler times single kernels."""
     return jax.default_backend() == "gpu"
 
 
 def peak_bytes(device: Any = None) -> int | None:
-    """The most bytes that the process had in use on a device; None if the device does not say.
-
-    Args:
-        device: Which; None is the first.
-    """
+    """The peak bytes in use on a device, by default the first; None if the device does not report it."""
     return ((device or jax.devices()[0]).memory_stats() or {}).get("peak_bytes_in_use")

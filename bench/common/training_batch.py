@@ -1,4 +1,4 @@
-"""A batch for a training step: random tokens in documents of some mean length, packed or not."""
+"""A batch for a training step: random tokens in documents of a given mean length, packed or not."""
 
 from typing import NamedTuple
 
@@ -7,18 +7,19 @@ from jaxtyping import Int
 
 from train.data.packing import pack
 
-# Of the logarithm of a document's length: one in forty is a quarter of the mean, one in forty three times it.
+# Standard deviation of the logarithm of a document's length: one document in forty is shorter than a quarter
+# of the mean, and one in forty is longer than three times the mean.
 DEVIATION = 0.7
-#: The part of a document that is its prompt, and not learnt.
+#: A quarter of a document is its prompt, which has no loss.
 PROMPT = 4
 
 
 class TrainingBatch(NamedTuple):
-    """A batch, and the documents in it.
+    """A batch and its documents.
 
     Attributes:
-        arrays: What the loss takes.
-        lengths: Tokens of its documents.
+        arrays: The arguments of the loss.
+        lengths: Tokens of each document.
     """
 
     arrays: dict[str, np.ndarray]
@@ -26,27 +27,27 @@ class TrainingBatch(NamedTuple):
 
     @property
     def real(self) -> int:
-        """Tokens of the documents, without padding."""
+        """Tokens of all documents, without padding."""
         return int(self.lengths.sum())
 
     @property
     def span(self) -> int:
-        """Tokens of the document that a real token lies in, on average."""
+        """The mean, over real tokens, of the length of the token's document."""
         return round(float((self.lengths**2).sum()) / self.real)
 
 
 def make_batch(
     batch: int, window: int, vocab_size: int, *, document_tokens: int | None, packing: bool
 ) -> TrainingBatch:
-    """The same batch again for the same arguments.
+    """Makes a batch; the same arguments give the same batch.
 
     Args:
-        batch: Windows.
-        window: Tokens of a window.
-        vocab_size: Tokens are below it.
+        batch: Number of windows.
+        window: Tokens per window.
+        vocab_size: The size of the vocabulary.
         document_tokens: Mean length of documents, log-normally distributed and at most a window; a quarter of
-            each is its prompt. None: each is a window, and all of it is learnt.
-        packing: Whether documents share windows, as a recipe's ``packing`` does.
+            each is its prompt. With None each document is a window without a prompt.
+        packing: Whether documents share windows, like a recipe's ``packing``.
 
     Raises:
         ValueError: The documents are shorter than 2 tokens or longer than a window.
@@ -58,7 +59,7 @@ def make_batch(
     else:
         if not 2 <= document_tokens <= window:
             raise ValueError(f"documents must have 2..{window} tokens on average, not {document_tokens}")
-        # More than a batch packs, so that its windows are as full as those of a whole set.
+        # More documents than a batch holds, so that its windows are as full as those of a large data set.
         drawn = rng.lognormal(np.log(document_tokens) - DEVIATION**2 / 2, DEVIATION, 4096)
         lengths, prompt = drawn.round().astype(np.int64).clip(2, window), PROMPT
     if packing:
@@ -68,13 +69,14 @@ def make_batch(
     else:
         windows = list(lengths[:batch, None])
     learn, starts = np.zeros((batch, window), bool), np.zeros((batch, window), np.int32)
-    for row, own in enumerate(windows):
+    for row, documents in enumerate(windows):
         end = 0
-        for length in own.tolist():
+        for length in documents.tolist():
             learn[row, end + (length // prompt if prompt else 0) : end + length] = True
             starts[row, end:] = end
             end += length
         starts[row, end:] = end
         tokens[row, end:] = 0
-    arrays = {"tokens": tokens, "learn": learn, "real": np.array([own.sum() for own in windows], np.int32)}
+    real = np.array([documents.sum() for documents in windows], np.int32)
+    arrays = {"tokens": tokens, "learn": learn, "real": real}
     return TrainingBatch(arrays | ({"starts": starts} if packing else {}), np.concatenate(windows))

@@ -1,4 +1,4 @@
-"""What the benchmarks decode at each temperature: prompts as requests, with their seeds and later turns."""
+"""The requests that a benchmark decodes at each temperature: prompts with their seeds and later turns."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,19 +10,19 @@ from jetspec_jax import SamplingParams, Target, generate
 from jetspec_jax.engine.admission import check_request
 from jetspec_jax.tree import Hints
 
-# Algorithms are told what the prompt set says of each prompt.
+# The value of --task that gives algorithms the task of each prompt as its set has it.
 TASK_OF_SET = "set"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded at one temperature.
+    """The requests of one temperature.
 
     Attributes:
-        prompts: What is asked.
-        ids: The same as token ids.
-        params: How each is sampled.
-        routing: What is said of each to algorithms that route.
+        prompts: The prompts.
+        ids: Their token ids.
+        params: Their sampling parameters.
+        routing: Their hints for algorithms that route.
     """
 
     prompts: list[Prompt]
@@ -31,7 +31,7 @@ class Workload:
     routing: list[Hints | None]
 
     def parts(self, size: int) -> Iterator["Workload"]:
-        """The same in order, so many prompts at a time."""
+        """Consecutive parts of ``size`` prompts."""
         for at in range(0, len(self.ids), size):
             part = slice(at, at + size)
             yield Workload(self.prompts[part], self.ids[part], self.params[part], self.routing[part])
@@ -45,17 +45,17 @@ def make_workloads(
     *,
     batch: int = 1,
 ) -> dict[float, Workload]:
-    """The work of each temperature, the lowest first.
+    """The workload of each temperature, in ascending order.
 
     Args:
-        arguments: With those of `bench.pair.add_pair_arguments`.
+        arguments: The command line, with `bench.common.pair.add_pair_arguments`.
         target: The target.
         prompts: The prompts.
-        temperatures: Of the sampling.
-        batch: Most prompts that decode at the same time, while earlier turns are answered.
+        temperatures: The temperatures.
+        batch: The most prompts decoded at once while earlier turns are answered.
 
     Raises:
-        ValueError: As `make_workload`, or the target's chat template knows nothing of thinking.
+        ValueError: See `make_workload`; or the chat template has no argument for thinking.
     """
     template = template_arguments(target, arguments.enable_thinking)
     return {
@@ -86,22 +86,22 @@ def make_workload(
 ) -> Workload:
     """Prompts as requests of one temperature; prompt i has seed i.
 
-    The later turns of a conversation are prompts of their own, which follow plain decoding's answers: every
-    method gives the same answers, so every method is asked the same.
+    Later turns of a conversation become further prompts, after plain decoding's answers to the earlier turns.
+    Every method gives these same answers, so every method gets the same prompts.
 
     Args:
         target: The target.
         prompts: The prompts.
-        temperature: Of the sampling.
-        max_tokens: Most tokens of an answer.
-        task: What algorithms that route are told of every prompt; "set" is what the prompt set says of each,
-            None is nothing.
-        arguments: Of the target's chat template.
-        batch: Most prompts that decode at the same time, while earlier turns are answered.
-        implementation: Of tree attention, likewise.
+        temperature: The temperature.
+        max_tokens: The most tokens of an answer.
+        task: The task of all prompts, for algorithms that route; "set" is the task that the prompt set gives
+            each prompt, None is no task.
+        arguments: Arguments of the target's chat template.
+        batch: The most prompts decoded at once while earlier turns are answered.
+        implementation: The tree attention used for earlier turns.
 
     Raises:
-        ValueError: A prompt cannot be encoded, or it does not fit the target's context with its answer.
+        ValueError: A prompt cannot be encoded, or does not fit into the target's context with its answer.
     """
     work = Workload([], [], [], [])
     turn = list(prompts)
@@ -112,9 +112,9 @@ def make_workload(
             SamplingParams(temperature=temperature, seed=first + i, max_tokens=max_tokens)
             for i in range(len(turn))
         ]
-        for prompt, own, sampling in zip(turn, ids, params, strict=True):
+        for prompt, tokens, sampling in zip(turn, ids, params, strict=True):
             try:
-                check_request(target, own, sampling)
+                check_request(target, tokens, sampling)
             except ValueError as error:
                 raise ValueError(f"prompt {prompt.id}: {error}") from error
             work.routing.append(_hints(prompt, task))
@@ -126,8 +126,8 @@ def make_workload(
 
 
 def _hints(prompt: Prompt, task: str | None) -> Hints | None:
-    said = prompt.task if task == TASK_OF_SET else task
-    return None if said is None else {"task": said}
+    hint = prompt.task if task == TASK_OF_SET else task
+    return None if hint is None else {"task": hint}
 
 
 def _next_turn(
@@ -138,13 +138,13 @@ def _next_turn(
     batch: int,
     implementation: str | None,
 ) -> list[Prompt]:
-    """The conversations that go on, with plain decoding's answers."""
-    going = [i for i, prompt in enumerate(prompts) if prompt.later]
+    """The conversations with further turns, each with plain decoding's answer and its next turn."""
+    unfinished = [i for i, prompt in enumerate(prompts) if prompt.later]
     answers = generate(
         target,
-        [ids[i] for i in going],
-        [params[i] for i in going],
+        [ids[i] for i in unfinished],
+        [params[i] for i in unfinished],
         max_slots=batch,
         implementation=implementation,
     )
-    return [prompts[i].answered(answer.text or "") for i, answer in zip(going, answers, strict=True)]
+    return [prompts[i].answered(answer.text or "") for i, answer in zip(unfinished, answers, strict=True)]

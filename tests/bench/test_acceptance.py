@@ -11,12 +11,12 @@ from bench.__main__ import main
 from bench.acceptance import rounds as begin_rounds
 from bench.acceptance.counts import (
     NO_RANK,
-    Followed,
+    TracedRound,
     count_accepted,
     count_reached,
     count_tree,
-    follow,
     ranks_of,
+    trace_requests,
 )
 from bench.acceptance.diagnose import branches_of, faithfulness
 from bench.acceptance.profile import classes_of, tables
@@ -37,7 +37,7 @@ PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) 
 def hand_made(tokens):
     """Candidates [5 6], [7 8], [9 4]; a tree of 5 below the anchor 1, then 7 and 8; 5 and 8 are accepted."""
     int32 = np.int32
-    return Followed(
+    return TracedRound(
         0,
         None,
         RoundTrace(
@@ -104,7 +104,7 @@ def texts(pair, work):
 
 @pytest.fixture(scope="module")
 def rounds(pair, work):
-    return follow(pair, work, TreeSettings(16, width=3), implementation="xla")
+    return trace_requests(pair, work, TreeSettings(16, width=3), implementation="xla")
 
 
 @pytest.mark.wide
@@ -163,7 +163,7 @@ def test_a_profile_is_what_the_algorithms_read(pair, work, texts, rounds, name):
 
 @pytest.mark.wide
 def test_branches_are_sums_of_plain_forwards(pair, work, texts):
-    chains = follow(pair, work, TreeSettings(8, width=3, algorithm="chain"), implementation="xla")
+    chains = trace_requests(pair, work, TreeSettings(8, width=3, algorithm="chain"), implementation="xla")
     found = branches_of(chains)
     assert found.draft.shape == (len(chains), 7)
     for i, one in enumerate(chains):
@@ -237,9 +237,9 @@ def test_the_commands_write_reports_and_pictures(folder):
         ("profile", ["--least-share", "2"], "--least-share must lie in 0..1, not 2.0"),
         ("profile", ["--least-nodes", "0"], "--least-nodes must be at least 1, not 0"),
         ("acceptance", ["--candidates", "7", "0"], "--candidates must be at least 1, not 0"),
-        ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: it chooses budgets"),
+        ("acceptance", ["--algorithms", "chain", "auto"], "--algorithms auto: auto chooses budgets"),
         ("profile", ["--algorithm", "best"], "unknown tree algorithm 'best'"),
-        ("diagnose", ["--algorithm", "auto"], "--algorithm auto: it chooses budgets"),
+        ("diagnose", ["--algorithm", "auto"], "--algorithm auto: auto chooses budgets"),
         ("diagnose", ["--budget", "1"], "--budget must be in 2..256 (nodes, root and a draft included)"),
         ("profile", ["--budget", "257"], "--budget must be in 2..256"),
         ("diagnose", ["--temperature", "nan"], "temperature must be 0 or lie in [1e-30, 1e+30], not nan"),

@@ -415,7 +415,7 @@ class TestRows:
         report = {"rows": [row_of("plain")], "arguments": given}
         report["profile_prompts"] = {**given, "skip_prompts": 3}
         finish_report(report)
-        assert "it knows 1, " in report["notes"][-1]
+        assert "this run decodes 1 of them" in report["notes"][-1]
 
 
 @pytest.mark.parametrize(("most", "warm"), [(1, 1), (3, 3), (64, 4)])

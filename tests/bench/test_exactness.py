@@ -61,7 +61,7 @@ def test_a_right_tree_has_an_empty_ledger(tmp_path):
     code, report = run(tmp_path / "out" / "ledger.json", *words)
     assert code == 0
     assert report["profile_prompts"] == measured
-    assert "it knows 1, " in report["notes"][-1]
+    assert "this run decodes 1 of them" in report["notes"][-1]
     assert report["divergences"] == []
     assert [(row["T"], row["prompts"], row["tokens"], row["mistakes"]) for row in report["rows"]] == [
         (0.0, 2, 16, 0),

@@ -75,7 +75,7 @@ def profile(tmp_path):
 )
 def test_prompts_of_the_profile_in_this_run_are_counted(profile, theirs, ours, both):
     found = notes(profile({"arguments": theirs}), ours)
-    assert [f"it knows {both}, " in note for note in found] == [True] * (both > 0)
+    assert [f"this run decodes {both} of them" in note for note in found] == [True] * (both > 0)
 
 
 def test_the_kept_profile_knows_none_of_the_prompts_that_the_kept_table_judges_it_on():
