@@ -1,9 +1,9 @@
 """``python -m bench decode``: plain decoding, a chain, and trees of many kinds, on one set of prompts.
 
-Methods are measured in groups, one for each budget, and plain decoding in each of them again: a speed-up is
-over plain decoding of the same minutes. With ``--together`` all methods are one group, in turns of a few
-prompts instead of all: so short that a slow spell of the machine falls on all alike. The report is written
-whenever all of a group have had a run, and ``--resume`` measures the methods that have had too few or none.
+Methods are measured in one group per budget. Every group measures plain decoding again, so a speed-up is over
+plain decoding of the same minutes. With ``--together`` all methods are one group, and they alternate after a
+few prompts instead of after all: so often that a slow period of the machine affects all methods alike. The
+report is written after each run of a group. ``--resume`` measures the methods without all of their runs.
 """
 
 import argparse
@@ -42,20 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=1, help="prompts decoded at a time (default: 1)")
     add("--repeats", type=int, default=3, help="timed runs, interleaved (default: 3)")
     add_switch(
-        parser, "--together", "all methods take turns of a few prompts, with the stores of all on the device"
+        parser, "--together", "all methods alternate after a few prompts; the device holds the stores of all"
     )
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_report_arguments(parser, "decode")
-    add("--resume", action="store_true", help="go on with the JSON's report, and measure what it lacks")
-    add("--plot-budget", type=int, help="whose acceptance by depth is shown (default: the largest)")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the report at --json: measure the methods that it lacks",
+    )
+    add("--plot-budget", type=int, help="budget whose acceptance by depth is shown (default: the largest)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot.
 
     Raises:
-        FileNotFoundError: A checkpoint, the prompts or the profile are not to be had.
-        ValueError: A setting or a prompt is not valid, or the report to go on with is another one.
+        FileNotFoundError: A checkpoint, the prompts or the profile are missing.
+        ValueError: A setting or a prompt is invalid, or the report to continue has other settings.
     """
     check_numbers(arguments, "width", "candidates", "repeats", "batch")
     check_trees(arguments)
@@ -101,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             for found in bench.measure(group, arguments.repeats, step):
                 bar.set_description("compare")
                 measured = [
-                    rows.row(method, temperature, own, found[PLAIN_METHOD, temperature])
-                    for (method, temperature), own in found.items()
+                    rows.row(method, temperature, runs, found[PLAIN_METHOD, temperature])
+                    for (method, temperature), runs in found.items()
                     if method.name not in done
                 ]
                 report["rows"] = with_measured(report["rows"], measured)

@@ -1,4 +1,4 @@
-"""The pictures of a decoding benchmark: tokens a round and speed by budget, and acceptance by depth."""
+"""The pictures of ``decode``: tokens per round and speed by budget, and acceptance by depth."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,24 +21,24 @@ from bench.common.timing import median
 from bench.decode.report import at_budget, temperatures_of
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
-LABELS = {"tau": "acceptance length τ (tokens a round)", "speed-up": "speed, in times plain decoding's"}
+LABELS = {"tau": "acceptance length τ (tokens per round)", "speed-up": "speed relative to plain decoding"}
 PLAIN = "plain decoding"
 BASELINES = {"chain": ("linear chain", "dashed"), "plain": (PLAIN, "dotted")}
-# So many lines have room in a panel without names beside them.
+# The most curves of a panel whose names are in a legend.
 FEW = 6
 INCHES = 3.0
 NOTE = (
-    "Whiskers: the slowest and the fastest of {repeats} timed runs; τ is counted over all rounds, without an "
-    "interval."
+    "Whiskers: the slowest and the fastest of {repeats} timed runs. τ is the mean over all rounds, without "
+    "an interval."
 )
 
 
 def draw_decode(report: Report, budget: int | None = None) -> Figure:
-    """A column for every temperature of a report of ``decode``; one row more for acceptance by depth.
+    """A column per temperature: tokens per round and speed by budget, and acceptance by depth.
 
     Args:
         report: The report.
-        budget: Whose acceptance by depth is drawn; None takes the largest.
+        budget: The budget whose acceptance by depth is drawn; None is the largest.
     """
     rows = report["rows"]
     shown: int = budget or max(row["budget"] for row in rows if row["algorithm"])
@@ -46,39 +46,42 @@ def draw_decode(report: Report, budget: int | None = None) -> Figure:
     names = list(dict.fromkeys(row["algorithm"] for row in rows if row["algorithm"]))
     styles = {name: _style(i) for i, name in enumerate(names)}
     figure = empty_figure(
-        1.4 + 5.6 * len(temperatures), 1.2 + 3 * INCHES, "What trees give, by budget", *_about(report)
+        1.4 + 5.6 * len(temperatures),
+        1.2 + 3 * INCHES,
+        "Tokens per round and speed of trees, by budget",
+        *_about(report),
     )
     axes = figure.subplots(3, len(temperatures), squeeze=False, sharey="row")
     for column, temperature in zip(axes.T, temperatures, strict=True):
-        own = [row for row in rows if row["temperature"] == temperature]
+        at_temperature = [row for row in rows if row["temperature"] == temperature]
         for axis, key in zip(column[:2], LABELS, strict=True):
-            _by_budget(axis, own, key, styles)
+            _by_budget(axis, at_temperature, key, styles)
         column[0].set_title(_temperature(temperature), fontsize=10)
-        _by_depth(column[2], own, shown, styles)
+        _by_depth(column[2], at_temperature, shown, styles)
     for axis, label in zip(axes[:, 0], (*LABELS.values(), "share of rounds"), strict=True):
         axis.set_ylabel(label)
-    # Once all of a row have their limits.
+    # Labels are placed after all panels of a row are drawn: only then are the shared limits known.
     for column, temperature in zip(axes.T, temperatures, strict=True):
-        own = [row for row in rows if row["temperature"] == temperature]
+        at_temperature = [row for row in rows if row["temperature"] == temperature]
         for axis, key in zip(column[:2], LABELS, strict=True):
-            label_lines(axis, _ends(own, key, styles), INCHES)
+            label_lines(axis, _ends(at_temperature, key, styles), INCHES)
     return figure
 
 
 def draw_budgets(report: Report, algorithms: Sequence[str]) -> Figure:
-    """Two panels, tokens a round and speed by budget, of some algorithms at all temperatures."""
+    """Two panels, tokens per round and speed by budget, of some algorithms at all temperatures."""
     rows = report["rows"]
-    figure = empty_figure(9.6, 4.4, "Tokens a round and speed, by budget", *_about(report))
+    figure = empty_figure(9.6, 4.4, "Tokens per round and speed, by budget", *_about(report))
     axes = figure.subplots(1, 2)
     for axis, (key, label) in zip(axes, LABELS.items(), strict=True):
         ends = []
         for i, temperature in enumerate(temperatures_of(rows)):
-            own = [row for row in rows if row["temperature"] == temperature]
+            at_temperature = [row for row in rows if row["temperature"] == temperature]
             styles = {name: {**_style(2 * i + j)} for j, name in enumerate(algorithms)}
-            _by_budget(axis, own, key, styles, baselines=("plain",))
+            _by_budget(axis, at_temperature, key, styles, baselines=("plain",))
             ends += [
                 (x, y, name if name == PLAIN else f"{name}, {_temperature(temperature)}", colour)
-                for x, y, name, colour in _ends(own, key, styles, baselines=("plain",))
+                for x, y, name, colour in _ends(at_temperature, key, styles, baselines=("plain",))
             ]
         axis.set_ylabel(label)
         label_lines(axis, list(dict.fromkeys(ends)), INCHES)
@@ -117,11 +120,11 @@ def _by_budget(
     baselines: Sequence[str] = tuple(BASELINES),
 ) -> None:
     for name, style in styles.items():
-        own = sorted((row for row in rows if row["algorithm"] == name), key=lambda row: row["budget"])
-        budgets = [row["budget"] for row in own]
-        axis.plot(budgets, [row[key] for row in own], **style)
+        curve = sorted((row for row in rows if row["algorithm"] == name), key=lambda row: row["budget"])
+        budgets = [row["budget"] for row in curve]
+        axis.plot(budgets, [row[key] for row in curve], **style)
         if key == "speed-up":
-            lows, highs = zip(*map(_range, own), strict=True)
+            lows, highs = zip(*map(_range, curve), strict=True)
             axis.vlines(budgets, lows, highs, colors=style["color"], linewidth=1, alpha=0.6)
     for method in baselines:
         [level] = [row[key] for row in rows if row["method"] == method]
@@ -130,17 +133,17 @@ def _by_budget(
     axis.set_xscale("log", base=2)
     axis.set_xticks(budgets, [str(budget) for budget in budgets])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("budget: the most nodes of a tree")
+    axis.set_xlabel("budget (most nodes of a tree)")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     without_frame(axis)
 
 
 def _range(row: Row) -> tuple[float, float]:
-    """The speeds of the slowest and of the fastest timed run, in times the median of plain decoding."""
-    # Older reports do not hold the tokens of each run: they were the same in all.
+    """The speeds of the slowest and the fastest timed run, relative to plain decoding's median."""
+    # Older reports lack the tokens of each run, which were then the same in all runs.
     tokens = row.get("tokens") or [row["tokens/s"] * median(row["seconds"])] * len(row["seconds"])
-    speeds = [own / seconds for own, seconds in zip(tokens, row["seconds"], strict=True)]
+    speeds = [count / seconds for count, seconds in zip(tokens, row["seconds"], strict=True)]
     return min(speeds) / row["plain tokens/s"], max(speeds) / row["plain tokens/s"]
 
 
@@ -151,7 +154,7 @@ def _ends(
     *,
     baselines: Sequence[str] = tuple(BASELINES),
 ) -> list[tuple[float, float, str, Any]]:
-    """The last point, the name and the colour of every line."""
+    """The last point, the name and the colour of every curve."""
     last = max(row["budget"] for row in rows if row["algorithm"])
     ends = [
         (last, row[key], row["algorithm"], styles[row["algorithm"]]["color"])
@@ -163,15 +166,15 @@ def _ends(
 
 
 def _by_depth(axis: Axes, rows: Sequence[Row], budget: int, styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """At most six curves: the chain, and the algorithms with the most tokens a round."""
-    own = sorted(at_budget(rows, budget), key=lambda row: row["tau"], reverse=True)
-    chain = [row for row in own if row["method"] == "chain"]
-    trees = [row for row in own if row["method"] != "chain"]
+    """At most six curves: the chain, and the algorithms with the most tokens per round."""
+    ranked = sorted(at_budget(rows, budget), key=lambda row: row["tau"], reverse=True)
+    chain = [row for row in ranked if row["method"] == "chain"]
+    trees = [row for row in ranked if row["method"] != "chain"]
     for row in trees[: FEW - 1] + chain:
         style = styles.get(row["algorithm"] or "", {"color": GREY, "linestyle": "dashed", "linewidth": 1.2})
         depths = range(1, len(row["acceptance"]) + 1)
         axis.plot(depths, row["acceptance"], label=row["algorithm"] or "linear chain", **style)
-    axis.set_xlabel(f"drafted tokens accepted, at least; budget {budget}")
+    axis.set_xlabel(f"least number of accepted drafted tokens; budget {budget}")
     axis.set_ylim(0, 1.02)
     left_out = len(trees) - (FEW - 1)
     title = f"the {FEW - 1} longest of {len(trees)}" if left_out > 0 else None

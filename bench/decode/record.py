@@ -1,4 +1,4 @@
-"""The report of `python -m bench decode`: its settings, going on with an older one, the order of its rows."""
+"""The report of `python -m bench decode`: its settings, resuming an older report, the order of its rows."""
 
 import argparse
 import json
@@ -11,21 +11,21 @@ from bench.decode.report import best_of, notes_of
 from jetspec_jax.config import read_json
 from jetspec_jax.tree import algorithm_names
 
-# Settings of which a report that is gone on with may have others: it gains methods.
+# Settings that may differ when a report is resumed: the report gains methods.
 _SELECTION = ("algorithms", "budgets")
-# What says nothing of what was measured: a profile is compared by what it holds, not by its name.
+# Settings that are not compared: they do not change the measurement. A profile is compared by its hash.
 _WORDS = ("command", "ignore_config_key", "profile")
 
 
 def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The report without rows, or with those that are there already.
+    """A report without rows, or the report to resume.
 
     Args:
-        arguments: Of the command line.
-        about: The pair, its prompts and the profile, as `describe_pair` and `describe_profile` have them.
+        arguments: The command line.
+        about: The keys of `describe_pair` and `describe_profile`.
 
     Raises:
-        ValueError: Those were measured with other settings or on another machine.
+        ValueError: The report to resume has other settings, or another machine.
     """
     report: dict[str, Any] = {
         **opening_of("decode", arguments),
@@ -36,9 +36,9 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
     given = report["arguments"]
     if not (arguments.resume and arguments.json.is_file()):
         return report
-    # Reports that do not say how many devices decoded are of one.
+    # Older reports lack the number of devices, which was one.
     old = {"devices": 1, **read_json(arguments.json)}
-    # As JSON has it: a tuple is a list there.
+    # Values are compared in JSON's form, where a tuple is a list.
     for name, ours, theirs in [
         *((key, value, old.get(key)) for key, value in report.items() if not isinstance(value, dict | list)),
         *((key, value, old.get("arguments", {}).get(key)) for key, value in given.items()),
@@ -56,7 +56,7 @@ def begin_report(arguments: argparse.Namespace, about: Mapping[str, Any]) -> dic
 
 
 def finish_report(report: dict[str, Any]) -> None:
-    """Orders the rows by temperature, algorithm and budget, and says what follows from all of them."""
+    """Sorts the rows by temperature, algorithm and budget, and adds the best methods and the notes."""
     order = {name: i for i, name in enumerate([*algorithm_names(), *report["arguments"]["algorithms"]])}
     report["rows"].sort(
         key=lambda row: (
@@ -70,7 +70,7 @@ def finish_report(report: dict[str, Any]) -> None:
 
 
 def finished_methods(rows: Sequence[Mapping[str, Any]], repeats: int) -> set[str]:
-    """The methods that have had all their timed runs; where a benchmark was stopped, some have not."""
+    """The methods with all of their timed runs; after an interrupt some methods have fewer."""
     names = {row["method"] for row in rows}
     return names - {row["method"] for row in rows if len(row["seconds"]) < repeats}
 
@@ -78,10 +78,10 @@ def finished_methods(rows: Sequence[Mapping[str, Any]], repeats: int) -> set[str
 def with_measured(
     rows: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Rows with others in the place of their like, but for those that have had more timed runs."""
+    """Rows updated by measured ones, except where a row already has more timed runs."""
     found = {(row["method"], row["temperature"]): row for row in rows}
     for row in measured:
-        own = found.get((row["method"], row["temperature"]))
-        if own is None or len(own["seconds"]) <= len(row["seconds"]):
+        kept = found.get((row["method"], row["temperature"]))
+        if kept is None or len(kept["seconds"]) <= len(row["seconds"]):
             found[row["method"], row["temperature"]] = row
     return list(found.values())

@@ -1,4 +1,4 @@
-"""What `python -m bench decode` reports: a row for each method and temperature, tables, notes."""
+"""The rows of `python -m bench decode`, one per method and temperature, and its tables and notes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -14,39 +14,39 @@ from bench.decode.measure import MethodRuns
 from jetspec_jax import Completion, Target
 from jetspec_jax.inspect.exactness import TIE_RULE, Divergence, first_divergence
 
-# Columns of the table; the others are for the JSON.
+# Columns of the printed table; the JSON has more.
 COLUMNS = ("tau", "nodes/round", "tokens/s", "speed-up", "first token ms", "peak MiB", "exact match")
-# Of these, no fractions.
+# Columns that are printed without decimals.
 WHOLE = ("tokens/s", "peak MiB")
 # Depths of the table of acceptance.
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
-# Above so many methods, a note counts them instead of naming them.
+# A note names at most this many methods; it counts more.
 NAMED = 8
 
 
 class Rows:
-    """Makes rows, comparing outputs with plain decoding's."""
+    """Makes rows, with outputs compared with plain decoding's."""
 
     def __init__(self, target: Target, works: Mapping[float, Workload], depth: int):
-        """Nothing is compared yet.
+        """Compares nothing yet.
 
         Args:
             target: The target.
-            works: By temperature.
+            works: The workload of each temperature.
             depth: The largest depth of a tree.
         """
         self._target, self._works, self._depth = target, works, depth
-        # Methods that part from plain decoding with one token at one place share what is found there.
+        # Methods that differ from plain decoding in the same token at the same place share a divergence.
         self._firsts: dict[tuple[Any, ...], Divergence] = {}
 
     def row(self, method: Method, temperature: float, found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
-        """All about a method at one temperature.
+        """The row of a method at one temperature.
 
         Args:
             method: The method.
-            temperature: Of the sampling.
-            found: What was measured.
-            plain: What was measured of plain decoding beside it.
+            temperature: The temperature.
+            found: The method's runs.
+            plain: The runs of plain decoding in the same group.
         """
         completions = found.completions
         rounds = max(sum(c.rounds for c in completions), 1)
@@ -59,9 +59,9 @@ class Rows:
             "algorithm": method.algorithm,
             "budget": method.settings.budget,
             **method.settings.breadth._asdict(),
-            # tau: tokens committed per round, over all rounds, before any cut.
+            # tau: tokens committed per round, over all rounds, also those beyond the end of an output.
             "tau": sum(sum(c.accept_lengths) for c in completions) / rounds,
-            # Those of the outputs alone: what rounds committed beyond an end is cut.
+            # Only the tokens of the outputs.
             "tokens/forward": _tokens(completions) / rounds,
             # The share of rounds that accepted at least 1, 2, ... drafted tokens.
             "acceptance": [sum(n >= d for n in drafted) / rounds for d in range(1, self._depth + 1)],
@@ -75,7 +75,7 @@ class Rows:
             **_over_prompts(found, plain),
             "seconds": found.seconds,
             "tokens": found.tokens,
-            # Every output that is not plain decoding's: where, and how far apart the two likeliest were.
+            # The first difference of every output that is not plain decoding's, with the gap there.
             "divergences": self._divergences(temperature, completions, plain.completions),
         }
 
@@ -92,7 +92,7 @@ class Rows:
     def _first(self, temperature: float, i: int, ours: list[int], theirs: list[int]) -> Divergence:
         both = min(len(ours), len(theirs))
         position = next((k for k in range(both) if ours[k] != theirs[k]), both)
-        key = temperature, i, *(tuple(own[: position + 1]) for own in (ours, theirs))
+        key = temperature, i, *(tuple(tokens[: position + 1]) for tokens in (ours, theirs))
         if key not in self._firsts:
             work = self._works[temperature]
             divergence = first_divergence(self._target, work.ids[i], work.params[i], ours, theirs)
@@ -102,69 +102,69 @@ class Rows:
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]], budget: int) -> list[tuple[str, list[dict[str, Any]]]]:
-    """A table of all methods for each temperature, and one of acceptance by depth at one budget, titled."""
+    """Two titled tables per temperature: all methods, and acceptance by depth at one budget."""
     tables = []
     for temperature in temperatures_of(rows):
-        own = [row for row in rows if row["temperature"] == temperature]
+        at_temperature = [row for row in rows if row["temperature"] == temperature]
         shown = [
             {
                 "method": row["method"],
                 **{key: round(row[key]) if key in WHOLE and row[key] else row[key] for key in COLUMNS},
             }
-            for row in own
+            for row in at_temperature
         ]
         tables.append((f"T = {temperature:g}", shown))
-        depths = [d for d in DEPTHS if d <= len(own[0]["acceptance"])]
+        depths = [d for d in DEPTHS if d <= len(at_temperature[0]["acceptance"])]
         by_depth = [
             {"method": row["method"], **{str(d): row["acceptance"][d - 1] for d in depths}}
-            for row in at_budget(own, budget)
+            for row in at_budget(at_temperature, budget)
         ]
-        title = f"T = {temperature:g}: share of rounds that accepted at least so many drafted tokens"
+        title = f"T = {temperature:g}: share of rounds that accepted at least this many drafted tokens"
         tables.append((title, by_depth))
     return tables
 
 
 def at_budget(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
-    """The rows of the algorithms with one budget, and the chain's."""
+    """The rows of all algorithms with one budget, and the chain's."""
     return [row for row in rows if row["method"] == "chain" or (row["algorithm"] and row["budget"] == budget)]
 
 
 def temperatures_of(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """All temperatures, in order."""
+    """All temperatures in ascending order."""
     return sorted({row["temperature"] for row in rows})
 
 
 def best_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each temperature the methods that are the fastest, and that commit the most tokens in a round."""
+    """For each temperature the fastest method, and the method with the most tokens per round."""
     found = []
     for temperature in temperatures_of(rows):
-        own = [row for row in rows if row["temperature"] == temperature]
+        at_temperature = [row for row in rows if row["temperature"] == temperature]
         entry: dict[str, Any] = {"temperature": temperature}
         for figure in ("speed-up", "tau"):
-            best = max(own, key=lambda row: row[figure])
+            best = max(at_temperature, key=lambda row: row[figure])
             entry[figure] = {key: best[key] for key in ("method", "tau", "tokens/s", "speed-up")}
         found.append(entry)
     return found
 
 
 def notes_of(report: Mapping[str, Any]) -> list[str]:
-    """What the table does not say by itself."""
+    """The notes below the tables."""
     rows, notes = report["rows"], []
     for best in report["best"]:
         fast, deep = best["speed-up"], best["tau"]
         notes.append(
             f"T = {best['temperature']:g}: fastest is {fast['method']} ({fast['speed-up']:.2f} times plain "
-            f"decoding); most tokens a round: {deep['method']} ({deep['tau']:.2f})."
+            f"decoding); most tokens per round: {deep['method']} ({deep['tau']:.2f})."
         )
     if len({row["plain tokens/s"] for row in rows}) > len(temperatures_of(rows)):
         notes.append(
-            "Each budget's speed-up is over plain decoding measured beside it, not over the row shown."
+            "The speed-up of each budget is over plain decoding in the same group, not over the row shown."
         )
     repeats = report["arguments"]["repeats"]
     runs = {row["method"]: len(row["seconds"]) for row in rows if len(row["seconds"]) < repeats}
     if runs:
         stopped = ", ".join(f"{name} ({count} of {repeats})" for name, count in runs.items())
-        notes.append(f"Stopped before all timed runs; --resume measures anew: {stopped}.")
+        notes.append(f"Stopped before all timed runs; --resume measures these again: {stopped}.")
     slower = []
     for temperature in temperatures_of(rows):
         others = [row for row in rows if row["temperature"] == temperature and row["method"] != "plain"]
@@ -174,14 +174,14 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
             slower.append(f"{few} at T = {temperature:g}")
     if slower:
         notes.append(
-            f"Slower than plain decoding: {'; '.join(slower)}. A tree trades arithmetic for forwards; where "
-            "arithmetic is scarce, as on a CPU, or where few drafts are accepted, that can lose."
+            f"Slower than plain decoding: {'; '.join(slower)}. A tree saves forwards and costs arithmetic. "
+            "This does not pay if arithmetic is slow, as on a CPU, or if few drafts are accepted."
         )
     parted = [Divergence(**_divergence(found)) for row in rows for found in row["divergences"]]
     if parted:
         note = (
-            f"Outputs that differ from plain decoding's: {len(parted)}; the two likeliest choices were at "
-            f"most {max(found.gap for found in parted):.1e} apart where they part."
+            f"Outputs that differ from plain decoding's: {len(parted)}; at the first difference the two "
+            f"likeliest choices were at most {max(found.gap for found in parted):.1e} apart."
         )
         if report["dtype"] == "float32":
             mistakes = sum(not found.is_tie for found in parted)
@@ -191,41 +191,39 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         {row["algorithm"] for row in rows if row["algorithm"] and takes_profile(row["algorithm"])}
     )
     if unread and report["arguments"]["profile"] is None:
-        notes.append(f"No profile was given, so these do without their tables: {', '.join(unread)}.")
+        notes.append(f"No profile was given, so these ran without their tables: {', '.join(unread)}.")
     if any(row["peak MiB"] is None for row in rows):
-        notes.append("This device does not say how much memory was in use.")
+        notes.append("This device does not report its memory in use.")
     else:
-        notes.append(
-            "Peak memory is the process's so far: what ran before, smaller budgets first, counts too."
-        )
+        notes.append("Peak memory is the process's so far, with all methods that ran before.")
     return notes
 
 
 def _over_prompts(found: MethodRuns, plain: MethodRuns) -> dict[str, Any]:
-    """What each prompt gave, and the intervals that follow; of times only where prompts decode one by one."""
-    own = found.completions
+    """Figures of each prompt, and intervals; those of times only if prompts decode one at a time."""
+    completions = found.completions
     each = {
-        "rounds": [completion.rounds for completion in own],
-        "committed": [sum(completion.accept_lengths) for completion in own],
-        "tokens": [len(completion.token_ids) for completion in own],
+        "rounds": [completion.rounds for completion in completions],
+        "committed": [sum(completion.accept_lengths) for completion in completions],
+        "tokens": [len(completion.token_ids) for completion in completions],
     }
-    told = {"prompts": each, "tau interval": ratio_interval(each["committed"], each["rounds"])}
+    figures = {"prompts": each, "tau interval": ratio_interval(each["committed"], each["rounds"])}
     if found.prompt_seconds and plain.prompt_seconds:
         each["seconds"] = np.median(found.prompt_seconds, axis=0).tolist()
         speed = each["tokens"], each["seconds"]
         base = (
-            [len(one.token_ids) for one in plain.completions],
+            [len(completion.token_ids) for completion in plain.completions],
             np.median(plain.prompt_seconds, axis=0).tolist(),
         )
-        told |= {
+        figures |= {
             "tokens/s interval": ratio_interval(*speed),
             "speed-up interval": ratio_interval(*speed, *base),
         }
-    return told
+    return figures
 
 
 def _divergence(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {own.name: entry[own.name] for own in fields(Divergence)}
+    return {field.name: entry[field.name] for field in fields(Divergence)}
 
 
 def _tokens(completions: Sequence[Completion]) -> int:

@@ -1,13 +1,13 @@
-"""``python -m bench exactness``: a ledger of every token at which a tree and plain decoding part.
+"""``python -m bench exactness``: a ledger of all outputs of trees that differ from plain decoding's.
 
-All prompts are decoded plainly and with trees, from the same seeds and in as many slots, at every type of the
-weights and every temperature. Outputs are compared up to their first difference: after it the contexts
-differ. In float32 a difference between two tokens that were equally good but for rounding is a tie, which is
-listed, and any other is a mistake: the exit code is 1 then. In 16 bits, where near-ties are frequent, all
-are listed with their gaps, and nothing is judged.
+All prompts are decoded by plain decoding and with trees, from the same seeds and in the same number of slots,
+with every type of the weights and at every temperature. Outputs are compared up to their first difference:
+after it the contexts differ. In float32 a difference is a tie if rounding decides between the two tokens.
+Ties are listed. Every other difference is a mistake, and the exit code is 1. In 16 bits near-ties are
+frequent: all differences are listed with their gaps, and none is judged.
 
-On several devices it also looks after every launch whether what steers decoding has the same bits on all of
-them: the exit code is 1, too, where it has not.
+On several devices the command also checks after every launch that the arrays that steer decoding have the
+same bits on all of them. If not, the exit code is 1.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from jetspec_jax.inspect.exactness import TIE_GAP
 from jetspec_jax.progress import Progress
 
 DTYPES = ("float32", "bfloat16", "float16")
-#: Of sampling; on several devices each looks at its own part of the vocabulary.
+#: Sampling filters; on several devices each device filters its shard of the vocabulary.
 FILTERS = ("top_k", "top_p", "min_p")
-#: What the ledger calls plain decoding on one device.
+#: The method's name in the ledger for plain decoding on one device.
 ONE_DEVICE = "plain, one device"
 
 
@@ -52,20 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trees_arguments(parser, temperatures=[0.0, 1.0], budgets=[64])
     add_breadth_arguments(parser)
     add = parser.add_argument
-    of_weights = "of weights (default: the first two)"
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=of_weights)
+    types = "types of the weights (default: the first two)"
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES[:2]), help=types)
     add("--batch", type=int, default=32, help="most prompts decoded at a time (default: 32)")
     add_switch(
         parser,
         "--one-device",
-        "compare plain decoding on several devices with that on one, too, which must hold the models",
+        "also compare plain decoding on several devices with that on one device, which must hold the models",
     )
     SAMPLING.add(parser, FILTERS)
     add_report_arguments(parser, "exactness")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Decodes, compares, and writes the ledger; 1 if a tree made a mistake in float32."""
+    """Decodes, compares, and writes the ledger; 1 for a mistake in float32 or devices that disagree."""
     check_numbers(arguments, "width", "candidates", "batch")
     check_trees(arguments)
     if arguments.one_device and not parallel_sizes(arguments):
@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = 1 + len(trees) + arguments.one_device
     with Progress(total=len(dtypes) * len(temperatures) * runs, desc="decode", unit="run") as bar:
         for dtype in dtypes:
-            about, own_rows, own_entries = _ledger(arguments, dtype, prompts, trees, agreement, bar)
-            rows += own_rows
-            entries += own_entries
+            about, new_rows, new_entries = _ledger(arguments, dtype, prompts, trees, agreement, bar)
+            rows += new_rows
+            entries += new_entries
     about = {**about, "dtype": list(dtypes), **describe_profile(arguments.profile)}
     report = {
         **opening_of("exactness", arguments),
@@ -116,9 +116,9 @@ def _ledger(
     agreement: Agreement,
     bar: Any,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """A description of the pair at one type of the weights, totals, and differences.
+    """A description of the pair with one type of the weights, the totals, and the differences.
 
-    The pair is a local of this function alone, so that the device is free for the next type's.
+    Only this function holds the pair, so that its memory is free for the next type.
     """
     pair = load_pair(arguments, dtype, trees.values())
     alone = load_pair(arguments, dtype, one_device=True) if arguments.one_device else None
@@ -150,7 +150,7 @@ def _decode(
     agreement: Agreement,
     bar: Any,
 ) -> Iterator[tuple[str, list[Completion], list[Completion]]]:
-    """For every kind of tree its name, its completions, and those of plain decoding; one device's first."""
+    """Each method's name, its completions, and plain decoding's; the method on one device is the first."""
 
     def completions(pair: Pair, settings: TreeSettings) -> list[Completion]:
         served = {"max_slots": arguments.batch, "implementation": arguments.implementation}
@@ -162,5 +162,5 @@ def _decode(
     plain = completions(pair, PLAIN)
     if alone is not None:
         yield ONE_DEVICE, completions(alone, PLAIN), plain
-    for name, own in trees.items():
-        yield name, completions(pair, own), plain
+    for name, settings in trees.items():
+        yield name, completions(pair, settings), plain

@@ -1,4 +1,4 @@
-"""Decodes as `generate` and `generate_tree` do, and looks after every launch whether all devices agree."""
+"""Decodes like `generate` and `generate_tree`, and checks after every launch that all devices agree."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,13 @@ from jetspec_jax.inspect.agreement import WatchedEngine, unequal
 
 @dataclass
 class Agreement:
-    """What was seen of the arrays that must be whole and equal on all devices that share a model.
+    """A comparison of the arrays that must be equal on all devices that share a model.
 
     Attributes:
-        devices: On how many.
-        arrays: How many there were, at most.
-        launches: After how many it was looked.
-        unequal: Those that differed after any launch.
+        devices: The number of devices.
+        arrays: The largest number of arrays.
+        launches: The number of launches after which arrays were compared.
+        unequal: The arrays that differed after any launch.
     """
 
     devices: int = 1
@@ -30,7 +30,7 @@ class Agreement:
     unequal: set[str] = field(default_factory=set)
 
     def look(self, steering: Any) -> None:
-        """Takes in the arrays of a launch, if several devices have them."""
+        """Compares the arrays after a launch, if there are several devices."""
         arrays = jax.tree.leaves(steering)
         devices = len(arrays[0].devices())
         if devices > 1:
@@ -39,7 +39,7 @@ class Agreement:
             self.unequal.update(unequal(steering))
 
     def entry(self) -> dict[str, Any] | None:
-        """What a report says of it; None where one device decoded."""
+        """The comparison as a report has it; None for one device."""
         return None if self.devices == 1 else {**vars(self), "unequal": sorted(self.unequal)}
 
 
@@ -56,13 +56,13 @@ def decode(
     """Completions of the prompts.
 
     Args:
-        target: The target, and its copies.
-        head: Its head; None decodes plainly.
+        target: The target and its copies.
+        head: The draft head; None is plain decoding.
         work: The prompts.
-        settings: The trees.
-        max_slots: Most prompts that decode at the same time, with each copy.
-        implementation: Of tree attention.
-        agreement: Told what was seen after every launch.
+        settings: The tree settings.
+        max_slots: The most prompts that each copy decodes at once.
+        implementation: The implementation of tree attention.
+        agreement: Compares the devices after every launch.
     """
     routing = None if head is None else work.routing
     served = {"max_slots": max_slots, "implementation": implementation}

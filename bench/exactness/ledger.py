@@ -1,4 +1,4 @@
-"""The entries of the ledger, their totals, and how both are shown."""
+"""The entries of the ledger, their totals, and their tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from jetspec_jax import Completion, Target
 from jetspec_jax.inspect.exactness import TIE_RULE, first_divergence
 from jetspec_jax.progress import Progress
 
-# Rows of divergences that the screen shows; the JSON has all.
+# The most divergences that are printed; the JSON has all.
 SHOWN = 20
 VERDICTS = ("mistake", "tie", None)
 
@@ -27,11 +27,11 @@ def divergences_of(
     """An entry for the first difference of each output that is not plain decoding's.
 
     Args:
-        target: The target, which is asked for the gap there.
-        work: What was decoded.
-        outputs: What trees gave.
-        plain: What plain decoding gave.
-        judged: Whether a difference is called a tie or a mistake; else the verdict is None.
+        target: The target, whose logits give the gap at the difference.
+        work: The prompts.
+        outputs: The outputs of trees.
+        plain: The outputs of plain decoding.
+        judged: Whether a difference is judged as a tie or a mistake; else the verdict is None.
     """
     entries = []
     pairs = zip(work.prompts, work.ids, work.params, outputs, plain, strict=True)
@@ -52,11 +52,11 @@ def divergences_of(
 def total(
     work: Workload, outputs: Sequence[Completion], entries: Sequence[Row], *, judged: bool
 ) -> dict[str, Any]:
-    """What a ledger comes to.
+    """The totals of one method.
 
     Args:
-        work: What was decoded.
-        outputs: All completions of a tree.
+        work: The prompts.
+        outputs: The method's outputs.
         entries: Their differences from plain decoding.
         judged: Whether differences were judged; else ties and mistakes are None.
     """
@@ -65,7 +65,7 @@ def total(
     rounds = sum(output.rounds for output in outputs)
     return {
         "prompts": len(outputs),
-        # Each up to its first difference.
+        # Tokens of each output up to its first difference.
         "tokens": sum(
             parted.get(prompt.id, len(output.token_ids))
             for prompt, output in zip(work.prompts, outputs, strict=True)
@@ -79,7 +79,7 @@ def total(
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """What the totals say."""
+    """The totals over all methods."""
     notes = []
     judged = [row for row in rows if row["mistakes"] is not None]
     if judged:
@@ -93,14 +93,14 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         count, outputs = (sum(row[key] for row in listed) for key in ("divergences", "prompts"))
         dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in listed))
         notes.append(
-            f"{dtypes}: {count} of {outputs:,} outputs part from plain decoding's; its rounding makes "
-            "near-ties frequent, so they are listed and not judged."
+            f"{dtypes}: {count} of {outputs:,} outputs differ from plain decoding's; rounding makes "
+            "near-ties frequent there, so differences are listed and not judged."
         )
     return notes
 
 
 def agreement_notes(seen: Mapping[str, Any] | None) -> list[str]:
-    """What a report's ``agreement`` says; nothing where one device decoded."""
+    """A note on a report's ``agreement``; none for one device."""
     if seen is None:
         return []
     found = f"these differed: {', '.join(seen['unequal'])}" if seen["unequal"] else "all were equal"
@@ -113,8 +113,8 @@ def agreement_notes(seen: Mapping[str, Any] | None) -> list[str]:
 def tables_of(
     title: str, rows: Sequence[Row], entries: Sequence[Row]
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Heading and rows of each table, the totals last."""
-    # Mistakes first, then ties, then what is not judged; and where the choice was firmest.
+    """Heading and rows of each table, with the totals last."""
+    # Mistakes first, then ties, then unjudged differences, each in descending order of the gap.
     worst = sorted(entries, key=lambda entry: (VERDICTS.index(entry["verdict"]), -entry["gap"]))
     parted = [
         {
@@ -131,7 +131,7 @@ def tables_of(
         gap = None if row["largest_gap"] is None else f"{row['largest_gap']:.1e}"
         shown = {key: value for key, value in row.items() if key != "largest_gap"}
         totals.append({**shown, "largest gap": gap})
-    heading = f"Where they part: {len(parted)} of {len(worst)}"
+    heading = f"First differences: {len(parted)} of {len(worst)}"
     return [*([(heading, parted)] if parted else []), (title, totals)]
 
 

@@ -1,4 +1,4 @@
-"""The picture of the ledger: how many outputs still are plain decoding's, and how firm the choices were."""
+"""The picture of the ledger: shares of outputs equal to plain decoding's, and gaps at differences."""
 
 import math
 from collections.abc import Sequence
@@ -12,34 +12,35 @@ from bench.common.picture import COLOURS, Report, empty_figure, legend_below, wi
 from bench.common.report import measured_on
 from jetspec_jax.inspect.exactness import TIE_GAP
 
-# Gaps below this are drawn in the first bin: a logarithmic axis has no place for exact ties.
+# Smaller gaps are drawn in the first bin: a logarithmic axis has no place for exact ties.
 LEAST_GAP = 1e-7
 BINS_PER_DECADE = 3
-# Of the standard normal distribution, for an interval of 95 %.
+# The 95 % interval of the standard normal distribution, in standard deviations.
 DEVIATIONS = 1.96
 
 
 def draw_ledger(report: Report) -> Figure:
-    """Shares of outputs that still equal plain decoding's, and gaps, of a report of ``exactness``."""
+    """Shares of outputs equal to plain decoding's by position, and gaps at the first differences."""
     rows, entries, given = report["rows"], report["divergences"], report["arguments"]
-    # All trees of one type and temperature are one line: methods hardly differ in this.
+    # All methods with one type and temperature share a curve: they hardly differ in this.
     cases = list(dict.fromkeys((row["dtype"], row["T"]) for row in rows))
     figure = empty_figure(
         11,
         5.2,
-        "How long outputs of trees are plain decoding's, token for token",
+        "How long outputs of trees are equal to plain decoding's, token for token",
         f"{given['num_prompts']} prompts, {given['max_tokens']} tokens each, batch {given['batch']}, "
         f"attention by {given['implementation']}, {measured_on(report)}",
-        "Shaded: 95 % intervals of the shares (Wilson). Lines of shares that stay at 1 lie on each other.",
+        "Shaded: 95 % intervals of the shares (Wilson). Curves that stay at 1 overlap.",
     )
     left, right = figure.subplots(1, 2)
     gaps = []
     for i, case in enumerate(cases):
-        own = [entry for entry in entries if (entry["dtype"], entry["T"]) == case]
+        differences = [entry for entry in entries if (entry["dtype"], entry["T"]) == case]
         outputs = sum(row["prompts"] for row in rows if (row["dtype"], row["T"]) == case)
-        label = f"{case[0]}, temperature {case[1]:g}: {len(own)} of {outputs:,} differ"
-        _equal_so_far(left, [entry["position"] for entry in own], outputs, given["max_tokens"], i, label)
-        gaps.append([min(max(entry["gap"], LEAST_GAP), 10.0) for entry in own])
+        label = f"{case[0]}, temperature {case[1]:g}: {len(differences)} of {outputs:,} differ"
+        positions = [entry["position"] for entry in differences]
+        _equal_so_far(left, positions, outputs, given["max_tokens"], i, label)
+        gaps.append([min(max(entry["gap"], LEAST_GAP), 10.0) for entry in differences])
     left.set_xlabel("position among the generated tokens")
     left.set_ylabel("share of outputs equal so far")
     left.set_ylim(0, 1.04)
@@ -61,7 +62,7 @@ def _equal_so_far(
 
 
 def wilson(share: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Wilson's interval of 95 % for shares of so many."""
+    """Wilson's 95 % interval for shares of ``count`` outputs."""
     square = DEVIATIONS**2 / count
     middle = (share + square / 2) / (1 + square)
     reach = np.sqrt(square * (share * (1 - share) + square / 4)) / (1 + square)
@@ -90,5 +91,5 @@ def _histogram(axis: Axes, gaps: Sequence[Sequence[float]]) -> None:
     decades = round(math.log10(10 / LEAST_GAP))
     bins = np.logspace(math.log10(LEAST_GAP), 1, decades * BINS_PER_DECADE + 1)
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(gaps))]
-    axis.hist([np.asarray(own, float) for own in gaps], bins=bins.tolist(), stacked=True, color=colours)
+    axis.hist([np.asarray(case, float) for case in gaps], bins=bins.tolist(), stacked=True, color=colours)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))

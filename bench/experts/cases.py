@@ -1,6 +1,6 @@
-"""What the kernels of a mixture of experts are called with, and what they are compared with.
+"""Inputs, references and chains of calls for the kernels of a mixture of experts.
 
-Shapes: T tokens, K experts of each, E experts, M model, I features of an expert, L calls of a chain.
+Shapes: T tokens, K experts per token, E experts, M model, I features of an expert, L calls of a chain.
 """
 
 import importlib
@@ -18,15 +18,14 @@ from pallas_kernels.expert_choice import ExpertChoice, expert_choice
 from pallas_kernels.expert_mlp import expert_mlp
 from pallas_kernels.expert_mlp.shapes import ExpertShape
 
-# Copies of the call in a round of the loop over calls.
+# Calls per turn of the loop over calls.
 UNROLL = 4
-# Products of rows grouped by expert, from elsewhere, that experts can be made of: `jax.lax` has one, and a
-# package that need not be installed another of the same signature.
+# Libraries with a product of rows grouped by expert, all with one signature. Tokamax is optional.
 GROUPED = {"ragged_dot": "jax.lax", "tokamax": "tokamax"}
 
 
 class ExpertWeights(NamedTuple):
-    """The experts' weights of a layer; the last expert is all NaN, and nobody's."""
+    """The experts' weights of a layer; the last expert is NaN, and no token chooses it."""
 
     gate_up: Float[Array, "E M 2 I"]
     down: Float[Array, "E I M"]
@@ -34,12 +33,12 @@ class ExpertWeights(NamedTuple):
     down_bias: Float[Array, "E M"] | None
 
 
-#: The experts of a shape by some implementation.
+#: A layer's experts, as computed by an implementation.
 Run = Callable[[ExpertWeights, Float[Array, "T M"], ExpertChoice], Float[Array, "T M"]]
 
 
 def random_layer(shape: ExpertShape, dtype: jnp.dtype) -> ExpertWeights:
-    """Weights made on the device, for they are gigabytes."""
+    """Random weights, made on the device because they are gigabytes."""
 
     @jax.jit
     def make() -> ExpertWeights:
@@ -58,9 +57,9 @@ def random_layer(shape: ExpertShape, dtype: jnp.dtype) -> ExpertWeights:
 
 
 def random_choices(rng: np.random.Generator, shape: ExpertShape, calls: int, tokens: int) -> ExpertChoice:
-    """Experts that are chosen by chance, never the last one, with weights that sum to one: [L, T, K] of both.
+    """Random experts, never the last one, and weights that sum to one, both [L, T, K].
 
-    Few tokens choose other experts in every call, so that no cache holds what they read.
+    With few tokens every call reads other experts, so that no cache holds their weights.
     """
     noise = rng.random((calls, tokens, shape.experts - 1))
     experts = np.argsort(noise, axis=-1)[:, :, : shape.routing.top_k]
@@ -70,7 +69,7 @@ def random_choices(rng: np.random.Generator, shape: ExpertShape, calls: int, tok
 
 
 def experts_by(shape: ExpertShape, name: str) -> Run:
-    """The experts of `shape` by one of the operation's implementations, or one of `GROUPED`."""
+    """A layer's experts by an implementation of the operation, or by a library of `GROUPED`."""
     if name in GROUPED:
         product = importlib.import_module(GROUPED[name]).ragged_dot
         return partial(_grouped, shape, product)
@@ -87,7 +86,7 @@ def experts_by(shape: ExpertShape, name: str) -> Run:
 
 
 def choice_by(shape: ExpertShape, name: str) -> Callable[[Float32[Array, "T E"]], ExpertChoice]:
-    """The router of `shape` by the named implementation."""
+    """A layer's router by an implementation."""
     rng = np.random.default_rng(0)
     bias, scale = (jnp.asarray(rng.random(shape.experts, np.float32)) for _ in range(2))
     return partial(
@@ -106,7 +105,7 @@ def _grouped(
     x: Float[Array, "T M"],
     choice: ExpertChoice,
 ) -> Float[Array, "T M"]:
-    """Sorted rows and two grouped products: what one would write without a kernel."""
+    """Experts without a kernel: sorted rows and two grouped products."""
     rows, top_k = choice.experts.size, choice.experts.shape[1]
     expert = choice.experts.reshape(rows)
     order = jnp.argsort(expert)
@@ -127,36 +126,37 @@ def _grouped(
 def chain_experts(
     run: Run, layer: ExpertWeights, x: Float[Array, "T M"], choices: ExpertChoice
 ) -> Float[Array, "T M"]:
-    """Calls one after the other, each with `x` plus what the one before it made."""
+    """A chain of calls, each with ``x`` plus the output of the call before."""
 
-    # A function of its own, so that the kernels are traced and lowered once, not once for each copy.
+    # Jitted, so that the kernels are traced and lowered once, not once per unrolled copy.
     @jax.jit
     def step(last: Array, choice: ExpertChoice) -> Array:
         return run(layer, x + last, choice)
 
-    return jax.lax.scan(lambda y, own: (step(y, own), None), jnp.zeros_like(x), choices, unroll=UNROLL)[0]
+    steps = jax.lax.scan(lambda y, choice: (step(y, choice), None), jnp.zeros_like(x), choices, unroll=UNROLL)
+    return steps[0]
 
 
 def chain_choices(
     run: Callable[[Array], ExpertChoice], logits: Float32[Array, "L T E"]
 ) -> tuple[Float32[Array, ""], Int32[Array, "L T K"]]:
-    """Choices one after the other: the logits of each wait for the weights of the one before it."""
+    """A chain of choices, in which the logits of each depend on the weights of the choice before."""
 
     @jax.jit
-    def step(last: Array, own: Array) -> tuple[Array, Array]:
-        choice = run(own + last)
+    def step(last: Array, scores: Array) -> tuple[Array, Array]:
+        choice = run(scores + last)
         return 1e-9 * choice.weights[0, 0], choice.experts
 
     return jax.lax.scan(step, jnp.float32(0), logits, unroll=UNROLL)
 
 
 def touched(choices: ExpertChoice) -> float:
-    """Experts that a call reads, on average."""
-    return float(np.mean([np.unique(own).size for own in np.asarray(choices.experts)]))
+    """The mean number of experts that a call reads."""
+    return float(np.mean([np.unique(experts).size for experts in np.asarray(choices.experts)]))
 
 
 def expert_work(shape: ExpertShape, tokens: int, experts: float, itemsize: int) -> Work:
-    """What a call cannot do without: it reads so many experts' weights and x, and writes the result."""
+    """The least work of a call: it reads the weights of ``experts`` experts and x, and writes the result."""
     weights = 3 * shape.size * shape.features + (2 * shape.features + shape.size) * shape.biases
     moved = itemsize * (experts * weights + 2 * tokens * shape.size)
     return Work(round(moved), 6 * tokens * shape.routing.top_k * shape.size * shape.features)

@@ -1,4 +1,4 @@
-"""Whether the kernels of a mixture of experts compute what their references compute."""
+"""Compares the kernels of a mixture of experts with their references."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from bench.experts.cases import ExpertWeights, choice_by, experts_by, random_cho
 from pallas_kernels.expert_choice import ExpertChoice
 from pallas_kernels.expert_mlp.shapes import ExpertShape
 
-# Of the ids, where there are several tokens: those that name nobody.
+# The share of ids without an expert, if there are several tokens.
 NOBODY = 0.1
 
 
 class ExpertCheck(NamedTuple):
-    """A comparison: of what, the largest relative error of a row, and what is wrong; None if nothing is."""
+    """A comparison, the largest relative error of a row, and the fault or None."""
 
     operation: str
     shape: str
@@ -29,14 +29,14 @@ class ExpertCheck(NamedTuple):
     tolerance: float
 
     def __str__(self) -> str:
-        """For messages."""
+        """The case in words."""
         return f"{self.operation} of {self.shape}, {self.dtype}, {self.tokens} tokens"
 
 
 def check_experts(
     shape: ExpertShape, layer: ExpertWeights, counts: Sequence[int], name: str, seed: int
 ) -> list[ExpertCheck]:
-    """`expert_mlp` beside its reference in float32, for each number of tokens."""
+    """Compares `expert_mlp` with its float32 reference, for each number of tokens."""
     dtype = layer.down.dtype
     tolerance = TOLERANCES[dtype.name]
 
@@ -62,12 +62,12 @@ def check_experts(
 
 
 def check_choices(shape: ExpertShape, counts: Sequence[int], name: str, seed: int) -> list[ExpertCheck]:
-    """`expert_choice` beside its reference, for each number of tokens."""
+    """Compares `expert_choice` with its reference, for each number of tokens."""
     tolerance = TOLERANCES["float32"]
 
     def as_matrix(run: Callable[[Array], ExpertChoice]) -> Callable[[Array], Array]:
-        """Of every token a row, its experts before their weights: another expert is a large error."""
-        return lambda logits: jnp.concatenate([own.astype(jnp.float32) for own in run(logits)], axis=1)
+        """A row per token with its experts and their weights: a wrong expert is a large error."""
+        return lambda logits: jnp.concatenate([part.astype(jnp.float32) for part in run(logits)], axis=1)
 
     jobs, references = [], []
     for count in counts:

@@ -1,7 +1,8 @@
 """``python -m bench kernel --operation experts``: the experts of a layer, and the router's choice of them.
 
-Both kernels are compared with their XLA references, with ids that name nobody, and an expert of NaN that
-nobody names; only then are they timed. A call's floor is the weights of its tokens' experts, moved once.
+Both kernels are first compared with their XLA references. Some ids name no expert, and no token chooses an
+expert whose weights are NaN. Then the kernels are timed. A call's floor is reading the weights of its tokens'
+experts once.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from pallas_kernels.expert_choice import ExpertChoice, RouterRule
 from pallas_kernels.expert_mlp import implementations
 from pallas_kernels.expert_mlp.shapes import SHAPES, ExpertShape
 
-# Besides the XLA references: what is timed beside the kernels, not compared, for NaN leaks there.
+# Timed beside the kernels, and not compared: in these, NaN leaks from experts that no token chooses.
 BASELINES = ("xla", *GROUPED)
-# The shapes that are measured unless others are named: the layers fit on one device with room for references.
+# The default shapes: their layers fit into one device together with the references.
 DEFAULT_SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gemma4-26b-a4b")
 
 
@@ -46,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     for shape in shapes:
         counts = arguments.rows or shape.tokens
         found = check_choices(shape, counts, arguments.implementation, seed)
-        for own in arguments.dtypes:
-            layer = random_layer(shape, jnp.dtype(own))
+        for compared in arguments.dtypes:
+            layer = random_layer(shape, jnp.dtype(compared))
             found += check_experts(shape, layer, counts, arguments.implementation, seed)
-            del layer  # gigabytes, and the next one is made before the name is free
+            del layer  # frees gigabytes before the next layer is made
         verdicts = [(check, check.problem) for check in found]
         if not all_right(verdicts, arguments.implementation, seed, f"{shape.name} was not timed"):
             return 1
@@ -67,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
-    """The shapes that are asked for, once the arguments are checked.
+    """Checks the arguments; returns the shapes.
 
     Raises:
-        ValueError: An argument is out of its range or tree attention's, or an implementation does not run.
+        ValueError: An argument is out of range or belongs to tree attention, or an implementation cannot run.
     """
     known = {shape.name: shape for shape in SHAPES}
     arguments.shapes = arguments.shapes or list(DEFAULT_SHAPES)
@@ -88,7 +89,7 @@ def _shapes(arguments: argparse.Namespace) -> list[ExpertShape]:
         call = ExpertWeights(jnp.zeros((4, 32, 2, 16)), jnp.zeros((4, 16, 32)), None, None)
         choice = ExpertChoice(jnp.zeros((3, 2), jnp.int32), jnp.zeros((3, 2)))
         try:
-            # Traced, not run: an implementation refuses what it cannot do before it computes anything.
+            # Tracing is enough: an implementation raises for unsupported cases before it computes anything.
             jax.eval_shape(experts_by(tiny, name), call, jnp.zeros((3, 32)), choice)
         except (NotImplementedError, ImportError) as error:
             raise ValueError(f"{name}: {error}") from None

@@ -1,4 +1,4 @@
-"""How long a layer's experts and the router's choice take, and how long the experts must take."""
+"""Times a layer's experts and its router, with the floor of the experts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,12 +25,12 @@ from bench.experts.cases import (
 from pallas_kernels.expert_mlp.config import Config, config_for
 from pallas_kernels.expert_mlp.shapes import ExpertShape
 
-# Calls of a chain: together they read more than any cache holds.
+# Calls per chain: together they read more than fits into any cache.
 GPU_CALLS, OTHER_CALLS = 16, 4
 
 
 def config_of(shape: ExpertShape, tokens: int, itemsize: int) -> Config:
-    """What the kernels' own rule makes of a call."""
+    """The configuration of the kernels' rule for a call."""
     return config_for(
         tokens=tokens,
         top_k=shape.routing.top_k,
@@ -42,7 +42,7 @@ def config_of(shape: ExpertShape, tokens: int, itemsize: int) -> Config:
 
 
 def counted_of(operation: str, implementation: str) -> str | None:
-    """Whose time counts: a router's kernel without the chain between two choices; else all that runs."""
+    """The kernel whose time counts: the router's, without the chain's other kernels; else None, for all."""
     return operation if (operation, implementation) == ("expert_choice", "pallas_triton") else None
 
 
@@ -54,7 +54,7 @@ def time_shape(
     repeats: int,
     ceilings: Ceilings,
 ) -> list[dict[str, Any]]:
-    """A row of the report for each operation and number of tokens; the first name is what is measured."""
+    """A row per operation and number of tokens; the first of ``names`` is the measured implementation."""
     calls = GPU_CALLS if on_gpu() else OTHER_CALLS
     keys, jobs, reads = [], [], {}
     for count in counts:
@@ -82,9 +82,9 @@ def time_shape(
     for operation, count, name in keys:
         if name != names[0]:
             continue
-        own = times[operation, count, name]
+        measured = times[operation, count, name]
         row = {"operation": operation, "shape": shape.name, "implementation": name, "tokens": count}
-        row |= {"us": own.micros, "wall_us": own.wall, "kernels": own.kernels}
+        row |= {"us": measured.micros, "wall_us": measured.wall, "kernels": measured.kernels}
         row["others"] = {
             other: times[operation, count, other]._asdict()
             for other in names[1:]
@@ -94,7 +94,7 @@ def time_shape(
             work = expert_work(shape, count, reads[count], itemsize)
             row |= {"experts": reads[count], **work._asdict()}
             row["floor_us"] = 1e6 * ceilings.seconds(work)
-            row["times_floor"] = own.micros / row["floor_us"]
+            row["times_floor"] = measured.micros / row["floor_us"]
             row["config"] = asdict(config_of(shape, count, itemsize)) if name == "pallas_triton" else None
         rows.append(row)
     return rows

@@ -1,6 +1,6 @@
-"""``python -m bench kernel --operation experts --tune``: which configurations beat the rule's.
+"""``python -m bench kernel --operation experts --tune``: configurations faster than the rule's.
 
-The rule of `pallas_kernels/expert_mlp/config.py` is code. What is found here says whether it should change.
+The rule of `pallas_kernels/expert_mlp/config.py` is code. This search shows whether it should change.
 """
 
 import itertools
@@ -24,17 +24,17 @@ from pallas_kernels.expert_mlp import pallas_triton
 from pallas_kernels.expert_mlp.config import Config
 from pallas_kernels.expert_mlp.shapes import ExpertShape
 
-# The launches of the operation. Each has columns of its own, so one candidate serves both.
+# The launches of the operation. Their columns are separate settings, so one candidate serves both.
 KERNELS = ("expert_mlp_hidden", "expert_mlp_output")
-# Of shared memory, on the GPUs that one would tune for.
+# Shared memory of the GPUs that are tuned for.
 _MOST_BYTES = 200 << 10
 
 
 def candidates(rule: Config, itemsize: int) -> list[Config]:
-    """The rule's configuration, then those whose tiles fit; they have equal columns in both launches."""
+    """The rule's configuration, then all with equal columns in both launches that fit into shared memory."""
     found = [rule]
     for columns, depth, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (3, 4, 6)):
-        own = replace(
+        config = replace(
             rule,
             block_features=columns,
             block_model=columns,
@@ -42,8 +42,8 @@ def candidates(rule: Config, itemsize: int) -> list[Config]:
             num_warps=warps,
             num_stages=stages,
         )
-        if stages * depth * (rule.block_rows + 2 * columns) * itemsize <= _MOST_BYTES and own != rule:
-            found.append(own)
+        if stages * depth * (rule.block_rows + 2 * columns) * itemsize <= _MOST_BYTES and config != rule:
+            found.append(config)
     return found
 
 
@@ -54,14 +54,14 @@ def tune_experts(
     path: Path,
     opening: Mapping[str, Any],
 ) -> int:
-    """Times all candidates of every case, prints the best of each launch, and writes all to a JSON file.
+    """Times all candidates for every case, prints the best of each launch, and writes a report.
 
     Args:
         shapes: The layers.
-        rows: Tokens of a call; None for each shape's own.
-        dtype: Of the weights.
-        path: Where the report goes.
-        opening: What the report begins with.
+        rows: Tokens per call; None is each shape's default.
+        dtype: The type of the weights.
+        path: The report's path.
+        opening: The report's first keys.
     """
     report: list[dict[str, Any]] = []
     for shape in shapes:
@@ -75,7 +75,7 @@ def tune_experts(
 
 
 def _tune_case(shape: ExpertShape, layer: ExpertWeights, count: int) -> list[dict[str, Any]]:
-    """A row for each launch: microseconds of every candidate, None of what does not run, and the best."""
+    """A row per launch: microseconds of every candidate, None if it does not run, and the best."""
     rng = np.random.default_rng(count)
     x = jnp.asarray(rng.standard_normal((count, shape.size), np.float32).astype(layer.down.dtype))
     choices = random_choices(rng, shape, GPU_CALLS, count)
@@ -100,17 +100,17 @@ def _tune_case(shape: ExpertShape, layer: ExpertWeights, count: int) -> list[dic
             bar.update()
             if isinstance(program, Exception):
                 continue
-            own = Program(program, jobs[i][1], GPU_CALLS)
+            candidate = Program(program, jobs[i][1], GPU_CALLS)
             try:
-                own.warm_up()
+                candidate.warm_up()
             except UNCOMPILABLE:
                 continue
-            programs[i] = own
+            programs[i] = candidate
     found = dict(zip(programs, kernel_micros(list(programs.values()), "expert_mlp"), strict=True))
     rows = []
     for launch in KERNELS:
         micros = [found[i].get(launch) if i in found else None for i in range(len(configs))]
-        best = min((own, i) for i, own in enumerate(micros) if own is not None)[1]
+        best = min((time, i) for i, time in enumerate(micros) if time is not None)[1]
         rows.append(
             {
                 "shape": shape.name,
@@ -131,7 +131,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "tokens": row["tokens"],
         "launch": row["launch"],
         "rule us": row["micros"][0],
-        "best us": min(own for own in row["micros"] if own is not None),
+        "best us": min(time for time in row["micros"] if time is not None),
         "columns": best["block_features" if hidden else "block_model"],
         "depth": best["block_depth"],
         "warps": best["num_warps"],

@@ -147,7 +147,7 @@ def entry_of(verdict, gap, prompt="p:0", text="[/red]:smile:"):
 def test_the_screen_shows_mistakes_first_and_tokens_as_they_are():
     entries = [entry_of(None, 0.5)] * 30 + [entry_of("tie", 1e-6), entry_of("mistake", 1e-3)]
     [(heading, rows), _] = tables_of("ledger", [], entries)
-    assert heading == "Where they part: 20 of 32"
+    assert heading == "First differences: 20 of 32"
     assert [row[""] for row in rows[:3]] == ["MISTAKE", "TIE", ""]
     assert (rows[0]["token"], rows[0]["plain"]) == ("1 '[/red]:smile:'", "nothing")
 
@@ -171,7 +171,7 @@ def test_totals_count_up_to_the_first_difference(tmp_path):
     rows.append({**rows[0], "dtype": "bfloat16", "mistakes": None})
     one, two = notes_of(rows)
     assert "25 tokens compared, 1 ties" in one
-    assert "1 of 3 outputs part" in two
+    assert "1 of 3 outputs differ" in two
     # Exact ties and infinite gaps have a place on the logarithmic axis.
     given = {"num_prompts": 3, "max_tokens": 10, "batch": 1, "implementation": "xla"}
     entries = [entry_of("tie", 0.0), entry_of(None, float("inf"))]
