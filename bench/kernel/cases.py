@@ -1,4 +1,4 @@
-"""What the attention kernel is called with: random trees over pages, one call or a chain of layers.
+"""Inputs of the attention kernel: random trees over pages, for one call or a chain of layers.
 
 Shapes: B sequences, N block rows, H query heads, G key/value heads, E head size, P pages, T pages per
 sequence, L layers.
@@ -17,9 +17,9 @@ from jetspec_jax.tree import BUCKETS
 from pallas_kernels.tree_attention import PagedPrefix, tree_attention
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
-# Copies of the layer in a round of the loop over layers: in a model there is no loop.
+# Layers per turn of the loop over layers. A model has no loop.
 UNROLL = 4
-# Pages that belong to nobody.
+# Unused pages of the pool.
 SPARE = 3
 
 
@@ -35,19 +35,19 @@ class AttentionCall(NamedTuple):
     sinks: Float[Array, "H"] | None
 
 
-#: An implementation of the operation at some shape.
+#: The operation at one shape, by one implementation.
 Attend = Callable[[AttentionCall], Array]
 
 
 class TreeMasks(NamedTuple):
-    """Who sees whom in the blocks of some sequences, on the host: seen [B, N, N], and depths [B, N]."""
+    """Masks on the host: row i of block b attends to row j if ``seen[b, i, j]``; and depths, [B, N]."""
 
     seen: np.ndarray
     depths: np.ndarray
 
     @property
     def mask(self) -> np.ndarray:
-        """Packed, [B, N, words]; the bits past N are set, and mean nothing."""
+        """The packed mask, [B, N, words]; bits beyond N are set and must be ignored."""
         batch, rows, _ = self.seen.shape
         bits = np.ones((batch, rows, -(-rows // 32) * 32), np.uint8)
         bits[:, :, :rows] = self.seen
@@ -55,7 +55,7 @@ class TreeMasks(NamedTuple):
 
 
 def attend_by(shape: AttentionShape, implementation: str) -> Attend:
-    """The operation as `shape` uses it, by the named implementation."""
+    """The operation at a shape, by the named implementation."""
     return lambda call: tree_attention(
         call.q,
         call.k,
@@ -71,11 +71,10 @@ def attend_by(shape: AttentionShape, implementation: str) -> Attend:
 
 
 def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) -> TreeMasks:
-    """A block for each entry of `padding`, whose last so many rows see nothing and are seen by nobody.
+    """A random block for each entry of ``padding``, the number of padding rows at its end.
 
-    A block is a tree in which every node has some earlier node as its parent, each as likely as any other:
-    256 nodes are about 15 deep. Above the largest bucket there are no trees, and a block is a prompt's chunk:
-    each row follows the one before.
+    A block is a tree in which every earlier node is equally likely to be a node's parent: 256 nodes are about
+    15 deep. Blocks above the largest bucket are prompt chunks: each row is the child of the row before.
     """
     seen = np.zeros((len(padding), rows, rows), bool)
     depths = np.zeros((len(padding), rows), np.int32)
@@ -91,7 +90,7 @@ def random_block(rng: np.random.Generator, rows: int, padding: Sequence[int]) ->
 def ragged_call(
     rng: np.random.Generator, shape: AttentionShape, rows: int, lengths: Sequence[int], dtype: np.dtype
 ) -> AttentionCall:
-    """A call on sequences of these lengths, some rows of padding, and NaN in all that nobody may read."""
+    """A call on sequences of these lengths, with some padding rows, and NaN in all that must not be read."""
     batch, page = len(lengths), shape.page
     block = random_block(rng, rows, rng.integers(0, rows // 4 + 1, batch).tolist())
 
@@ -102,14 +101,14 @@ def ragged_call(
     unseen = ~block.seen.any(axis=1)
     k[unseen], v[unseen] = np.nan, np.nan
 
-    owned = [-(-length // page) for length in lengths]
-    num_pages = sum(owned) + SPARE
+    used_pages = [-(-length // page) for length in lengths]
+    num_pages = sum(used_pages) + SPARE
     pages = iter(rng.permutation(num_pages))
     pool = normal(2, num_pages, page, shape.kv_heads)
-    # "No page" is any number that is no page's.
-    tables = rng.choice([-1, -num_pages, num_pages, 2**31 - 1], (batch, max(1, *owned))).astype(np.int32)
+    # Unused entries of the block tables are numbers that are no page's.
+    tables = rng.choice([-1, -num_pages, num_pages, 2**31 - 1], (batch, max(1, *used_pages))).astype(np.int32)
     used = np.zeros((num_pages, page), bool)
-    for table, length, count in zip(tables, lengths, owned, strict=True):
+    for table, length, count in zip(tables, lengths, used_pages, strict=True):
         for i in range(count):
             table[i] = next(pages)
             used[table[i], : length - i * page] = True
@@ -128,7 +127,7 @@ def ragged_call(
 def layer_call(
     rng: np.random.Generator, shape: AttentionShape, block: TreeMasks, prefix: PagedPrefix, dtype: np.dtype
 ) -> AttentionCall:
-    """A call without padding on a prefix; only its block is made here, which all layers of a chain share."""
+    """A call without padding on an existing prefix; all layers of a chain share its block."""
     batch, rows, _ = block.seen.shape
 
     def normal(heads: int) -> Array:
@@ -141,7 +140,7 @@ def layer_call(
 
 
 def random_pool(shape: AttentionShape, num_pages: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Pages of keys and of values, [P, page, G, E], made on the device: they may be gigabytes."""
+    """Pages of keys and of values, [P, page, G, E], made on the device because they may be gigabytes."""
     axes = (num_pages, shape.page, shape.kv_heads, shape.head_size)
 
     @jax.jit
@@ -153,11 +152,10 @@ def random_pool(shape: AttentionShape, num_pages: int, dtype: np.dtype) -> tuple
 
 
 def layer_tables(num_pages: int, layers: int, batch: int, pages: int, step: int) -> Int32[Array, "L B T"]:
-    """Block tables of a chain's layers in one pool, scattered.
+    """Block tables of a chain's layers in one pool, shuffled.
 
-    Each sequence of each layer begins `step` pages after the one before, so their last `step` pages are
-    different ones as long as the pool is large enough. Pages 0 to 5, three layers, T = 4, step = 2, before
-    they are scattered:
+    Each sequence of each layer begins ``step`` pages after the one before, so their last ``step`` pages
+    differ if the pool is large enough. Example before shuffling: pages 0 to 5, three layers, T = 4, step = 2:
 
         0 1 2 3
         2 3 4 5
@@ -169,12 +167,13 @@ def layer_tables(num_pages: int, layers: int, batch: int, pages: int, step: int)
 
 
 def chain(attend: Attend, call: AttentionCall, tables: Int32[Array, "L B T"]) -> Float[Array, "B N H E"]:
-    """The layers one after the other: each asks with `call.q` plus what the one before it got.
+    """A chain of layers, in which each query is ``call.q`` plus the output of the layer before.
 
-    The sum makes them wait for each other without the queries fading away: attention averages.
+    The sum makes each layer depend on the one before. Without ``call.q`` queries would fade: attention
+    averages.
     """
 
-    # A function of its own, so that the kernel is traced and lowered once, not once for each copy.
+    # Jitted, so that the kernel is traced and lowered once, not once per unrolled copy.
     @jax.jit
     def layer(last: Array, table: Array) -> Array:
         prefix = replace(call.prefix, block_tables=table)

@@ -1,4 +1,4 @@
-"""Whether a kernel of tree attention computes what the reference computes."""
+"""Compares a kernel of tree attention with its reference."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from bench.common.comparison import TOLERANCES, compare_jobs
 from bench.kernel.cases import Attend, AttentionCall, attend_by, ragged_call
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
-# Plain decoding, buckets, one beyond a mask's word, and a prompt's chunk.
+# Plain decoding, buckets, one row more than a mask's word, and a prompt chunk.
 ROWS = (1, 16, 33, 64, 128, 256, 512)
-# Rows that are also tried at long prefixes, where the reference's scores are large.
+# The most rows that are compared at long prefixes, where the reference's scores need much memory.
 LONG_ROWS = 16
 
 
 class AttentionCheck(NamedTuple):
-    """A call to be compared."""
+    """A call that is compared with the reference."""
 
     shape: AttentionShape
     dtype: str
@@ -27,18 +27,18 @@ class AttentionCheck(NamedTuple):
     lengths: tuple[int, ...]
 
     def __str__(self) -> str:
-        """For messages."""
+        """The case in words."""
         lengths = " ".join(map(str, self.lengths))
         return f"{self.shape.name}, {self.dtype}, {self.rows} rows, prefixes of {lengths}"
 
 
 class Outcome(NamedTuple):
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        check: What was compared.
-        error: The largest relative error of a row of a sequence.
-        problem: What is wrong; None if nothing is.
+        check: The compared call.
+        error: The largest relative error of a row.
+        problem: The fault, or None.
     """
 
     check: AttentionCheck
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def checks_of(
     shape: AttentionShape, dtypes: Sequence[str], rows: Sequence[int], prefixes: Sequence[int]
 ) -> Iterator[AttentionCheck]:
-    """The calls of a shape: all rows on prefixes of many lengths, and a few on the long prefixes."""
+    """The calls of a shape: all numbers of rows on many short prefixes, and a few on the long prefixes."""
     first, *long = sorted(prefixes)
     lengths = {0, 1, 7, shape.page - 1, shape.page, 1000, first}
     lengths = {length for length in lengths if length <= first}
@@ -57,9 +57,9 @@ def checks_of(
         lengths.add(shape.window + 2 * shape.page + 3)
     few = [count for count in rows if count <= LONG_ROWS]
     for dtype in dtypes:
-        # Float32 differs in products and tiles, not in logic: some rows will do.
-        own = rows if dtype == "bfloat16" or len(rows) <= 3 else rows[::2][:3]
-        for count in own:
+        # float32 differs in products and tiles, not in logic, so a few numbers of rows are enough.
+        compared = rows if dtype == "bfloat16" or len(rows) <= 3 else rows[::2][:3]
+        for count in compared:
             yield AttentionCheck(shape, dtype, count, tuple(sorted(lengths)))
         for i, length in enumerate(long):
             if few:
@@ -70,15 +70,15 @@ def run_checks(checks: Sequence[AttentionCheck], implementation: str, seed: int,
     """Compares an implementation with the XLA reference in float32, on inputs drawn for each check.
 
     Args:
-        checks: What to compare.
+        checks: The calls.
         implementation: One of `implementations()`.
-        seed: Of the inputs.
-        title: Of the progress bar.
+        seed: The seed of the inputs.
+        title: The progress bar's title.
     """
     seeds = np.random.SeedSequence(seed).spawn(len(checks))
     jobs, references = [], []
-    for own, check in zip(seeds, checks, strict=True):
-        rng, dtype = np.random.default_rng(own), jnp.dtype(check.dtype)
+    for check_seed, check in zip(seeds, checks, strict=True):
+        rng, dtype = np.random.default_rng(check_seed), jnp.dtype(check.dtype)
         call = ragged_call(rng, check.shape, check.rows, check.lengths, dtype)
         jobs.append((attend_by(check.shape, implementation), (call,)))
         references.append((_reference_of(check.shape), (call,)))

@@ -1,11 +1,11 @@
-"""``python -m bench kernel``: one layer's tree attention: first whether it is right, then how fast it is.
+"""``python -m bench kernel``: compares one layer's tree attention with its reference, and times it.
 
-`--operation experts` does the same for a mixture of experts (`experts.py`).
+``--operation experts`` does the same for a mixture of experts.
 
-Every registered shape is compared with the XLA reference in float32: many block sizes, prefixes of many
-lengths, random trees, and NaN wherever nobody may read. Nothing is timed unless all of it agrees. Then a
-layer is timed beside the reference and its floor: the bytes that it must move at the bandwidth that this very
-device reaches, or the operations that it must compute at its matmul rate, whichever takes longer.
+Every registered shape is compared with the XLA reference in float32, for many block sizes and prefix lengths,
+with random trees, and with NaN in all that must not be read. If all comparisons pass, a layer is timed beside
+the reference. Its floor is the bytes it must move at the device's measured bandwidth, or the operations it
+must compute at the measured matmul rate, whichever takes longer.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from bench.kernel.tuning_run import TUNED, tune
 from pallas_kernels.tree_attention import implementations
 from pallas_kernels.tree_attention.shapes import SHAPES, AttentionShape
 
-# Committed lengths that a configuration is tuned for.
+# Prefix lengths that a configuration is tuned for.
 TUNING_PREFIXES = (1024, 8192, 32768)
 
 
@@ -42,24 +42,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--operation", default="tree_attention", choices=["tree_attention", "experts"], help="what to measure"
     )
     others = ", ".join(shape.name for shape in experts.SHAPES)
-    add("--shapes", nargs="+", help=f"of {names} (default: all); of experts: {others}")
-    add("--rows", type=int, nargs="+", help="of a block (default: each shape's, and some more to compare)")
+    add("--shapes", nargs="+", help=f"among {names} (default: all); for experts: {others}")
+    add("--rows", type=int, nargs="+", help="rows per block (default: each shape's, and more to compare)")
     add("--prefixes", type=int, nargs="+", help="committed tokens (default: each shape's)")
     add("--batch", type=int, default=1, help="sequences of a timed call (default: 1)")
     add(
-        "--dtypes", nargs="+", default=list(TOLERANCES), help="to compare; the first is timed (default: both)"
+        "--dtypes",
+        nargs="+",
+        default=list(TOLERANCES),
+        help="types that are compared; the first is timed (default: both)",
     )
-    add("--implementation", default="pallas_triton", help=f"of {', '.join(implementations())}")
-    beside = f"of {', '.join(experts.BASELINES)}: what experts are timed beside (default: the first two)"
-    add("--baselines", nargs="*", help=beside)
+    add("--implementation", default="pallas_triton", help=f"one of {', '.join(implementations())}")
+    baselines = f"baselines of experts among {', '.join(experts.BASELINES)} (default: the first two)"
+    add("--baselines", nargs="*", help=baselines)
     add("--repeats", type=int, default=5, help="timings by the host's clock, interleaved (default: 5)")
-    add("--seed", type=int, help="of what is compared (default: a new one, which the report names)")
-    add("--json", type=Path, help="where to (default: results/kernel.json, or tuning.json with --tune)")
-    add("--plot", type=Path, help="PNG, where to, with an SVG beside it (default: beside the JSON)")
+    add("--seed", type=int, help="seed of the comparisons (default: random; the report has it)")
+    paths = "results/kernel.json or experts.json; with --tune tuning.json or experts-tuning.json"
+    add("--json", type=Path, help=f"path of the report (default: {paths})")
+    add(
+        "--plot",
+        type=Path,
+        help="path of the picture: a PNG, with an SVG beside it (default: beside the report)",
+    )
     add_switch(parser, "--tune", "search for the best configurations instead, on a GPU")
-    add("--limit-seconds", type=float, default=480, help="of --tune: stop then, keep what is found")
-    add_switch(parser, "--again", "with --tune: also what has an entry already")
-    add("--table", type=Path, default=TUNED, help="of --tune: the entries (default: the package's)")
+    add(
+        "--limit-seconds",
+        type=float,
+        default=480,
+        help="with --tune: stop the search after this time (default: 480)",
+    )
+    add_switch(parser, "--again", "with --tune: also tune what has an entry")
+    add("--table", type=Path, default=TUNED, help="with --tune: the file of entries (default: the package's)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,8 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         times = time_shape(cases, names, arguments.repeats)
         for case in cases:
-            own, reference = times[case, names[0]], times.get((case, "xla")) if len(names) > 1 else None
-            rows.append(row_of(case, names[0], own, reference, ceilings))
+            reference = times.get((case, "xla")) if len(names) > 1 else None
+            rows.append(row_of(case, names[0], times[case, names[0]], reference, ceilings))
     report = report_of(arguments, "kernel", ceilings, [check_row(outcome) for outcome in outcomes], rows)
     from bench.kernel.plot import draw_kernels
 
@@ -108,10 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
-    """The shapes that are asked for, once the arguments are checked.
+    """Checks the arguments; returns the shapes.
 
     Raises:
-        ValueError: An argument is out of its range, or the implementation does not run here.
+        ValueError: An argument is out of range, or the implementation cannot run here.
     """
     known = {shape.name: shape for shape in SHAPES}
     arguments.shapes = arguments.shapes or list(known)
@@ -122,7 +135,7 @@ def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
     check_known("implementation", [arguments.implementation], implementations())
     check_least(arguments, 1, "rows", "prefixes", "batch", "repeats")
     for option in ("shapes", "rows", "prefixes", "dtypes"):
-        # Each once, in the order that was given.
+        # Without repetitions, in the given order.
         if getattr(arguments, option):
             setattr(arguments, option, list(dict.fromkeys(getattr(arguments, option))))
     shapes = [known[name] for name in arguments.shapes]
@@ -130,7 +143,7 @@ def _shapes(arguments: argparse.Namespace) -> list[AttentionShape]:
     for shape in shapes:
         call = ragged_call(np.random.default_rng(0), shape, 1, (1,), np.dtype(np.float32))
         try:
-            # Traced, not run: an implementation refuses what it cannot do before it computes anything.
+            # Tracing is enough: an implementation raises for unsupported cases before it computes anything.
             jax.eval_shape(attend_by(shape, name), call)
         except NotImplementedError as error:
             raise ValueError(f"--implementation {name}: {error}") from None

@@ -1,4 +1,4 @@
-"""What ``python -m bench kernel`` reports: a row for each case, tables, notes."""
+"""The rows of ``python -m bench kernel``, one per case, and its tables and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,18 +18,18 @@ from pallas_kernels.tree_attention.config import config_for
 def row_of(
     case: AttentionCase,
     implementation: str,
-    own: LayerTime,
+    measured: LayerTime,
     reference: LayerTime | None,
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    """All about one timed case; times in microseconds of one layer.
+    """The row of a case, with times in microseconds of one layer.
 
     Args:
         case: The case.
-        implementation: What was timed.
-        own: Its time.
-        reference: That of the XLA reference; None if that is what was timed.
-        ceilings: What the device reaches.
+        implementation: The timed implementation.
+        measured: Its time.
+        reference: The time of the XLA reference; None if the reference itself was timed.
+        ceilings: The device's measured rates.
     """
     shape, work = case.shape, work_of(case)
     of_bytes, of_operations = work.bytes / ceilings.bandwidth, work.operations / ceilings.matmul
@@ -44,24 +44,24 @@ def row_of(
         "rows": case.rows,
         "prefix": case.prefix,
         "batch": case.batch,
-        "us": own.micros,
+        "us": measured.micros,
         "floor_us": floor,
-        "times_floor": own.micros / floor,
+        "times_floor": measured.micros / floor,
         "floor_of": "bytes" if of_bytes > of_operations else "operations",
         **work._asdict(),
-        "wall_us": own.wall,
-        "kernels": own.kernels,
+        "wall_us": measured.wall,
+        "kernels": measured.kernels,
         "layers": num_layers(case, implementation),
         "config": config,
         "xla_us": reference and reference.micros,
         "xla_wall_us": reference and reference.wall,
         "xla_layers": reference and num_layers(case, "xla"),
-        "times_faster": reference and reference.micros / own.micros,
+        "times_faster": reference and reference.micros / measured.micros,
     }
 
 
 def check_row(outcome: Outcome) -> dict[str, Any]:
-    """A comparison, for the report."""
+    """A comparison as the report has it."""
     return {
         **outcome.check._asdict(),
         "shape": outcome.check.shape.name,
@@ -71,19 +71,19 @@ def check_row(outcome: Outcome) -> dict[str, Any]:
 
 
 def title_of(report: Mapping[str, Any]) -> str:
-    """What was measured, and where."""
+    """What was measured, and on which device."""
     batch = report["arguments"]["batch"]
     return f"tree attention by {report['implementation']}, batch {batch}, {measured_on(report)}"
 
 
 def tables_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A titled table for each shape."""
+    """A titled table per shape."""
     for name in dict.fromkeys(row["shape"] for row in rows):
         yield name, [_shown(row) for row in rows if row["shape"] == name]
 
 
 def notes_of(report: Mapping[str, Any]) -> list[str]:
-    """What the figures mean, and what was compared."""
+    """The meaning of the figures, and the comparisons."""
     ceilings, checks = report["ceilings"], report["checks"]
     errors = {
         dtype: max(check["relative_error"] for check in checks if check["dtype"] == dtype)
@@ -93,13 +93,13 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
         f"{error:.1e} in {dtype} ({TOLERANCES[dtype]:.0e} allowed)" for dtype, error in errors.items()
     )
     clock = (
-        "by the GPU's own clock, the sum of its kernels (of XLA, all that runs); wall: by the host's, with "
-        "launches and the gaps between them."
+        "by the GPU's clock, the sum of the operation's kernels (for XLA, of all kernels); wall: by the "
+        "host's clock, with launches and gaps."
         if report["clock"] == "GPU"
         else "by the host's clock: there is no GPU."
     )
     return [
-        f"{len(checks)} comparisons with the reference in float32, all right (seed {report['seed']}). "
+        f"{len(checks)} comparisons with the reference in float32, all passed (seed {report['seed']}). "
         f"Largest relative error of a row: {worst}.",
         f"us: one layer, {clock}",
         f"Floor: keys, values, queries and output moved once at {ceilings['bandwidth'] / 1e9:,.0f} GB/s, or "

@@ -1,7 +1,7 @@
-"""How long a layer's attention takes, and how long it must take.
+"""Times a layer's attention, and counts its least work.
 
-A layer is timed in a chain of layers on different pages, so many that no cache of the device holds them: in a
-model the weights pass between two layers' keys and values.
+A layer is timed in a chain of layers on different pages, more than fit into the device's caches: in a model
+the weights are read between two layers' keys and values.
 
 Shapes: B sequences, S committed tokens, N block rows, H query heads, G key/value heads, E head size.
 """
@@ -30,15 +30,15 @@ from bench.kernel.cases import (
 from pallas_kernels.tree_attention import PagedPrefix
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
-# The keys and values of a chain: more than twice the second-level cache of any GPU so far. Where time means
-# nothing, as on a CPU, little will do.
+# The keys and values of a chain: more than twice the L2 cache of any GPU so far. On a CPU times mean little,
+# and a small chain is enough.
 GPU_BYTES, OTHER_BYTES = 128 << 20, 1 << 20
-# The names of the kernels that count, by implementation; of others, whatever runs counts.
+# The kernels that count, by implementation; for other implementations all kernels count.
 KERNELS = {"pallas_triton": "tree_attention"}
 
 
 class AttentionCase(NamedTuple):
-    """A call to be timed: B sequences of S committed tokens, and their blocks."""
+    """A timed call: B sequences with S committed tokens and a block each."""
 
     shape: AttentionShape
     rows: int
@@ -48,7 +48,7 @@ class AttentionCase(NamedTuple):
 
     @property
     def block(self) -> TreeMasks:
-        """Trees without padding, the same for all implementations."""
+        """Random trees without padding, the same for all implementations."""
         return random_block(np.random.default_rng(self.rows), self.rows, [0] * self.batch)
 
     @property
@@ -58,10 +58,10 @@ class AttentionCase(NamedTuple):
 
 
 def work_of(case: AttentionCase) -> Work:
-    """What a layer cannot do without.
+    """The least work of a layer.
 
-    It reads the keys and values that any row sees, and q, and writes the output; it multiplies each row with
-    the keys that it sees, and their weights with the values. A window at W hides what is W tokens away.
+    It reads q, and the keys and values that any row attends to, and writes the output. It multiplies each row
+    with its keys, and their weights with the values. A window of W hides tokens at a distance of W or more.
     """
     shape, (seen, depths) = case.shape, case.block
     window = case.prefix + case.rows + 1 if shape.window is None else shape.window
@@ -77,7 +77,7 @@ def work_of(case: AttentionCase) -> Work:
 
 
 def num_layers(case: AttentionCase, implementation: str) -> int:
-    """Layers of a chain, all on different pages as far as the implementation reads them."""
+    """Layers per chain: the pages that the implementation reads exceed the device's caches."""
     row = 2 * jnp.dtype(case.dtype).itemsize * case.shape.kv_heads * case.shape.head_size
     bytes_read = case.batch * pages_read(case, implementation) * case.shape.page * row
     least = GPU_BYTES if on_gpu() else OTHER_BYTES
@@ -85,7 +85,7 @@ def num_layers(case: AttentionCase, implementation: str) -> int:
 
 
 def pages_read(case: AttentionCase, implementation: str) -> int:
-    """Pages of a sequence that a layer reads: the reference reads all, a kernel those in its window."""
+    """Pages that a layer reads per sequence: the reference reads all, a kernel those in its window."""
     if case.shape.window is None or implementation == "xla":
         return case.pages
     return min(case.pages, -(-case.shape.window // case.shape.page) + 1)
@@ -97,9 +97,9 @@ def time_shape(
     """Times all cases of one shape by each implementation.
 
     Args:
-        cases: Of one shape.
-        implementations: Their names.
-        repeats: Bursts by the host's clock, interleaved.
+        cases: The cases of one shape.
+        implementations: The implementations' names.
+        repeats: Interleaved bursts timed by the host's clock.
     """
     keys = [(case, name) for case in cases for name in implementations]
     jobs = [
@@ -115,7 +115,7 @@ def time_shape(
 def _inputs(
     cases: Sequence[AttentionCase], implementations: Sequence[str]
 ) -> Iterator[tuple[AttentionCase, str, tuple[Any, ...]]]:
-    """For every case and implementation a call and the tables of its layers; cases share their pools."""
+    """A call and its layers' block tables for every case and implementation; cases share pools."""
     pools: dict[int, tuple[jax.Array, jax.Array]] = {}
     for case in cases:
         layers = {name: num_layers(case, name) for name in implementations}

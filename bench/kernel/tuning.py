@@ -1,4 +1,4 @@
-"""The search for the kernel's best tiles: what to try, in which order, and where the result is kept.
+"""The search for the kernel's best tiles: the candidates, their order, and the table of results.
 
 Shapes: N block rows, H query heads, G key/value heads, E head size.
 """
@@ -17,43 +17,43 @@ from jetspec_jax.checkpoint.files import replacing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
-#: Seconds over seconds at the floor, summed over what a task covers: for each configuration.
+#: The score of each configuration: seconds over seconds at the floor, summed over a task's cases.
 Score = Callable[[Sequence[Config]], list[float]]
 Entry = Mapping[str, Any]
 
 ROWS_AND_KEYS = (16, 32, 64, 128)
 WARPS = (2, 4, 8)
-# A step's page number is itself loaded: three stages are one step of keys and values ahead, five are two.
-# The first pass takes the first of the coarse ones that a tile runs with.
+# A step loads its page number first: three stages prefetch keys and values for one step, five for two. The
+# first pass uses the first of the coarse numbers of stages with which a tile runs.
 STAGES, COARSE_STAGES = (1, 3, 5), (3, 1)
-# Programs for each multiprocessor.
+# Programs per multiprocessor.
 PROGRAMS, COARSE_PROGRAMS = (0.5, 1, 2, 3, 4), (1, 4)
-# How many tiles are looked at more closely, and how many times slower than the best one is tried again.
+# The number of tiles in the finer search, and the slowdown against the best above which a tile is dropped.
 BEST, HOPELESS = 4, 2.0
 # Configurations that are compiled together.
 CHUNK = 32
-# At least one 16 x 8 product of the tensor cores for each warp in a step.
+# At least one 16 x 8 product of the tensor cores per warp and step.
 LEAST_SCORES = 128
-# Accumulators of a thread; 255 registers are all that it has.
+# Accumulators per thread, which has 255 registers.
 MOST_ACCUMULATORS = 128
-# A program on an A100 can have 163 KB of shared memory, on an H100 227; what does not fit is skipped.
+# Shared memory per program is 163 KB on an A100 and 227 KB on an H100; larger configurations are skipped.
 MOST_SHARED_BYTES = 224 << 10
-# A row block reads all keys: with more of them the same keys are read too often.
+# Every row block reads all keys: more row blocks would read the same keys too often.
 MOST_ROW_BLOCKS = 16
 
 
 class OutOfTime(Exception):
-    """The time that was given is over."""
+    """The search has reached its time limit."""
 
 
 class Task(NamedTuple):
-    """One entry of the table: what shares a configuration.
+    """An entry of the table: the calls that share a configuration.
 
     Attributes:
         dtype: bfloat16 (for all 16-bit floats) or float32.
         head_size: E.
-        rows: Query rows of a key/value head, N * H / G.
-        calls: Shapes with that many, and their N.
+        rows: Query rows per key/value head, N * H / G.
+        calls: The shapes with this number of rows, and their N.
     """
 
     dtype: str
@@ -62,14 +62,14 @@ class Task(NamedTuple):
     calls: tuple[tuple[AttentionShape, int], ...]
 
     def __str__(self) -> str:
-        """For messages."""
+        """The task in words."""
         return f"{self.dtype}, head size {self.head_size}, {self.rows} rows"
 
 
 def tasks_of(
     shapes: Iterable[AttentionShape], dtypes: Sequence[str], rows: Sequence[int] | None
 ) -> list[Task]:
-    """A task for each kind of call; ``rows`` in place of each shape's own."""
+    """A task for each kind of call; ``rows`` replaces the shapes' numbers of rows."""
     calls: dict[tuple[str, int, int], list[tuple[AttentionShape, int]]] = {}
     for shape, dtype in product(shapes, dtypes):
         for count in rows or shape.rows:
@@ -80,13 +80,13 @@ def tasks_of(
 
 
 def makes_sense(config: Config, task: Task) -> bool:
-    """Whether a configuration has a chance: it fits, no tile is mostly padding, no warp has nothing to do."""
+    """Whether a configuration is worth trying: it fits, no tile is mostly padding, and no warp is idle."""
     threads = 32 * config.num_warps
     row = task.head_size * jnp.dtype(task.dtype).itemsize
     ahead = (config.num_stages - 1) // 2
     shared = row * (config.block_rows + 2 * (ahead + 1) * config.block_keys)
     most_rows = max(16, 1 << (task.rows - 1).bit_length())
-    # As few row blocks as that, or as the largest tile that the registers hold makes.
+    # At most that many row blocks, unless registers limit the tile.
     least_rows = min(task.rows // MOST_ROW_BLOCKS, *_largest_rows(task.head_size))
     return (
         least_rows <= config.block_rows <= most_rows
@@ -103,9 +103,9 @@ def _largest_rows(head_size: int) -> tuple[int, int]:
 
 
 def different(configs: Iterable[Config], task: Task, seen: set[Any]) -> Iterator[Config]:
-    """Those whose launches differ from each other's and from ``seen``, which grows.
+    """The configurations whose launches differ from all earlier ones, which are added to ``seen``.
 
-    Where the rows alone make enough programs, aiming at more or fewer changes nothing.
+    If the rows alone make enough programs, the number of programs has no influence on the launch.
     """
     for config in configs:
         tiles = [-(-task.rows // config.block_rows) * shape.kv_heads for shape, _ in task.calls]
@@ -119,19 +119,20 @@ def different(configs: Iterable[Config], task: Task, seen: set[Any]) -> Iterator
 def search(
     task: Task, score: Score, multiprocessors: int, deadline: float = float("inf")
 ) -> list[tuple[float, Config]]:
-    """All configurations that were tried and ran, the best first.
+    """Searches a task's configurations; returns all that ran, the best first.
 
-    First all tiles one step ahead, or none where only that runs, with one program for each multiprocessor,
-    and with four those that are not hopeless; then the best with all stages and all numbers of programs.
+    The first pass times all tiles with one program per multiprocessor, prefetching one step if the tile runs
+    with that. The second pass times tiles within `HOPELESS` of the best with four programs. Then the best
+    tiles are timed with all numbers of stages and of programs.
 
     Args:
-        task: What to tune.
-        score: Times configurations; infinity for one that fails.
-        multiprocessors: Of the device.
-        deadline: Of `time.monotonic()`.
+        task: The task.
+        score: Scores configurations, a failing one with infinity.
+        multiprocessors: The device's number of multiprocessors.
+        deadline: The time limit on the clock of `time.monotonic()`.
 
     Raises:
-        OutOfTime: The deadline has passed, and not all was tried.
+        OutOfTime: The deadline has passed before the end of the search.
     """
     scores: dict[Config, float] = {}
     seen: set[Any] = set()
@@ -148,7 +149,7 @@ def search(
         return sorted((c for c in scores if scores[c] < float("inf")), key=scores.__getitem__)
 
     def best() -> dict[tuple[int, int, int], Config]:
-        """The best configuration of each tile that ran, the best tile first."""
+        """The best configuration of each tile, the best tile first."""
         found: dict[tuple[int, int, int], Config] = {}
         for c in ranking():
             found.setdefault((c.block_rows, c.block_keys, c.num_warps), c)
@@ -173,29 +174,29 @@ def search(
 def with_entry(
     table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task, config: Config
 ) -> dict[str, list[Entry]]:
-    """The table with a task's entry added or replaced, in ascending order of rows; others stay."""
+    """The table with a task's entry added or replaced, in ascending order of rows."""
     key = _key(task)
     kept = [entry for entry in table.get(device_kind, []) if _key_of(entry) != key]
     dtype, head_size, rows = key
     added = {"dtype": dtype, "head_size": head_size, "rows": rows, "config": asdict(config)}
     return {
-        **{kind: list(own) for kind, own in table.items()},
+        **{kind: list(entries) for kind, entries in table.items()},
         device_kind: sorted([*kept, added], key=_key_of),
     }
 
 
 def has_entry(table: Mapping[str, Sequence[Entry]], device_kind: str, task: Task) -> bool:
-    """Whether a task was tuned on a device."""
+    """Whether the table has a task's entry for a device."""
     return any(_key_of(entry) == _key(task) for entry in table.get(device_kind, []))
 
 
 def read_table(path: Path) -> dict[str, list[Entry]]:
-    """The table; an empty one where there is no file."""
+    """The table; empty without a file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write_table(path: Path, table: Mapping[str, Sequence[Entry]]) -> None:
-    """Writes the table, an entry a line, whole or not at all."""
+    """Writes the table atomically, with an entry per line."""
     devices = [
         f"  {json.dumps(kind)}: [\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in entries) + "\n  ]"
         for kind, entries in sorted(table.items())

@@ -1,4 +1,4 @@
-"""``python -m bench kernel --tune``: searches for the best configurations and keeps them as it goes."""
+"""``python -m bench kernel --tune``: searches for the best configurations, and keeps each at once."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +33,12 @@ from pallas_kernels.tree_attention import PagedPrefix, config, pallas_triton
 from pallas_kernels.tree_attention.shapes import AttentionShape
 
 TUNED = Path(config.__file__).with_name("tuned.json")
-# Layers of a chain: at 1,024 tokens their keys and values are more than an H200's second-level cache holds.
+# Layers per chain: at 1,024 tokens their keys and values exceed an H200's L2 cache.
 LAYERS = 32
-# Configurations of a task that the report lists.
+# The most configurations per task in the report.
 LISTED = 10
 
-#: Makes what times the configurations of a task; its arguments are the task and the prefixes.
+#: Makes the scoring function of a task and its prefixes.
 MakeScore = Callable[[Task, Sequence[int]], Score]
 
 
@@ -55,29 +55,29 @@ def tune(
     opening: Mapping[str, Any],
     make_score: MakeScore | None = None,
 ) -> int:
-    """Tunes all kinds of calls of some shapes that have no entry yet; returns the exit code.
+    """Tunes the tasks of some shapes; returns the exit code.
 
     Args:
         shapes: The shapes.
-        dtypes: Of the inputs.
-        rows: N; None for each shape's own.
-        prefixes: Committed tokens that a configuration must be good at.
-        limit_seconds: After that no more is tried; the entries so far are kept.
-        again: Also what has an entry.
-        table_path: Where entries are kept.
-        json_path: Where the report goes.
-        opening: What the report begins with.
-        make_score: Stands in for the GPU in tests.
+        dtypes: The types of the inputs.
+        rows: N; None is each shape's default.
+        prefixes: The prefix lengths that a configuration is scored on.
+        limit_seconds: The time limit; entries found before it are kept.
+        again: Whether to tune tasks that have an entry.
+        table_path: The file of entries.
+        json_path: The report's path.
+        opening: The report's first keys.
+        make_score: Makes scoring functions; tests pass one that needs no GPU.
     """
     started = time.monotonic()
     device = jax.devices()[0]
-    # As many as an H200 has, where the device does not tell.
+    # An H200's number, if the device does not report it.
     multiprocessors = int(getattr(device, "core_count", 132))
     tasks = tasks_of(shapes, dtypes, rows)
     table = read_table(table_path)
     todo = [task for task in tasks if again or not has_entry(table, device.device_kind, task)]
     if len(todo) < len(tasks):
-        print(f"{len(tasks) - len(todo)} of {len(tasks)} entries are there already; --again tunes them anew")
+        print(f"{len(tasks) - len(todo)} of {len(tasks)} entries are there already; --again tunes them again")
     make_score = make_score or _scores_on_gpu(dtypes)
     results: list[dict[str, Any]] = []
     remaining = list(todo)
@@ -91,7 +91,7 @@ def tune(
         if not ranking:
             Progress.write(f"no configuration runs: {task}")
             continue
-        # What is on disk may have grown since: another run may tune other shapes.
+        # Read again: another run may have added entries of other shapes.
         table = with_entry(read_table(table_path), device.device_kind, task, ranking[0][1])
         write_table(table_path, table)
         results.append(_result(task, ranking, len(prefixes)))
@@ -100,7 +100,7 @@ def tune(
             {key: row[key] for key in ("dtype", "head size", "rows", "x floor", "tried")} for row in results
         ]
         best = [row["ranking"][0]["config"] for row in results]
-        show("Tuned", [{**row, **own} for row, own in zip(shown, best, strict=True)])
+        show("Tuned", [{**row, **settings} for row, settings in zip(shown, best, strict=True)])
         settings = {"prefixes": list(prefixes), "multiprocessors": multiprocessors}
         write_report(json_path, {**opening, "benchmark": "kernel --tune", **settings, "tasks": results})
         print(f"wrote {table_path}")
@@ -118,7 +118,7 @@ def _result(task: Task, ranking: Sequence[tuple[float, Any]], prefixes: int) -> 
         "calls": [{"shape": shape.name, "rows": rows} for shape, rows in task.calls],
         "x floor": ranking[0][0] / timed,
         "tried": len(ranking),
-        "ranking": [{"x floor": score / timed, "config": asdict(own)} for score, own in ranking[:LISTED]],
+        "ranking": [{"x floor": score / timed, "config": asdict(entry)} for score, entry in ranking[:LISTED]],
     }
 
 
@@ -131,20 +131,20 @@ class Scorer:
     """Times the configurations of a task on the GPU."""
 
     def __init__(self, task: Task, prefixes: Sequence[int], ceilings: Ceilings):
-        """Makes the inputs, and what the results must be at the shortest prefix."""
+        """Makes the inputs, and the reference's results at the shortest prefix."""
         self._calls = [
             _Inputs(shape, rows, task.dtype, sorted(prefixes), ceilings) for shape, rows in task.calls
         ]
 
     def __call__(self, configs: Sequence[config.Config]) -> list[float]:
-        """Sums of seconds over seconds at the floor; infinity for what does not compile, run or compute."""
+        """Sums of seconds over seconds at the floor; infinity for a configuration that fails or is wrong."""
         return np.sum([call.score(configs) for call in self._calls], axis=0).tolist()
 
 
 class _Inputs:
-    """One shape and number of rows: a chain whose tables hold the longest prefix, for all prefixes.
+    """A chain of one shape and number of rows, whose tables hold the longest prefix.
 
-    One program serves them all, because the tables and the length are values.
+    One program serves all prefixes, because tables and lengths are its arguments.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _Inputs:
         num_pages = max(4 * pages, LAYERS * min(steps))
         pool = random_pool(shape, num_pages, jnp.dtype(dtype))
         self._floors = [1e6 * ceilings.seconds(work_of(case)) for case in cases]
-        # A kernel is rarely faster than twice its floor.
+        # A kernel's time is rarely below twice its floor.
         bursts = [round(5e5 * BURST_SECONDS / (LAYERS * floor)) for floor in self._floors]
         self._dispatches = [max(1, min(MOST_DISPATCHES, burst)) for burst in bursts]
         self._arguments = []
@@ -173,7 +173,7 @@ class _Inputs:
 
     def score(self, configs: Sequence[config.Config]) -> list[float]:
         """Seconds over seconds at the floor, summed over the prefixes, for each configuration."""
-        jobs = [(partial(chain, self._attend(own)), self._arguments[0]) for own in configs]
+        jobs = [(partial(chain, self._attend(candidate)), self._arguments[0]) for candidate in configs]
         programs: dict[int, list[Program]] = {}
         for i, compiled in enumerate(compile_together(jobs, lambda: None)):
             if isinstance(compiled, Exception):
@@ -183,14 +183,14 @@ class _Inputs:
                     Program(compiled, arguments, LAYERS, dispatches)
                     for arguments, dispatches in zip(self._arguments, self._dispatches, strict=True)
                 ]
-        flat = [program for own in programs.values() for program in own]
+        flat = [program for by_prefix in programs.values() for program in by_prefix]
         micros = iter([sum(found.values()) for found in kernel_micros(flat, KERNELS["pallas_triton"])])
         scores = [float("inf")] * len(configs)
         for i in programs:
             scores[i] = sum(next(micros) / floor for floor in self._floors)
         return scores
 
-    def _attend(self, own: config.Config) -> Attend:
+    def _attend(self, candidate: config.Config) -> Attend:
         def attend(call: AttentionCall) -> jax.Array:
             return pallas_triton.tree_attention(
                 *call[:5],
@@ -198,21 +198,21 @@ class _Inputs:
                 window=self._shape.window,
                 depths=call.depths,
                 sinks=call.sinks,
-                config=own,
+                config=candidate,
             )
 
         return attend
 
-    def _is_right(self, compiled: Callable[..., Any], own: config.Config) -> bool:
-        """Whether it runs, and computes at the shortest prefix what the reference does."""
+    def _is_right(self, compiled: Callable[..., Any], candidate: config.Config) -> bool:
+        """Whether a program runs, and agrees with the reference at the shortest prefix."""
         try:
             out = np.asarray(compiled(*self._arguments[0]))
         except jax.errors.JaxRuntimeError as error:
-            Progress.write(f"does not run: {own}: {_first_line(error)}")
+            Progress.write(f"does not run: {candidate}: {_first_line(error)}")
             return False
         _, problem = compare_rows(out, out, self._expected, self._tolerance)
         if problem is not None:
-            Progress.write(f"WRONG RESULT, not used: {own}: {problem}")
+            Progress.write(f"WRONG RESULT, not used: {candidate}: {problem}")
         return problem is None
 
 

@@ -1,1 +1,1 @@
-"""Requests that come over time: waits, gaps, prompts, rounds of many slots, and the host's share."""
+"""``python -m bench load``: an engine under load."""

@@ -1,4 +1,4 @@
-"""When requests come, and how long they are: distributions, and random prompts of their lengths."""
+"""Arrival times and lengths of requests, and random prompts."""
 
 import math
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Of each kind.
+# The number of parameters of each kind.
 _NUMBERS = {"fixed": 1, "uniform": 2, "lognormal": 2}
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens: "128", "uniform:64:256", or "lognormal:128:0.5" with a median and a deviation.
+    """A distribution of numbers of tokens: "128", "uniform:64:256" or "lognormal:128:0.5".
 
     Attributes:
         kind: fixed, uniform or lognormal.
-        first: The number, the least, or the median.
-        second: The most, or the standard deviation of the logarithm.
+        first: The number, the smallest number, or the median.
+        second: The largest number, or the standard deviation of the logarithm.
     """
 
     kind: str
@@ -26,11 +26,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Reads what a command line says.
-
-        Raises:
-            ValueError: It is none of the three forms, or a number is out of its range.
-        """
+        """Parses a command-line value; raises ValueError if its form or a number is invalid."""
         kind, *numbers = text.split(":") if ":" in text else ("fixed", text)
         try:
             lengths = cls(kind, *map(float, numbers))
@@ -43,7 +39,7 @@ class Lengths:
         raise ValueError(f"lengths are N, uniform:LEAST:MOST or lognormal:MEDIAN:DEVIATION, not {text!r}")
 
     def draw(self, count: int, rng: np.random.Generator, most: int) -> list[int]:
-        """So many lengths, none below 1 or above ``most``."""
+        """Draws ``count`` lengths, clipped to 1..``most``."""
         if self.kind == "uniform":
             drawn = rng.integers(int(self.first), int(self.second) + 1, count)
         elif self.kind == "lognormal":
@@ -54,10 +50,10 @@ class Lengths:
 
 
 def poisson(rate: float, count: int, rng: np.random.Generator) -> list[float]:
-    """Seconds at which so many requests come, ``rate`` of them a second on average."""
+    """Arrival times of ``count`` requests in seconds: a Poisson process of ``rate`` requests per second."""
     return np.cumsum(rng.exponential(1 / rate, count)).tolist()
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[list[int]]:
-    """Prompts of random tokens: no two begin alike, so that they share no pages."""
+    """Prompts of random tokens, which therefore share no pages."""
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths]

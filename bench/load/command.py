@@ -1,20 +1,20 @@
-"""``python -m bench load``: one engine under load: waits, gaps, prompts, rounds of many slots, and the host.
+"""``python -m bench load``: one engine under load: latency, prefill, rounds of many slots, and the host.
 
-Parts are measured in the order in which they are named, and the JSON is written after each; with ``--resume``
-those that it has are kept. Before them a tiny pair in float32 is served plainly and with trees, and both must
-give the tokens of plain decoding alone.
+The parts are measured in the given order, and the report is written after each part; ``--resume`` keeps the
+parts that it has. First a tiny pair in float32 serves a few requests by plain decoding and with trees: all
+tokens must be those of plain decoding without load.
 
-* prefill: tokens a second of prompts that come together, until all have their first token.
-* ttft: a short prompt that comes at any moment beside others that decode.
-* gaps: of those that decode, while a long prompt arrives.
-* shared: a second request behind the same tokens.
-* host: the engine's thread, by live slots.
-* rounds: by live slots and nodes, with floors.
-* projected: tokens a second with published acceptance, from the rounds; "auto" is the engine's own policy.
-* traffic: methods in turns on random prompts, so many at a time (``--concurrency``), or as they come
-  (``--rates``).
+* prefill: prompt tokens per second, from the arrival of all prompts to their first tokens.
+* ttft: time to first token of a short prompt, which arrives while other requests decode.
+* gaps: time between tokens of decoding requests while a long prompt arrives.
+* shared: time to first token of a second request with the same prefix.
+* host: time of the engine's thread, by live slots.
+* rounds: time of a round by live slots and nodes, with floors.
+* projected: tokens per second with published acceptance and measured rounds; "auto" is the engine's policy.
+* traffic: methods in turn on random prompts, with fixed numbers of concurrent requests (``--concurrency``) or
+  with random arrivals (``--rates``).
 * demo: the same with the demo pair and real prompts.
-* structured: what others get beside a request with a grammar, with the demo pair.
+* structured: decoding requests beside a request with a grammar, with the demo pair.
 """
 
 import argparse
@@ -57,9 +57,9 @@ from jetspec_jax.tree import bucket_for
 from pallas_kernels.tree_attention import implementations
 
 PARTS = tuple(TITLES)
-#: What is measured unless it is named: the figures of one model, and the demo pair's.
+#: The default parts: those of one model, and the demo pair's.
 USUAL_PARTS = tuple(part for part in PARTS if part != "traffic")
-# Where a GPU runs a published shape, and where a CPU shows that the benchmark runs.
+# Defaults by whether there is a GPU: a published shape there, and a small one on a CPU.
 _USUAL = {
     True: {
         "shape": "qwen3-8b",
@@ -88,7 +88,7 @@ _USUAL = {
         "num_prompts": 8,
     },
 }
-# Tokens of a slot beside a long prompt; and slots, and nodes, of the engine that waits are measured with.
+# The engine that measures latency: tokens of a slot beyond its prompt, slots, and nodes.
 _ROOM, _BESIDE, _NODES = 1024, 8, 16
 #: Simulated seconds of each projection.
 PROJECTED_SECONDS = 20.0
@@ -98,41 +98,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add = parser.add_argument
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add("--shape", help=f"random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)")
-    add("--parts", nargs="+", default=list(USUAL_PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    add("--prompts", nargs="+", metavar="N", help="lengths of prefill: 2048 is one prompt, 8x1024 are eight")
-    add("--long-prompt", type=int, help="of gaps")
-    add("--shared-tokens", type=int, help="of shared; a multiple of 64")
-    add("--slots", type=int, help="of the engine of host, rounds and projected")
-    add("--host-slots", type=int, nargs="+", help="that decode, in host")
-    add("--buckets-up-to", type=int, help="largest trees of rounds, projected and auto")
-    add("--least-nodes", type=int, help="smallest trees of them (default: 2 on a GPU, else 8)")
-    add("--most-rows", type=int, default=1024, help="nodes of all slots together (default: 1024)")
-    add("--context", type=int, help="committed tokens of a slot, in rounds and projected")
-    add("--rounds", type=int, default=8, help="of a timed dispatch, in rounds (default: 8)")
-    add("--tasks", nargs="+", default=["gsm8k", "math500", "mt-bench"], help=f"of {', '.join(TASKS)}")
-    add("--concurrency", type=int, nargs="+", help="requests at a time, in projected, traffic and demo")
-    add("--rates", type=float, nargs="+", default=[], help="requests a second, in traffic and demo")
-    add("--budgets", type=int, nargs="+", default=[16], help="fixed trees of traffic and demo (default: 16)")
-    add("--num-prompts", type=int, help="of traffic and demo")
-    add("--prompt-tokens", default="lognormal:128:0.5", help="of traffic: N, uniform:A:B or lognormal:M:S")
-    add("--output-tokens", default="uniform:32:96", help="of traffic and demo, likewise")
-    add("--temperature", type=float, default=0.0, help="of traffic and demo; prompt i has seed i")
+    add(
+        "--shape",
+        help=f"shape of the random weights: {', '.join(SHAPES)} (default: qwen3-8b on a GPU, else tiny)",
+    )
+    add("--parts", nargs="+", default=list(USUAL_PARTS), metavar="PART", help=f"among {', '.join(PARTS)}")
+    add("--prompts", nargs="+", metavar="N", help="prompts of prefill: 2048 is one prompt, 8x1024 are eight")
+    add("--long-prompt", type=int, help="tokens of the long prompt of gaps")
+    add("--shared-tokens", type=int, help="tokens of the prefix of shared; a multiple of 64")
+    add("--slots", type=int, help="slots in host, rounds and projected")
+    add("--host-slots", type=int, nargs="+", help="numbers of decoding slots in host")
+    add("--buckets-up-to", type=int, help="most nodes of a tree in rounds, projected and auto")
+    add("--least-nodes", type=int, help="fewest nodes of these trees (default: 2 on a GPU, else 8)")
+    add("--most-rows", type=int, default=1024, help="most nodes of all slots together (default: 1024)")
+    add("--context", type=int, help="committed tokens per slot in rounds and projected")
+    add("--rounds", type=int, default=8, help="rounds per timed dispatch in rounds (default: 8)")
+    add(
+        "--tasks",
+        nargs="+",
+        default=["gsm8k", "math500", "mt-bench"],
+        help=f"prompt sets of projected, among {', '.join(TASKS)}",
+    )
+    add("--concurrency", type=int, nargs="+", help="concurrent requests in projected, traffic and demo")
+    add("--rates", type=float, nargs="+", default=[], help="requests per second in traffic and demo")
+    add(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="nodes of fixed trees in traffic and demo (default: 16)",
+    )
+    add("--num-prompts", type=int, help="number of prompts of traffic and demo")
+    add(
+        "--prompt-tokens",
+        default="lognormal:128:0.5",
+        help="lengths in traffic: N, uniform:A:B or lognormal:M:S",
+    )
+    add(
+        "--output-tokens",
+        default="uniform:32:96",
+        help="lengths of outputs in traffic and demo, in the same form",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="temperature of traffic and demo; prompt i has seed i (default: 0)",
+    )
     add("--count", type=int, default=24, help="short prompts of ttft, dispatches of host (default: 24)")
-    add("--repeats", type=int, default=3, help="timed runs of each (default: 3)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
-    add("--implementation", help=f"of tree attention: {', '.join(implementations())} (default: the best)")
+    add("--repeats", type=int, default=3, help="timed runs (default: 3)")
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
+    add("--implementation", help=f"tree attention: {', '.join(implementations())} (default: the best)")
     MODELS.add(parser, ["dtype"], dtype="auto")
     add("--compilation-cache", default="auto", help='folder, "auto" or "off" (default: auto)')
     add_report_arguments(parser, "load")
-    add("--resume", action="store_true", help="keep the parts that the JSON has")
+    add("--resume", action="store_true", help="keep the parts of the report at --json")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables, and writes the JSON and the plot.
 
     Raises:
-        ValueError: A setting is not valid, or the report to go on with is another one.
+        ValueError: A setting is invalid, or the report to resume has other settings.
         RuntimeError: A method does not give plain decoding's tokens.
     """
     _check(arguments)
@@ -161,11 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Fills in what depends on the device, and checks all.
-
-    Raises:
-        ValueError: A setting is out of its range.
-    """
+    """Fills in the device's defaults, and checks all settings; raises ValueError."""
     for name, value in _USUAL[jax.default_backend() == "gpu"].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -175,7 +198,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_least(arguments, 2, "context", "rounds", "least_nodes", "budgets")
     for text in arguments.prompts:
         if waits.parse_prompts(text)[0] > _BESIDE:
-            raise ValueError(f"--prompts {text}: at most {_BESIDE} come together")
+            raise ValueError(f"--prompts {text}: at most {_BESIDE} prompts can arrive together")
     for name in ("prompt_tokens", "output_tokens"):
         Lengths.parse(getattr(arguments, name))
     if min(arguments.rates, default=1) <= 0:
@@ -193,16 +216,16 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def longest(arguments: argparse.Namespace) -> int:
-    """Tokens of a slot that waits are measured with."""
+    """Tokens per slot of the engine that measures latency."""
     lengths = [waits.parse_prompts(text)[1] for text in arguments.prompts]
     return max(*lengths, arguments.long_prompt, arguments.shared_tokens + 64) + _ROOM
 
 
 def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The report, or the one to go on with.
+    """A new report, or the report to resume.
 
     Raises:
-        ValueError: It is of other settings.
+        ValueError: The report to resume has other settings.
     """
     shape = find_pair_shape(arguments.shape)
     opening = opening_of("load", arguments)
@@ -219,7 +242,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     kept = json.loads(arguments.json.read_text(encoding="utf-8"))
     for name in ("benchmark", "shape", "dtype", "device", "jax"):
         if kept.get(name) != report[name]:
-            raise ValueError(f"--resume: {arguments.json} is of {name} {kept.get(name)}, not {report[name]}")
+            raise ValueError(f"--resume: {name} of {arguments.json} is {kept.get(name)}, not {report[name]}")
     report["parts"] = {part: kept["parts"][part] for part in PARTS if part in kept["parts"]}
     report["tokens_checked"] = kept.get("tokens_checked")
     report["notes"] = notes_of(report["parts"])
@@ -227,7 +250,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_pair(name: str, dtype: Any) -> Pair:
-    """Random weights of a shape, without a tokenizer and without an end."""
+    """Random weights of a shape, without a tokenizer or stop tokens."""
     shape = find_pair_shape(name)
     return Pair(
         Target(shape.target, random_weights(shape.target, dtype, 0)),
@@ -236,10 +259,10 @@ def random_pair(name: str, dtype: Any) -> Pair:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Serves a few prompts of a tiny pair in float32, plainly and with trees; the tokens compared.
+    """Compares trees with plain decoding on a tiny pair in float32; returns the number of compared tokens.
 
     Raises:
-        RuntimeError: A method does not give plain decoding's tokens.
+        RuntimeError: The tokens differ.
     """
     rng, pair = np.random.default_rng(arguments.seed), random_pair("tiny", resolve_dtype("float32"))
     prompts = [
@@ -251,7 +274,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
-    """Plain decoding, the chain, "auto", and fixed trees."""
+    """The methods of traffic: plain decoding, the chain, "auto", and fixed trees."""
     auto = TreeSettings(arguments.buckets_up_to, algorithm=AUTO)
     return [
         PLAIN_METHOD,
@@ -262,10 +285,15 @@ def methods_of(arguments: argparse.Namespace, block_size: int) -> list[Method]:
 
 
 class Measured:
-    """The parts, each a method of its name; engines are made when a part first needs them, one at a time."""
+    """Measures the parts, each by the method of its name. Engines are made when needed, one at a time."""
 
     def __init__(self, arguments: argparse.Namespace, parts: dict[str, Any]):
-        """Takes the settings, and the parts that are there already."""
+        """Measures nothing yet.
+
+        Args:
+            arguments: The command line.
+            parts: The results so far, by part.
+        """
         self._given, self._parts = arguments, parts
         self._loads: dict[str, Load] = {}
 
@@ -278,7 +306,7 @@ class Measured:
         return np.random.default_rng(self._given.seed)
 
     def _load(self, kind: str, make: Callable[[], Load]) -> Load:
-        """The engine of a kind; another one goes before it is made."""
+        """The engine of a kind; any other engine is closed first."""
         if kind not in self._loads:
             for load in self._loads.values():
                 load.close()
@@ -288,7 +316,7 @@ class Measured:
 
     @property
     def _waiting(self) -> Load:
-        """The engine of few slots and long prompts."""
+        """The engine that measures latency: few slots and long prompts."""
         given = self._given
         return self._load(
             "waits",
@@ -305,7 +333,7 @@ class Measured:
 
     @property
     def _crowded(self) -> Load:
-        """The engine of many slots."""
+        """The engine with many slots."""
         given = self._given
         return self._load(
             "many",
@@ -355,13 +383,17 @@ class Measured:
         step("measure")
         ceilings = measure_ceilings(self._pair.target.dtype, given.repeats)
         contexts = max(given.context // 4, 1), given.context
-        own = measure_rounds(load.engine.runner, self._pair, contexts, given.rounds, given.repeats, ceilings)
-        return {**own, "ceilings": ceilings.entry()}
+        found = measure_rounds(
+            load.engine.runner, self._pair, contexts, given.rounds, given.repeats, ceilings
+        )
+        return {**found, "ceilings": ceilings.entry()}
 
     def projected(self, step: Callable[[str], None]) -> Any:
-        """See `bench.load.rounds.project`. Raises ValueError where no rounds were measured."""
+        """See `bench.load.rounds.project`. Raises ValueError if no rounds were measured."""
         if "rounds" not in self._parts:
-            raise ValueError("--parts projected needs rounds before it, or a report with them to --resume")
+            raise ValueError(
+                "--parts projected needs the part rounds before it, or --resume with such a report"
+            )
         given, costs = self._given, costs_of(self._parts["rounds"]["result"])
         return [
             row
@@ -377,7 +409,7 @@ class Measured:
         return self._traffic(self._pair, prompts, step)
 
     def demo(self, step: Callable[[str], None]) -> Any:
-        """The same with the demo pair and its prompts."""
+        """Like `traffic`, with the demo pair and its prompts."""
         pair = self._demo
         prompts = encode_prompts(pair.target, load_prompts(DEMO)[: self._given.num_prompts], {})
         return self._traffic(pair, prompts, step)
@@ -409,18 +441,18 @@ class Measured:
         self._loads.clear()
         given, rng = self._given, self._rng
         outputs = Lengths.parse(given.output_tokens).draw(len(prompts), rng, 256)
-        asked = [
+        requests = [
             (
                 prompt,
                 SamplingParams(max_tokens=most, temperature=given.temperature, seed=number, ignore_eos=True),
             )
             for number, (prompt, most) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        need = max(len(prompt) + (params.max_tokens or 0) for prompt, params in asked)
+        need = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
         return traffic.measure_traffic(
             pair,
             methods_of(given, pair.head.config.block_size),
-            asked,
+            requests,
             concurrency=given.concurrency,
             rates=given.rates,
             repeats=given.repeats,

@@ -1,4 +1,4 @@
-"""Runs an engine by the clock: requests come when they are due, and what each sees of it is kept."""
+"""Runs an engine against the clock: requests arrive when due, and the times of their tokens are recorded."""
 
 import itertools
 import time
@@ -20,63 +20,63 @@ from jetspec_jax.engine.request import Request
 
 
 @dataclass(eq=False)
-class Followed:
-    """A request, and what its caller sees of it; times in seconds after the beginning.
+class TimedRequest:
+    """A request and the times of its tokens, in seconds after the start of the clock.
 
     Attributes:
-        due: When it comes.
+        due: The arrival time.
         request: The request.
-        news: When it had got how many tokens.
+        deliveries: The time and the number of tokens so far, for every delivery of tokens.
     """
 
     due: float
     request: Request
-    news: list[tuple[float, int]] = field(default_factory=list)
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def first_token(self) -> float | None:
-        """Seconds from when it was due to its first token; None if it has none."""
-        return self.news[0][0] - self.due if self.news else None
+        """Seconds from the arrival time to the first token; None without tokens."""
+        return self.deliveries[0][0] - self.due if self.deliveries else None
 
     @property
     def decode_time(self) -> float:
-        """Seconds from its first token to its last."""
-        return self.news[-1][0] - self.news[0][0] if self.news else 0.0
+        """Seconds from the first token to the last."""
+        return self.deliveries[-1][0] - self.deliveries[0][0] if self.deliveries else 0.0
 
     def gaps(self, start: float = 0.0, end: float = np.inf) -> list[float]:
-        """Seconds between news of which the later one came between two moments."""
-        times = [at for at, _ in self.news]
+        """Seconds between deliveries, for all whose later delivery is between ``start`` and ``end``."""
+        times = [at for at, _ in self.deliveries]
         return [after - before for before, after in itertools.pairwise(times) if start <= after <= end]
 
 
 @dataclass
 class Spent:
-    """Where the time of the engine's thread went, one entry a dispatch, in seconds.
+    """Seconds of the engine's thread, with one entry per dispatch.
 
     Attributes:
-        launch: To decide and to launch.
-        wait: For the device.
-        take: To fetch and to hand out.
-        thread: Of this thread's own work, as the system counts it, without the wait.
-        live: Slots that decoded.
-        rounds: That ran, at most.
+        launch: Scheduling and launching.
+        wait: Waiting for the device.
+        collect: Fetching the records and delivering tokens.
+        thread: The thread's processor time, without the wait.
+        live: The number of decoding slots.
+        rounds: The most rounds of the dispatch.
     """
 
     launch: list[float] = field(default_factory=list)
     wait: list[float] = field(default_factory=list)
-    take: list[float] = field(default_factory=list)
+    collect: list[float] = field(default_factory=list)
     thread: list[float] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
 
     @property
     def host(self) -> list[float]:
-        """Seconds of each dispatch in which the device need not run."""
-        return [one + other for one, other in zip(self.launch, self.take, strict=True)]
+        """Seconds of each dispatch on the host, during which the device may be idle."""
+        return [launch + collect for launch, collect in zip(self.launch, self.collect, strict=True)]
 
 
 class Load:
-    """An engine for many, driven by the clock."""
+    """An engine for many requests, driven by the clock."""
 
     def __init__(
         self,
@@ -90,17 +90,17 @@ class Load:
         chunks: tuple[tuple[int, int], ...] | None = None,
         **many: Any,
     ):
-        """Makes the engine, which measures its rounds, and compiles what it serves with.
+        """Makes the engine, which measures its rounds, and compiles its programs.
 
         Args:
             pair: The models.
-            settings: Of its trees.
-            slots: Requests that decode at the same time.
-            capacity: Tokens of a slot.
-            num_pages: Of all slots together; None is enough for all to be full.
-            implementation: Of tree attention.
-            chunks: Shapes of the forwards of prompts; None is the device's usual ones.
-            **many: As for `EnginePlan.for_many`.
+            settings: The tree settings.
+            slots: The number of slots.
+            capacity: Tokens per slot.
+            num_pages: Pages of all slots together; None is enough for full slots.
+            implementation: The implementation of tree attention.
+            chunks: Shapes of prompt chunks; None is the device's default.
+            **many: Arguments of `EnginePlan.for_many`.
         """
         target, head = pair
         plain = settings.budget == 1
@@ -124,59 +124,61 @@ class Load:
 
     @property
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start of the clock."""
         return time.monotonic() - self.begun
 
     def begin(self) -> None:
-        """Starts the clock anew."""
+        """Restarts the clock, and clears the recorded times."""
         self.begun, self.spent = time.monotonic(), Spent()
 
-    def request(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> Followed:
-        """A request that is followed; it has not come yet."""
+    def request(
+        self, prompt: Sequence[int], params: SamplingParams, due: float | None = None
+    ) -> TimedRequest:
+        """A timed request, not yet submitted to the engine."""
         target, plan = self.pair.target, self.engine.plan
         [made] = check_request(target, list(prompt), params).requests(self.settings, plan.decoder)
-        followed = Followed(self.now if due is None else due, made)
-        made.told = lambda: followed.news.append((self.now, len(made.tokens)))
-        return followed
+        timed = TimedRequest(self.now if due is None else due, made)
+        made.told = lambda: timed.deliveries.append((self.now, len(made.tokens)))
+        return timed
 
-    def admit(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> Followed:
-        """A request that comes now, though it may have been due before."""
-        followed = self.request(prompt, params, due)
-        self.engine.admit(followed.request)
-        return followed
+    def admit(self, prompt: Sequence[int], params: SamplingParams, due: float | None = None) -> TimedRequest:
+        """Submits a request now; its arrival time may be earlier."""
+        timed = self.request(prompt, params, due)
+        self.engine.admit(timed.request)
+        return timed
 
     def step(self, most_rounds: int | None = None) -> None:
-        """One dispatch, of at most so many rounds, whose parts are timed."""
+        """Runs a dispatch of at most ``most_rounds`` rounds, and records the time of its parts."""
         engine = self.engine
         began, worked = time.perf_counter(), time.thread_time()
         engine.launch(most_rounds)
-        launched, own = time.perf_counter(), time.thread_time() - worked
+        launched, launch_work = time.perf_counter(), time.thread_time() - worked
         flight = engine.runner.in_flight
         assert flight is not None
         jax.block_until_ready((flight.records, engine.runner.state.active))
         waited, worked = time.perf_counter(), time.thread_time()
         engine.collect()
         spent = self.spent
-        spent.take.append(time.perf_counter() - waited)
-        spent.thread.append(own + time.thread_time() - worked)
+        spent.collect.append(time.perf_counter() - waited)
+        spent.thread.append(launch_work + time.thread_time() - worked)
         spent.launch.append(launched - began)
         spent.wait.append(waited - launched)
         spent.live.append(len(flight.batch.live))
         spent.rounds.append(flight.batch.rounds)
 
     def until(self, enough: Callable[[], bool]) -> None:
-        """Dispatches until that is so.
+        """Runs dispatches until ``enough()`` is true.
 
         Raises:
-            RuntimeError: All requests have ended before.
+            RuntimeError: All requests have ended before that.
         """
         while not enough():
             if not self.engine.busy:
-                raise RuntimeError("all requests have ended before what was waited for")
+                raise RuntimeError("all requests have ended before the awaited event")
             self.step()
 
     def clear(self) -> None:
-        """Takes all requests out, and frees their slots."""
+        """Cancels all requests, and frees their slots."""
         for request in self.engine.scheduler.requests:
             request.cancel()
         self.engine.step()
@@ -185,27 +187,29 @@ class Load:
         """Frees the stores."""
         self.engine.close()
 
-    def serve(self, line: Sequence[Followed], concurrency: int | None = None) -> float:
-        """Serves requests to their ends, when they are due or so many at a time; the seconds that it took."""
+    def serve(self, requests: Sequence[TimedRequest], concurrency: int | None = None) -> float:
+        """Serves requests to their ends, when due or ``concurrency`` at a time; returns the seconds."""
         self.begin()
-        left, going = deque(line), list[Followed]()
-        while left or self.engine.busy:
-            going = [one for one in going if one.request.open]
-            while left and (left[0].due <= self.now if concurrency is None else len(going) < concurrency):
-                one = left.popleft()
+        waiting, running = deque(requests), list[TimedRequest]()
+        while waiting or self.engine.busy:
+            running = [timed for timed in running if timed.request.open]
+            while waiting and (
+                waiting[0].due <= self.now if concurrency is None else len(running) < concurrency
+            ):
+                timed = waiting.popleft()
                 if concurrency is not None:
-                    one.due = self.now
-                self.engine.admit(one.request)
-                going.append(one)
+                    timed.due = self.now
+                self.engine.admit(timed.request)
+                running.append(timed)
             if self.engine.busy:
                 self.step()
-            elif left:
-                time.sleep(max(min(left[0].due - self.now, 0.01), 0.0))
+            elif waiting:
+                time.sleep(max(min(waiting[0].due - self.now, 0.01), 0.0))
         return self.now
 
 
 def quantiles(seconds: Sequence[float] | np.ndarray) -> dict[str, float | None]:
-    """Median, 90th percentile and largest, in milliseconds; None of nothing."""
+    """Median, 90th percentile and maximum in milliseconds; None without values."""
     if not len(seconds):
         return {"p50_ms": None, "p90_ms": None, "max_ms": None}
     middle, late = np.quantile(1e3 * np.asarray(seconds), [0.5, 0.9])

@@ -1,26 +1,26 @@
-"""What ``python -m bench load`` reports: a table for each part, and notes."""
+"""Tables of the parts of ``python -m bench load``, and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Table = tuple[str, list[dict[str, Any]]]
-#: What the parts are called above their tables.
+#: The titles of the parts' tables.
 TITLES = {
-    "prefill": "prompts: tokens a second",
-    "ttft": "time to first token of a short prompt beside others that decode",
-    "gaps": "gaps of those that decode, before and while a long prompt arrives",
-    "shared": "time to first token behind shared tokens",
-    "host": "the engine's thread, ms a dispatch",
-    "rounds": "a round, ms, and its floor",
-    "projected": "tokens a second with published acceptance",
-    "traffic": "methods in turns, random prompts",
-    "demo": "methods in turns, the demo pair and real prompts",
-    "structured": "others beside one request more, without and with a grammar; the demo pair",
+    "prefill": "prefill: prompt tokens per second",
+    "ttft": "time to first token of a short prompt beside decoding requests",
+    "gaps": "time between tokens of decoding requests, before and while a long prompt arrives",
+    "shared": "time to first token with a shared prefix",
+    "host": "the engine's thread, ms per dispatch",
+    "rounds": "a round, ms",
+    "projected": "tokens per second with published acceptance",
+    "traffic": "methods in turn, random prompts",
+    "demo": "methods in turn, the demo pair and real prompts",
+    "structured": "decoding requests beside a request without and with a grammar, the demo pair",
 }
 
 
 def tables_of(parts: Mapping[str, Any]) -> Iterator[Table]:
-    """A table for each part that was measured; rounds and projections have several."""
+    """A table per measured part; rounds and projections have several."""
     for name, found in parts.items():
         yield from _TABLES[name](TITLES[name], found["result"])
 
@@ -30,7 +30,7 @@ def _rows(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
 
 
 def _quantiles(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
-    """One row for each distribution."""
+    """A row per distribution."""
     about = ", ".join(f"{key} {_text(value)}" for key, value in found.items() if not isinstance(value, dict))
     rows = [{"what": key, **value} for key, value in found.items() if isinstance(value, dict)]
     yield f"{title} ({about})", rows
@@ -57,13 +57,13 @@ def _rounds(title: str, found: Mapping[str, Any]) -> Iterator[Table]:
 def _projected(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     keys = list(dict.fromkeys(key for row in rows for key in row if key not in ("task", "auto_over_best")))
     for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
         table = [
             {
                 **{key: _whole(row.get(key)) for key in keys},
                 "auto/best": row["auto_over_best"],
             }
-            for row in own
+            for row in rows
+            if row["task"] == task
         ]
         yield f"{title}: {task}", table
 
@@ -107,17 +107,17 @@ _TABLES: dict[str, Any] = {
 
 
 def notes_of(parts: Mapping[str, Any]) -> list[str]:
-    """What one must know to read the tables."""
+    """What a reader of the tables must know."""
     notes = []
     if "host" in parts or "demo" in parts:
         notes.append(
-            "Host: to decide, to launch, to fetch and to hand out, without the wait for the device. Where "
-            "that is the CPU, to launch may be to compute: thread_ms counts what the engine's thread did."
+            "host_ms: scheduling, launching, fetching and delivering, without the wait for the device. On a "
+            "CPU a launch may compute; thread_ms counts only the work of the engine's thread."
         )
     if "projected" in parts:
         notes.append(
             "Projected: measured rounds, and acceptance drawn from published means (Qwen3-8B, greedy, one "
-            "H100); trees below 16 nodes are taken for chains. No tokens were decoded. SGLang's figures are "
-            "its own, on one B200."
+            "H100); trees below 16 nodes are treated as chains. No tokens were decoded. SGLang's figures are "
+            "published by SGLang, on one B200."
         )
     return notes

@@ -1,4 +1,4 @@
-"""What rounds of many slots take, and what others' acceptance would make of them."""
+"""Measures rounds of many slots, and projects tokens per second with published acceptance."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from jetspec_jax.engine.round_costs import RoundCosts, complete_costs, timed_pai
 from jetspec_jax.engine.runner import Runner
 from jetspec_jax.tree import Auto
 
-#: Nodes of the chain, whose rounds are those of as many nodes.
+#: Nodes of the chain, which uses the rounds of trees with this number of nodes.
 CHAIN_NODES = 16
 
 
@@ -29,23 +29,24 @@ def measure_rounds(
     """Milliseconds of rounds by live slots and nodes, after a short and after a long context.
 
     Args:
-        runner: Of an engine whose slots are free.
+        runner: The runner of an engine with free slots.
         pair: The models.
-        contexts: Tokens of every slot: where rounds are timed for their slope, and where for the table.
-        rounds: Of a timed dispatch; two dispatches tell the rounds from the dispatch.
-        repeats: Of both.
-        ceilings: What the device reaches.
+        contexts: Tokens of every slot: the short context gives the slope, the long one is in the table.
+        rounds: Rounds per timed dispatch. A dispatch of one round is timed too, which separates the cost of
+            rounds from that of a dispatch.
+        repeats: Timed runs of both dispatches.
+        ceilings: The device's measured rates.
     """
     shapes = runner.size.rounds(tuple(runner.decoders))
     for shape in shapes:
         runner.time_dispatch(shape, contexts[0], 1)
-    times: dict[tuple[Shape, int], list[float]] = {(own, at): [] for own in shapes for at in contexts}
-    beside: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    times: dict[tuple[Shape, int], list[float]] = {(shape, at): [] for shape in shapes for at in contexts}
+    dispatches: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     for _ in range(repeats):
-        for (shape, context), own in times.items():
-            one, more = (runner.time_dispatch(shape, context, turns) for turns in (1, rounds))
-            own.append((more - one) / (rounds - 1))
-            beside[shape].append(one - own[-1])
+        for (shape, context), seconds in times.items():
+            single, several = (runner.time_dispatch(shape, context, turns) for turns in (1, rounds))
+            seconds.append((several - single) / (rounds - 1))
+            dispatches[shape].append(single - seconds[-1])
     rows = []
     for live, bucket in shapes:
         low, high = (1e3 * max(median(times[(live, bucket), at]), 1e-6) for at in contexts)
@@ -64,22 +65,22 @@ def measure_rounds(
                 "short_ms": low,
                 "round_ms": high,
                 "floor_ms": 1e3 * sum(ceilings.seconds(part) for part in work.values()),
-                "dispatch_ms": 1e3 * max(median(beside[live, bucket]), 0.0),
+                "dispatch_ms": 1e3 * max(median(dispatches[live, bucket]), 0.0),
             }
         )
     return {"contexts": list(contexts), "rows": rows}
 
 
 def costs_of(measured: Mapping[str, Any]) -> RoundCosts:
-    """The costs that a kept table tells."""
+    """The costs of a measured table."""
     rows, (low, high) = measured["rows"], measured["contexts"]
     seconds = {(row["live"], row["bucket"]): (1e-3 * row["short_ms"], 1e-3 * row["round_ms"]) for row in rows}
-    beside = {(row["live"], row["bucket"]): 1e-3 * row["dispatch_ms"] for row in rows}
-    return RoundCosts((low, high), seconds, beside)
+    dispatches = {(row["live"], row["bucket"]): 1e-3 * row["dispatch_ms"] for row in rows}
+    return RoundCosts((low, high), seconds, dispatches)
 
 
-def known_to_an_engine(costs: RoundCosts) -> RoundCosts:
-    """The same as an engine would know them, which times few shapes and guesses the others."""
+def estimated_by_engine(costs: RoundCosts) -> RoundCosts:
+    """The costs as an engine estimates them: it times few shapes, and completes the others."""
     timed = timed_pairs(costs.seconds)
     return complete_costs(
         costs.contexts,
@@ -94,24 +95,24 @@ def project(
 ) -> list[dict[str, Any]]:
     """Tokens per second with a published acceptance, by concurrency and method.
 
-    "auto" is the engine's policy: it sees the simulated dispatches, begins with its usual guess, and what it
-    tries and loses counts.
+    "auto" is the engine's policy on simulated dispatches. It starts with its usual estimate, and the cost of
+    its trials counts.
 
     Args:
-        costs: What rounds take.
+        costs: The costs of rounds.
         task: The prompt set whose acceptance is drawn.
-        concurrency: Requests that decode together.
-        seconds: That are simulated.
-        seed: Of the draws.
+        concurrency: Numbers of concurrent requests.
+        seconds: Simulated seconds.
+        seed: The seed of the draws.
     """
     rows = []
     for count in concurrency:
-        live = next(own for own in sorted({slots for slots, _ in costs.seconds}) if own >= count)
+        live = next(slots for slots in sorted({slots for slots, _ in costs.seconds}) if slots >= count)
         buckets = costs.buckets(live)
         every = tuple(sorted({bucket for _, bucket in costs.seconds}))
         acceptance = Acceptance(task, every[1:])
         slices = Slices()
-        auto = AutoBudget(every, known_to_an_engine(costs), Auto().probing, slices)
+        auto = AutoBudget(every, estimated_by_engine(costs), Auto().probing, slices)
         methods: dict[str, BudgetPolicy] = {
             "plain" if bucket == 1 else f"tree {bucket}": FixedBudget(bucket, costs, slices)
             for bucket in buckets
@@ -121,7 +122,7 @@ def project(
             for name, policy in {**methods, "auto": auto}.items()
         }
         chain = None
-        if CHAIN_NODES in buckets:  # the same rounds, with another acceptance
+        if CHAIN_NODES in buckets:  # the tree's rounds with the chain's acceptance
             tau = 1 + acceptance.means[every.index(CHAIN_NODES) - 1]
             chain = rates[f"tree {CHAIN_NODES}"] * CHAIN[task] / tau
         best = max([chain or 0.0, *(rate for name, rate in rates.items() if name != "auto")])
@@ -148,28 +149,28 @@ def simulate(
     seconds: float,
     rng: np.random.Generator,
 ) -> float:
-    """Tokens per second of requests that decode without end, all after the longer context."""
+    """Tokens per second of endless requests, all after the longer context."""
     slots = [LiveSlot(costs.contexts[1], 2**30, sampled=False, watched=False)] * count
-    taken, tokens = 0.0, 0
-    while taken < seconds:
+    elapsed, tokens = 0.0, 0
+    while elapsed < seconds:
         dispatch = policy.choose(slots, 0)
         shape, rounds = (live, dispatch.bucket), dispatch.rounds
-        own = rounds * costs.at(shape, costs.contexts[1], math.inf) + costs.dispatches[shape]
+        duration = rounds * costs.at(shape, costs.contexts[1], math.inf) + costs.dispatches[shape]
         sizes = np.zeros((rounds, live), np.int32)
         sizes[:, :count] = dispatch.bucket
-        got, reach = rounds * count, []
+        committed, reach = rounds * count, []
         if dispatch.bucket > 1:
             last = acceptance.buckets.index(dispatch.bucket)
             drawn = acceptance.draw(rounds * count, rng)[:, : last + 1]
-            got += int(drawn[:, last].sum())
+            committed += int(drawn[:, last].sum())
             for source in (expected(acceptance, rounds * count)[:, : last + 1], drawn):
                 filled = np.zeros((rounds, live, last + 1), np.float32)
                 filled[:, :count] = source.reshape(rounds, count, last + 1)
                 reach.append(filled)
         nothing = np.zeros((rounds, live, 1), np.int32)
-        policy.observe(DispatchRecord(dispatch.bucket, tuple(range(live)), own, nothing, sizes, *reach))
-        taken, tokens = taken + own, tokens + got
-    return tokens / taken
+        policy.observe(DispatchRecord(dispatch.bucket, tuple(range(live)), duration, nothing, sizes, *reach))
+        elapsed, tokens = elapsed + duration, tokens + committed
+    return tokens / elapsed
 
 
 TASKS = tuple(TAU)

@@ -1,4 +1,4 @@
-"""Methods in turns on the same arrivals: how fast, and how long each request waits."""
+"""Runs methods in turn on the same arrivals: throughput and latency."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from bench.common.methods import PLAIN_METHOD, Method
 from bench.common.pair import Pair
 from bench.common.timing import median
 from bench.load.arrivals import poisson
-from bench.load.driving import Followed, Load, quantiles
+from bench.load.driving import Load, TimedRequest, quantiles
 from jetspec_jax import SamplingParams
 from jetspec_jax.inspect.exactness import first_divergence
 
-# The smallest trees where outputs are checked.
+# The smallest trees in the check of outputs.
 _CHECKED_NODES = 16
 Prompts = Sequence[tuple[list[int], SamplingParams]]
 
@@ -33,23 +33,23 @@ def measure_traffic(
     seed: int,
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Serves the same prompts with every method, so many at a time or as they come.
+    """Serves the same prompts with every method, at fixed concurrency or with random arrivals.
 
-    Methods take turns, so that a slow spell of the machine falls on all. An engine has as many slots as
-    requests are served at a time, or for arrivals over time as many as the largest number of these.
+    Methods alternate, so that a slow period of the machine affects all of them. An engine has as many slots
+    as concurrent requests, and with random arrivals as many as the largest concurrency.
 
     Args:
         pair: The models.
         methods: The methods.
-        prompts: Prompts, and how each is sampled.
-        concurrency: Requests that are served at a time.
-        rates: Requests a second that come, whoever has been served.
+        prompts: Prompts and their sampling parameters.
+        concurrency: Numbers of concurrent requests.
+        rates: Arrival rates in requests per second.
         repeats: Turns of each method.
-        capacity: Tokens of a slot.
-        least_nodes: Of the smallest trees that "auto" chooses from.
-        implementation: Of tree attention.
-        seed: Of the arrivals.
-        step: Called with what comes next.
+        capacity: Tokens per slot.
+        least_nodes: The smallest trees of "auto".
+        implementation: The implementation of tree attention.
+        seed: The seed of the arrivals.
+        step: Called with the name of each step.
     """
     rows = []
     most = max(concurrency)
@@ -63,7 +63,7 @@ def measure_traffic(
         for turn in range(1 + repeats):
             for method, load in loads.items():
                 step(f"{method.name}, {_scene(count, rate)}")
-                # The first turn compiles what is left.
+                # The first turn compiles the remaining programs, and is not timed.
                 part = prompts[: 2 * slots] if turn == 0 else prompts
                 found = _serve(load, part, count, rate, seed + turn)
                 if turn:
@@ -102,37 +102,37 @@ def _load(
 def _serve(load: Load, prompts: Prompts, count: int | None, rate: float | None, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     due = [0.0] * len(prompts) if rate is None else poisson(rate, len(prompts), rng)
-    # What an earlier turn has left in the stores would be found again.
+    # With a salt, a turn does not find the prompts of earlier turns in the prefix cache.
     salt = str(seed)
-    line = []
+    requests = []
     for at, (prompt, params) in zip(due, prompts, strict=True):
-        own = load.request(prompt, params, at)
-        own.request.cache_salt = salt
-        line.append(own)
-    seconds = load.serve(line, count)
-    tokens = sum(len(one.request.tokens) for one in line)
-    lengths = [length for one in line for length in one.request.accept_lengths]
+        timed = load.request(prompt, params, at)
+        timed.request.cache_salt = salt
+        requests.append(timed)
+    seconds = load.serve(requests, count)
+    lengths = [length for timed in requests for length in timed.request.accept_lengths]
     return {
         "seconds": seconds,
-        "tokens": tokens,
-        "line": line,
+        "tokens": sum(len(timed.request.tokens) for timed in requests),
+        "requests": requests,
         "tau": sum(lengths) / len(lengths),
-        "host_ms": [1e3 * own for own in load.spent.host],
-        "outputs": [one.request.tokens for one in line],
+        "host_ms": [1e3 * host for host in load.spent.host],
     }
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all turns of a method: rates as medians, requests all together."""
-    line: list[Followed] = [one for run in runs for one in run["line"]]
-    host = [own for run in runs for own in run["host_ms"]]
+    """The row of a method: medians of its turns' rates, and distributions over the requests of all turns."""
+    requests: list[TimedRequest] = [timed for run in runs for timed in run["requests"]]
+    host = [milliseconds for run in runs for milliseconds in run["host_ms"]]
     return {
         "tokens_per_second": median([run["tokens"] / run["seconds"] for run in runs]),
         "tau": median([run["tau"] for run in runs]),
-        "first_token": quantiles([one.first_token or 0.0 for one in line]),
-        "gaps": quantiles([gap for one in line for gap in one.gaps()]),
-        "decode": quantiles([one.decode_time for one in line]),
-        "queue": quantiles([(one.request.started or math.nan) - one.request.arrival for one in line]),
+        "first_token": quantiles([timed.first_token or 0.0 for timed in requests]),
+        "gaps": quantiles([gap for timed in requests for gap in timed.gaps()]),
+        "decode": quantiles([timed.decode_time for timed in requests]),
+        "queue": quantiles(
+            [(timed.request.started or math.nan) - timed.request.arrival for timed in requests]
+        ),
         "dispatches": len(host) / len(runs),
         "host_ms": median(host),
         "tokens": runs[0]["tokens"],
@@ -141,10 +141,13 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_outputs(pair: Pair, methods: Sequence[Method], prompts: Prompts, capacity: int) -> int:
-    """Serves prompts together, plainly and with each method; the tokens compared with those of each alone.
+    """Serves prompts together, by plain decoding and with each method, and compares them with each alone.
+
+    Returns:
+        The number of compared tokens.
 
     Raises:
-        RuntimeError: A method gives other tokens.
+        RuntimeError: A method's tokens differ.
     """
     rng, compared, expected = np.random.default_rng(0), 0, []
     for method in (PLAIN_METHOD, *methods):
@@ -156,12 +159,14 @@ def check_outputs(pair: Pair, methods: Sequence[Method], prompts: Prompts, capac
                 load.serve([alone], 1)
                 expected.append(alone.request.tokens)
         due = poisson(50.0, len(prompts), rng)
-        line = [load.request(prompt, params, at) for at, (prompt, params) in zip(due, prompts, strict=True)]
-        load.serve(line)
+        requests = [
+            load.request(prompt, params, at) for at, (prompt, params) in zip(due, prompts, strict=True)
+        ]
+        load.serve(requests)
         load.close()
-        for (prompt, params), one, tokens in zip(prompts, line, expected, strict=True):
+        for (prompt, params), timed, tokens in zip(prompts, requests, expected, strict=True):
             compared += len(tokens)
-            difference = first_divergence(pair.target, prompt, params, one.request.tokens, tokens)
+            difference = first_divergence(pair.target, prompt, params, timed.request.tokens, tokens)
             if difference is not None and not difference.is_tie:
                 raise RuntimeError(f"{method.name} does not give plain decoding's tokens: {difference}")
     return compared

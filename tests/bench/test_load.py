@@ -130,7 +130,7 @@ def test_outputs_that_differ_are_an_error(pair, monkeypatch):
         (["--slots", "4", "--host-slots", "8"], "--host-slots 8 is more than --slots 4"),
         (["--context", "1"], "--context must be at least 2"),
         (["--rates", "0"], "--rates must be positive"),
-        (["--prompts", "9x100"], "at most 8 come together"),
+        (["--prompts", "9x100"], "at most 8 prompts can arrive together"),
         (["--output-tokens", "many"], "lengths are N"),
     ],
 )
